@@ -151,7 +151,7 @@ def _make_all_option(rare: int) -> Any:
 def written(ctx: typer.Context, name: str) -> bool:
     """Return whether the user gave the option, even if its value equals the default."""
     source = ctx.get_parameter_source(name)
-    # By name: typer brings a click of its own, whose enumeration is another object than click's.
+    # By name: typer brings its own click, whose enumeration is another object than click's.
     return source is not None and source.name == "COMMANDLINE"
 
 

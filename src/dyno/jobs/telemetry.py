@@ -207,7 +207,7 @@ class ProcessTree:
             self._known = [root, *root.children(recursive=True)]
 
     def measure(self) -> tuple[float, float, set[int]]:
-        """Return the resident bytes, processor seconds and ids; 0 and none of a process that has ended."""
+        """Return the resident bytes, processor seconds and ids; 0 and an empty set for a process that has ended."""
         rss = cpu = 0.0
         pids: set[int] = set()
         for process in self._known:

@@ -197,7 +197,7 @@ ModuleCall = tuple[str, int, str]  # a part's name, which of its calls, and the 
 def tensors_of(module: LayerGraph, graph: LayerGraph) -> list[ModuleCall]:
     """Return the calls whose result is one tensor of the graph: the last call and tensor of a region, if of one shape.
 
-    A module around others counts where it computes its result itself, such as a sum: then none of its parts reads it.
+    A module around others counts where it computes its result itself, such as a sum: then no part of it reads it.
     """
     forms = (module, graph)
     link = align.link_layers(forms, 0, 1)

@@ -412,7 +412,7 @@ def _sort_regions(
 ) -> list[tuple[int, int]]:
     """Return the regions in the order of the first form, those it lacks behind their neighbour in a later one.
 
-    Modules `around` others end after them, so the regions of their own operations take another form's place.
+    Modules `around` others end after them, so the regions of their operations take another form's place.
     """
     first: tuple[int, int] = (-1, -1)  # stands before all
     behind: dict[tuple[int, int], list[tuple[int, int]]] = {first: []}

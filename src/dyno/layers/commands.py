@@ -222,7 +222,7 @@ Layers = Annotated[
 Top = Annotated[
     int | None,
     typer.Option(
-        help="Layers that are listed, of the largest errors of their own; 0 is all.",
+        help="Layers that are listed, those with the largest own errors; 0 is all.",
         rich_help_panel=LAYERS,
         show_default="20",
     ),

@@ -2,7 +2,7 @@
 
 A layer's time is the median over processes of its median over repeats, as is the latency. Where a form's layers add up
 to more than its latency, watching slowed them, and all are scaled down alike (`scaled`); what they leave of it is a
-step of its own. So all steps add up to the difference of the latencies.
+separate step. So all steps add up to the difference of the latencies.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def incomparable(a: TrialResult, b: TrialResult) -> str:
     """
     if a.facts.random_outputs or b.facts.random_outputs:
         return CHANGING
-    files = a.form and b.form and a.form != b.form  # files have hashes of their own, whatever their weights
+    files = a.form and b.form and a.form != b.form  # files have their own hashes, whatever their weights
     weights = {t.facts.weights_sha256 for t in (a, b)} - {""}
     if len(weights) > 1 and not files:
         return OTHER_WEIGHTS

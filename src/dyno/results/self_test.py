@@ -32,7 +32,7 @@ class Studies:
 
     `noise` holds log ratios less their true ones, of which either sign is as likely: which of two equal processes is
     the first means nothing. With `paired` a study draws `rounds` of them and is judged by Student's t interval of their
-    mean; else two groups of so many processes, whose difference the noise is, by Welch's.
+    mean; else two groups of that many processes, whose difference the noise is, by Welch's.
     """
 
     def __init__(self, noise: np.ndarray, rounds: int, paired: bool = True, draws: int = DRAWS, seed: int = 0) -> None:

@@ -36,7 +36,7 @@ MOST_AGAIN = 1.0  # of a boundary's time, for blocks in place of disturbed ones
 
 @dataclass
 class InterleavedJob:
-    """A job that measures in turns, its folder, the round it is (-1: none of the study's) and the most memory it is
+    """A job that measures in turns, its folder, its round (-1: not a round of the study) and the most memory it is
     known to need (bytes, 0: unknown). It is started within `where`, which may confine what is started there.
 
     The rest is what became of it: `said` is its last word, "" before any and once it has ended; `used_s` is the time
@@ -78,9 +78,9 @@ def each_and_all(players: Sequence[InterleavedJob]) -> list[list[InterleavedJob]
 class InterleavedGroup:
     """Jobs that are compared with each other, the first of them with all others.
 
-    `turns` says who measures together in a block, of those that are alive; the turns are then shuffled. Jobs on
-    devices of their own are `apart`: they start and end at once, those of one round warm up at once, and none waits for
-    another's memory. The others import their libraries side by side, and load one after the other.
+    `turns` lists which of the live jobs measure together in a block; the turns are then shuffled. Jobs on different
+    devices are `apart`: they start and end at once, those of one round warm up at once, and no job waits for another's
+    memory. The others import their libraries side by side, and load one after the other.
     """
 
     players: Sequence[InterleavedJob]

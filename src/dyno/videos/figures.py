@@ -220,7 +220,7 @@ REFERENCE = "pytorch"  # the others are compared with it where it is among them
 
 @dataclass(frozen=True)
 class LoadRun:
-    """A trial under a load of its own: a video, or requests."""
+    """A trial and its load: a video, or requests."""
 
     trial: TrialResult
 
@@ -292,7 +292,7 @@ def list_videos(trial: TrialResult) -> VideoRun | None:
 
 # The oracle: what several videos would reach through one engine, from the stages measured alone.
 #
-# Every stream has stages of its own but for inference, which all share, as all share the processors. What is lowest of
+# Every stream has its own stages, except inference, which all share, as they share the processors. What is lowest of
 # their rates bounds the whole (operational analysis; Denning and Buzen, Computing Surveys, 1978); a simulation says how
 # near the whole comes, and how long a frame takes.
 
@@ -322,8 +322,8 @@ class SimulationResult:
 
 
 class Simulation:
-    """Streams of so many frames each through the servers; `known` is the number of the one that ends with boxes, and
-    `crowding` how many times the time work takes while so many processors are busy."""
+    """Streams of `frames` frames each through the servers; `known` is the number of the one that ends with boxes, and
+    `crowding` the factor on a stage's time for each number of busy processors."""
 
     def __init__(
         self, servers: Sequence[Server], known: int, streams: int, frames: int, processors: int, depth: int,

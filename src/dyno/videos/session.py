@@ -120,7 +120,7 @@ ABOUT = "video.json"  # in the run folder: which video it is of
 
 @dataclass(frozen=True)
 class LoadResult(Result):
-    """One or several engines under a load of their own: the run folder."""
+    """The run folder of one or several engines under load."""
 
     folder: Path
 

@@ -12,7 +12,7 @@ from dyno.worker.spec import InputSpec, Preprocess, Tensor
 class Purpose(Sparse):
     """What a network is for, as far as its file, its library or the user says.
 
-    `task` is "" and `classes` None where nobody says; `keypoints` are how many points a pose has and the values of
+    `task` is "" and `classes` None where unknown; `keypoints` are how many points a pose has and the values of
     each. `inputs` are those that Dyno wrote into a file, `stride` is what the image's sides must be multiples of.
     """
 

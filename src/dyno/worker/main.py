@@ -275,7 +275,7 @@ def main(folder: Path) -> int:
         if e.errno not in system.DISK_FULL:
             raise
         print(f"dyno: {e}", file=sys.stderr)
-        return os.EX_CANTCREAT  # says nothing about the trial: no record, so that it is measured once there is room
+        return os.EX_CANTCREAT  # not the trial's fault: without a record it is measured once there is room
     (folder / "partial.json").unlink(missing_ok=True)
     return 0
 

@@ -269,8 +269,8 @@ class Runtime:
 @dataclass(frozen=True)
 class Plan:
     """How long to measure: seconds are per boundary, and `interval` is the relative half-width of the median's 95 %
-    interval at which sampling stops early. With `blocks` it is measured in at most so many blocks of `block_s` seconds
-    instead. Rounds go through so many `builds` of the engine in turn; 0: what makes the file makes the same one every
+    interval at which sampling stops early. With `blocks` it is measured in at most as many blocks of `block_s` seconds
+    instead. Rounds go through that many `builds` of the engine in turn; 0: what makes the file makes the same one every
     time. `rounds`, `builds` and the timeouts don't change a number, so they aren't hashed."""
 
     boundaries: tuple[str, ...] = BOUNDARIES

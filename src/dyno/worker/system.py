@@ -161,7 +161,7 @@ def _list_control_groups() -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # A container without a namespace of its own for these has its own group as the root, under another path.
+        # A container that shares its host's namespace for these has its own group as the root, under another path.
         names = [Path(path.lstrip("/")), *Path(path.lstrip("/")).parents]
         groups += [CGROUPS / controllers / name for name in names]
     return groups
@@ -272,7 +272,7 @@ def end(code: int) -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-        ctypes.CDLL(None).fflush(None)  # C libraries have buffers of their own
+        ctypes.CDLL(None).fflush(None)  # C libraries have their own buffers
     finally:  # on a full disk flushing fails, and the exit code must be right all the same
         os._exit(code)
 

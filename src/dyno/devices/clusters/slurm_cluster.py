@@ -481,7 +481,7 @@ def _list_places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> 
                 )
     if not places:
         raise UserError(f"no job of --on slurm can take part: {why}")
-    # The jobs of one host in an order of their own: the next command's may start in another.
+    # The jobs of one host in their own order: the next command's may start in another.
     return distinct(sorted(places, key=lambda place: (place.name, place.cores)))
 
 

@@ -224,7 +224,7 @@ def score_detections(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any],
     evaluation = _evaluate_detections(arrays, truth, kind, images)
     parameters = evaluation.params
     count = min(GROUPS, len(images))
-    # Images lie in an order of their own; a fixed shuffle keeps that order's pattern out of the groups.
+    # Images lie in some order; a fixed shuffle keeps that order's pattern out of the groups.
     shuffled = np.random.default_rng(0).permutation(len(images))
     groups = {image: int(place % count) for image, place in zip(sorted(images), shuffled, strict=True)}
     by_class = []

@@ -71,7 +71,7 @@ def deviation(x: np.ndarray) -> float:
 @dataclass(frozen=True)
 class VarianceComponents:
     """Variances of log values between rounds, between blocks of a round and between samples of a block (0 where that
-    level has nothing of its own), and how many of each there are: rounds, blocks of a round, samples of a block; and
+    level adds nothing), and how many of each there are: rounds, blocks of a round, samples of a block; and
     the variance between builds, None where not every build has rounds to compare it with."""
 
     rounds: float

@@ -43,7 +43,7 @@ TYPE_NAMES = {
     "u4": "int4", "nf4": "float4", "f4e2m1": "float4", "u2": "int2", "f8e4m3": "float8", "f8e5m2": "float8",
 }  # fmt: skip
 NARROW = {"float16", "float8", "float4", "int8", "int4", "int2"}  # types of weights that a kernel may widen
-ENCLOSING = ("If", "Loop", "TensorIterator")  # layers with a graph of their own, which OpenVINO doesn't open
+ENCLOSING = ("If", "Loop", "TensorIterator")  # layers with an inner graph, which OpenVINO doesn't open
 COMPUTE = re.compile("Convolution|Deconvolution|FullyConnected|MatMul|MHA|ScaledDotProduct|QKVProj|LLMMLP|LSTM|GRU|RNN")
 NOT_LAYERS = {"Const", "Input", "Output"}
 NO_KERNEL = ("unknown", "undef", "reorder")  # how the kernel is called of what only passes a tensor on

@@ -213,7 +213,7 @@ class TorchSession(Session):
         """See `Session.restoring`: a module may write into its inputs, and its next run would get what is left."""
         with self._use_stream(self._queue):
             left = [tensor.clone() for tensor in self._bound[0].values()]
-        self._synchronize_device()  # inputs are bound on a stream of their own
+        self._synchronize_device()  # inputs are bound on another stream
         self.bind(feeds)
         self._synchronize_device()
         with self._use_stream(self._queue):

@@ -19,7 +19,7 @@ S = TypeVar("S", bound="Sparse")
 class Sparse:
     """Stored without the fields that are at their default.
 
-    `other` is what a plug-in's backend or maker adds under names of its own: in JSON its keys are among the fields; a
+    `other` is what a plug-in's backend or maker adds under its own names: in JSON its keys are among the fields; a
     key without a field is read into it.
     """
 
@@ -140,7 +140,7 @@ def _dataclass_reader(kind: Any) -> Callable[[Any], Any]:
     readers: dict[str, Callable[[Any], Any]] = {}
 
     def read_dataclass(data: Any) -> Any:
-        if not readers:  # on first use, as a kind may hold others of its own
+        if not readers:  # on first use, as a kind may hold instances of itself
             hints = typing.get_type_hints(kind)
             readers.update({name: reader(hints[name]) for name in names})
         values, other = {}, {}

@@ -307,7 +307,7 @@ def verify_inputs(
 
     Token ids get the range of the embedding that they reach, unless a range was given. An axis taken for the batch only
     because of its length stays so if the module accepts another length there too, or has `no_memory` for it. If the
-    first axis is none, since its rows have no outputs of their own, the second is tried: recurrent networks take time x
+    first axis is none, since its rows have no separate outputs, the second is tried: recurrent networks take time x
     batch x features.
     """
     result, limits = _run_and_record(module, *example(model, described.inputs, dims), described.inputs)
@@ -336,7 +336,7 @@ def _second_axis(
 ) -> Callable[[ModuleInputs], ModuleInputs] | None:
     """Return a function that makes the second axis the batch in a description, or the only axis of inputs with one.
 
-    Return None if the module refuses another length there, or its rows have no outputs of their own.
+    Return None if the module refuses another length there, or its rows have no separate outputs.
     """
     length = next((spec.shape[1] for spec in specs if spec.dtype and len(spec.shape) > 1), 0)
     if not isinstance(length, int) or not length:

@@ -127,7 +127,7 @@ def _inspect_module(trial: Trial, options: Mapping[str, Any]) -> LayerGraph:
     built = models.build(model, dims)
     try:
         return _read_calls(torch, _without_values(built), model, dims)
-    except Exception:  # a module that computes with values, or keeps tensors of its own, has to run
+    except Exception:  # a module that computes with values, or keeps its own tensors, has to run
         return _run_module(torch, model, dims)
 
 

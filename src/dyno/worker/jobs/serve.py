@@ -60,7 +60,7 @@ def find_highest_rate(holds: Callable[[float], bool], capacity: float, resolutio
 
 
 ARRAYS = "serve.npz"
-SEEDS = 1000  # of a round: a rate has one of its own
+SEEDS = 1000  # of a round: each rate has its own
 
 
 def serve_requests(job: Job, journal: Journal) -> None:

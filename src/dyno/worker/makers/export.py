@@ -177,7 +177,7 @@ WRITTEN = f"from {OPSET_RANGE[0]} to {OPSET_RANGE[-1]}; the default is {OPSET}"
 LATER = 20  # where the usual one lacks an operator, as that of deformable convolutions (19)
 EXAMPLE_BATCH = 2  # torch.export treats a batch of 0 or 1 as a constant
 OTHER_BATCHES = (1, 3)
-# Where a trace may hold what the module does for small batches only: the first whose inputs are of at most so many
+# Where a trace may hold what the module does for small batches only: the first whose inputs have at most this many
 # bytes, since the memory that the module takes grows with them, and a check must not be what ends an export.
 LARGER_BATCHES, LARGER_B = (17, 5), 32 << 20
 REAL_IMAGES = 8

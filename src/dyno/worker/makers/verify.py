@@ -18,7 +18,7 @@ from dyno.worker.sessions.torch_support import first_line, import_torch, named_o
 from dyno.worker.spec import Tensor
 
 RELATIVE, ABSOLUTE = 1e-3, 1e-4  # the second as a share of the largest output
-OWN_ERRORS = 10  # a graph's error may be so many times that of the module in FP32 against FP64 …
+OWN_ERRORS = 10  # a graph's error may be this many times that of the module in FP32 against FP64 …
 LOST = (
     0.01  # of the boxes after suppression, or of labels: scores near a threshold or near each other may change places
 )

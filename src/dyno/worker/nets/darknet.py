@@ -92,7 +92,7 @@ def read_cfg(path: str) -> list[CfgSection]:
 
 # Darknet's layers, as its documentation and its C code define them, of PyTorch's own modules.
 #
-# The network is a `torch.fx` graph: so it has no classes of its own, which a module of the worker couldn't define
+# The network is a `torch.fx` graph: so it has no own classes, which a module of the worker couldn't define
 # without importing torch.
 
 EPSILON = 1e-5  # AlexeyAB's Darknet, which YOLOv4 comes from, adds it to the variance

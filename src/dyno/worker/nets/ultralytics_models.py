@@ -205,7 +205,7 @@ def _network_names() -> list[str]:
     names = []
     for path in (Path(ultralytics.__file__).parent / "cfg/models").rglob("*.yaml"):
         names.append(path.name)
-        # yolov9c.yaml has its letter, which is none of scale, and of yolov3.yaml there is one size.
+        # yolov9c.yaml has its letter, which isn't a scale, and of yolov3.yaml there is one size.
         if match := re.fullmatch(r"(yolo(?:e-)?v?\d+)(?![a-z])(.*)", path.name):
             scales = re.findall(r"^ +([nsmlx]): *\[", path.read_text(encoding="utf-8"), re.MULTILINE)
             names += [f"{match[1]}{scale}{match[2]}" for scale in scales]

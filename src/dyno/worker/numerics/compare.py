@@ -199,7 +199,7 @@ def check_finite(feeds: Iterable[Feeds]) -> None:
 
 
 CLEARLY = 4.0  # times as far off on the reference's values as on the engine's: not by rounding
-CANDIDATES = 32  # layers of the largest errors of their own, of which the effect on the outputs is tried
+CANDIDATES = 32  # layers with the largest own errors, of which the effect on the outputs is tried
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def mismatched(
 def with_effects(
     comparison: TensorComparison, layers: Sequence[LayerError], folder: Path, path: Path
 ) -> tuple[LayerError, ...]:
-    """Return the layers, with the effects of those that have the largest errors of their own.
+    """Return the layers, with the effects of those with the largest own errors.
 
     `folder` contains the values stored by `isolated`; `path` is where the reference's graph is written with deltas as
     inputs.

@@ -140,7 +140,7 @@ class TensorWriter:
         (self._folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
-# An ONNX graph that can be marked and cut: pieces of it are graphs of their own, as an engine loads them.
+# An ONNX graph that can be marked and cut: pieces of it are separate graphs, as an engine loads them.
 
 UNQUANTISED = "/unquantised"  # behind the name of a tensor that is quantised and dequantised
 ISOLATED = "/isolated"  # behind the name of a tensor that a layer writes when it runs by itself

@@ -64,7 +64,7 @@ def session(model: str | bytes, *, optimised: bool = True, threads: int = 0) -> 
         )
     except MemoryError:
         raise
-    except Exception as e:  # the library's errors have no base of their own
+    except Exception as e:  # the library's errors have no common base
         raise UserError(f"ONNX Runtime, which checks and calibrates the graph, refuses it: {error_line(e)}") from e
 
 

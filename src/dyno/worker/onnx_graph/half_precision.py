@@ -108,7 +108,7 @@ def _summarise_warnings(messages: list[str]) -> list[str]:
 
 
 def _own_outputs(graph: Any) -> None:
-    """Give outputs of the graph that nodes read too a tensor of their own, behind an Identity node.
+    """Give outputs of the graph that nodes read too their own tensor, behind an Identity node.
 
     The converter casts the output back to FP32 under its own name, and its readers would get that type.
     """

@@ -215,7 +215,7 @@ HIDDEN = "dyno.hidden"  # a domain that ONNX's converter leaves alone
 
 
 def read_opset(model: Any) -> int:
-    """Return the graph's opset of ONNX's own operators; 0 if it uses none of these."""
+    """Return the graph's opset of ONNX's own operators; 0 if it doesn't use them."""
     return next((int(entry.version) for entry in model.opset_import if entry.domain in DOMAINS), 0)
 
 

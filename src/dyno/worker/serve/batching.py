@@ -147,7 +147,7 @@ def serve(batcher: Batcher, answer: Callable[[int], None]) -> None:
 # Instances of a model, each loaded and driven by its own thread, for several batch sizes.
 
 Load = Callable[[Trial], Session]
-Feed = Callable[[Session, int], Sequence[Arrays]]  # batches of so many requests, as the session takes them
+Feed = Callable[[Session, int], Sequence[Arrays]]  # batches of that many requests, as the session takes them
 
 
 @dataclass(frozen=True)

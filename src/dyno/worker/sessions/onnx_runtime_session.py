@@ -159,7 +159,7 @@ PACKED = "MatMulNBits"
 FUSED_LEVEL = 4  # `accuracy_level` of the products that ONNX Runtime fuses with their DequantizeLinear
 LEVELS = {1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}  # what that attribute has activations converted to
 CPU = "CPUExecutionProvider"
-CONTROL = ("If", "Loop", "Scan")  # operators that run a graph of their own, whose nodes have events too
+CONTROL = ("If", "Loop", "Scan")  # operators that run an inner graph, whose nodes have events too
 CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "ReorderOutput")
 EVENT = re.compile(r'("name"\s*:\s*)"(.*?)"(,"args"\s*:\s*\{)', re.DOTALL)
 

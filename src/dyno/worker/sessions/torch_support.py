@@ -261,7 +261,7 @@ def compiler_errors() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as e:  # inductor wraps the compiler's failure in types of its own, which change between versions
+    except Exception as e:  # inductor wraps the compiler's failure in its own types, which change between versions
         text = f"{type(e).__name__} {e}"
         if "InvalidCxxCompiler" in text:
             raise Unavailable(NO_COMPILER.format(_find_compiler())) from e

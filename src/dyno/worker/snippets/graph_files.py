@@ -116,7 +116,7 @@ def load():
     checked(cudart.cudaSetDevice(GPU))
     runtime = tensorrt.Runtime(tensorrt.Logger(tensorrt.Logger.WARNING))
     if hasattr(runtime, "engine_host_code_allowed"):
-        runtime.engine_host_code_allowed = True  # engines that other versions take bring code of their own
+        runtime.engine_host_code_allowed = True  # engines that other versions take bring their own code
     engine = runtime.deserialize_cuda_engine(FILE.read_bytes())
     if engine is None:
         raise RuntimeError(f"{FILE} is not for this GPU and TensorRT {tensorrt.__version__}")

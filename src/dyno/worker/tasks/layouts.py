@@ -191,7 +191,7 @@ class FinalRows(BoxLayout):
 
 @dataclass(frozen=True)
 class Lists(BoxLayout):
-    """Boxes that are left in the end, with their scores and classes in outputs of their own, and perhaps their number:
+    """Boxes that are left in the end, with their scores and classes in separate outputs, and perhaps their number:
     torchvision's detectors, RT-DETR with its post-processing, TensorRT's EfficientNMS, TensorFlow's detection API."""
 
     def fits(self, seen: ObservedOutputs) -> Fit | None:
@@ -476,7 +476,7 @@ def _list_cells(grid: tuple[int, int], each: int, is_outer: bool) -> np.ndarray:
 
 
 def keypoints_of(values: int) -> tuple[int, int] | None:
-    """Return how many keypoints there are in so many values, and how many values each has; None for other numbers."""
+    """Return how many keypoints this number of values holds, and how many values each has; None for other numbers."""
     each = next((n for n in (3, 2) if values > 0 and values % n == 0), 0)
     return (values // each, each) if each else None
 

@@ -404,7 +404,7 @@ class Source(ABC):
     """What frames are read from. `name` is for messages.
 
     `count` is the number of frames as far as the source says (0: it doesn't), `rate` its average per second (0: none).
-    `live` frames come when they come, and each is an image file of its own with `images`. Some can be read only
+    `live` frames come when they come, and each is a separate image file with `images`. Some can be read only
     `once`, or should be: they can't be read twice at the same time. After reading, `damaged` is how many pieces could
     not be decoded, `left` are packets of sound behind the last frame, and `notes` are sentences on how it was read.
     """

@@ -194,7 +194,7 @@ def keep_types(trt: Any, config: Any, network: Any) -> int:
 
 
 def _read_major_version(trt: Any) -> int:
-    # RTX has version numbers of its own, and began with TensorRT 10's features.
+    # RTX has its own version numbers, and began with TensorRT 10's features.
     return 10 if is_rtx(trt) else int(trt.__version__.split(".")[0])
 
 

@@ -23,7 +23,7 @@ class Settings:
     """How an engine is built, with the defaults.
 
     `profile`: see `profiles`. `optimization` 0-5 is the builder's level, `workspace_mb` its scratch memory (0: all the
-    GPU has), `tactics` its tactic sources joined by `+` ("": the default of TensorRT 10, `none`: none of them).
+    GPU has), `tactics` its tactic sources joined by `+` ("": the default of TensorRT 10, `none`: without any).
     `route` says where types come from: the graph, builder flags, or flags and a calibrator. `build` distinguishes
     builds with the same settings.
     """
