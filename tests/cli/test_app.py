@@ -74,21 +74,6 @@ def test_data_folders_without_images(refused: Refused, tmp_path: Path) -> None:
     assert refused(*FAKE, "--data", "file").startswith("file is not a folder")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("unreported")
-def test_unreadable_images_are_named_or_skipped_in_any_script(
-    refused: Refused, call: Callable[..., Any], photos: Path
-) -> None:
-    (photos / "猫/1.png").write_bytes(b"no image")
-    (photos / "猫/2.png").write_bytes((photos / "猫/2.png").read_bytes()[:60])
-    line = refused(*FAKE, "--data", photos, "--out", "r")
-    assert line.startswith("2 of 8 images can't be read: ") and "猫/1.png" in line and "猫/2.png" in line
-    call(*FAKE, "--data", photos, "--unreadable", "skip", "--out", "r", code=0)
-    with np.load(next(Path("r").glob("trials/*/r0/outputs.npz"))) as outputs:
-        assert set(outputs["label"]) <= {0, 1} and len(outputs["label"]) == len(outputs["sample"]) > 0
-    assert call("show", "r")[0] == 0
-
-
 def test_an_output_that_cannot_be_written(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert refused(*FAKE, "--out", "file").endswith("file: is a file where a folder is needed; give another path")
@@ -107,35 +92,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("unreported")
-def test_a_full_disk_keeps_what_was_measured(call: Callable[..., Any], small_disk: Path) -> None:
-    words = [*FAKE, "--batch", "1,2,3,4", "--out", small_disk]
-    _, _, err = call(*words, code=2)
-    last = err.splitlines()[-1]
-    assert last.startswith("dyno: ") and "the disk is full; free some space" in last
-    assert "Traceback" not in err
-    done = {f: f.stat().st_mtime_ns for f in small_disk.glob("trials/*/r0/record.json")}
-    subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
-    call(*words, code=0)
-    assert {f: f.stat().st_mtime_ns for f in done} == done
-    assert len(list(small_disk.glob("trials/*/r0/record.json"))) == 4
-
-
 def test_a_read_only_file_system(refused: Refused, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     assert "the file system is read-only; give another path (--out; DYNO_CACHE for the cache)" in refused(
         *FAKE, "--out", small_disk / "r"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unreported")
-def test_exit_codes_of_a_run(call: Callable[..., Any]) -> None:
-    assert call(*FAKE, "--out", "good")[0] == 0
-    assert call(*FAKE, "--backends", "fake@latency_ms=0.1,fake@fail=exception", "--out", "part")[0] == 3
-    assert call(*FAKE, "--precision", "fp32,fp8", "--out", "refused")[0] == 0
-    assert Path("good/results.csv").read_text().count("\n") == 2
 
 
 def test_devices_that_are_lost_are_no_bad_input(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,21 +105,6 @@ def test_devices_that_are_lost_are_no_bad_input(call: Callable[..., Any], monkey
     assert (code, err.splitlines()[-1]) == (
         3, "dyno: every device of the study was lost; the same command again goes on with what is missing"
     )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unreported")
-def test_a_budget_is_judged_against_the_reference(call: Callable[..., Any], photos: Path) -> None:
-    call(*FAKE, "--data", photos, "--out", "r", "--budget", "top1=0.5", code=0)
-    assert "within" in Path("r/results.csv").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unreported")
-def test_too_little_agreement_is_exit_1(call: Callable[..., Any]) -> None:
-    words = ["agree", "fake:net", "--channels", 1, "--backends", "fake", "--precision", "fp32,int8"]
-    assert call(*words, "--out", "a")[0] == 0
-    assert call(*words, "--least", "0.9", "--out", "b")[0] == 1
 
 
 def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
@@ -170,38 +116,6 @@ def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
     assert not Path("runs").exists()
     _, out, _ = call("run", "fake:[/x]", "--backends", "pytorch", "--device", "cuda:99", "--dry-run")
     assert "There is no cuda:99 here" in out and "refused" in out
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unreported")
-def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path) -> None:
-    text = "models = ['fake:n']\nbackends = ['fake']\nrounds = 1\nseconds = 0.04\nblock = 0.01\nwarmup = 0.02\n"
-    (tmp_path / "mine.toml").write_text(f"{text}channels = 1\n")
-    assert call("run", "mine.toml", "--threads", "1")[0] == 0
-    assert (tmp_path / "runs/mine/study.toml").is_file()
-    code, _, err = call("run", "runs/mine/study.toml")
-    assert (code, err) == (0, ""), "its own study.toml resumes in place, and nothing is left to do"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unreported")
-def test_show_prints_every_format(call: Callable[..., Any]) -> None:
-    call(*FAKE, "--out", "r")
-    for format in ("text", "markdown", "csv", "json", "html"):
-        code, out, err = call("show", "r", "--format", format)
-        assert code == 0 and "fake" in out, err
-        code, out, err = call("show", "r", "--table", "all", "--format", format)
-        assert code == 0 and "fake" in out, err
-    code, out, _ = call("show", "r", "--table", "sizes", "--by", "batch")
-    assert code == 0 and "batch 1" in out and "|" not in out, "text is no Markdown"
-    code, out, _ = call("show", "r", "--table", "frontier")
-    assert code == 0 and out.startswith("no frontier") and "--data" in out
-    code, _, err = call("show", "r", "--table", "size")
-    assert code == 2 and "unknown table 'size'; did you mean 'sizes'?" in err
-    code, out, _ = call("show", "r", "--format", "json")
-    found = json.loads(out)
-    assert {"schema", "date", "machine", "study", "verdict", "columns", "rows", "notes"} <= found.keys()
-    assert found["machine"]["cores"] and found["study"]["models"] and found["date"] and found["verdict"]
 
 
 def test_show_lists_its_tables(call: Callable[..., Any]) -> None:
@@ -258,3 +172,85 @@ def test_it_is_installed_as_a_command(dyno: Command, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "fake@latency_ms=0.1 fp32 takes" in done.stdout or CROWDED in done.stdout
     assert dyno("show", tmp_path / "none").returncode == 2
+
+
+# Last: from here on, commands of this file are forked.
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_unreadable_images_are_named_or_skipped_in_any_script(
+    refused: Refused, call: Callable[..., Any], photos: Path
+) -> None:
+    (photos / "猫/1.png").write_bytes(b"no image")
+    (photos / "猫/2.png").write_bytes((photos / "猫/2.png").read_bytes()[:60])
+    line = refused(*FAKE, "--data", photos, "--out", "r")
+    assert line.startswith("2 of 8 images can't be read: ") and "猫/1.png" in line and "猫/2.png" in line
+    call(*FAKE, "--data", photos, "--unreadable", "skip", "--out", "r", code=0)
+    with np.load(next(Path("r").glob("trials/*/r0/outputs.npz"))) as outputs:
+        assert set(outputs["label"]) <= {0, 1} and len(outputs["label"]) == len(outputs["sample"]) > 0
+    assert call("show", "r")[0] == 0
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_a_full_disk_keeps_what_was_measured(call: Callable[..., Any], small_disk: Path) -> None:
+    words = [*FAKE, "--batch", "1,2,3,4", "--out", small_disk]
+    _, _, err = call(*words, code=2)
+    last = err.splitlines()[-1]
+    assert last.startswith("dyno: ") and "the disk is full; free some space" in last
+    assert "Traceback" not in err
+    done = {f: f.stat().st_mtime_ns for f in small_disk.glob("trials/*/r0/record.json")}
+    subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
+    call(*words, code=0)
+    assert {f: f.stat().st_mtime_ns for f in done} == done
+    assert len(list(small_disk.glob("trials/*/r0/record.json"))) == 4
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_exit_codes_of_a_run(call: Callable[..., Any]) -> None:
+    assert call(*FAKE, "--out", "good")[0] == 0
+    assert call(*FAKE, "--backends", "fake@latency_ms=0.1,fake@fail=exception", "--out", "part")[0] == 3
+    assert call(*FAKE, "--precision", "fp32,fp8", "--out", "refused")[0] == 0
+    assert Path("good/results.csv").read_text().count("\n") == 2
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_a_budget_is_judged_against_the_reference(call: Callable[..., Any], photos: Path) -> None:
+    call(*FAKE, "--data", photos, "--out", "r", "--budget", "top1=0.5", code=0)
+    assert "within" in Path("r/results.csv").read_text()
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_too_little_agreement_is_exit_1(call: Callable[..., Any]) -> None:
+    words = ["agree", "fake:net", "--channels", 1, "--backends", "fake", "--precision", "fp32,int8"]
+    assert call(*words, "--out", "a")[0] == 0
+    assert call(*words, "--least", "0.9", "--out", "b")[0] == 1
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path) -> None:
+    text = "models = ['fake:n']\nbackends = ['fake']\nrounds = 1\nseconds = 0.04\nblock = 0.01\nwarmup = 0.02\n"
+    (tmp_path / "mine.toml").write_text(f"{text}channels = 1\n")
+    assert call("run", "mine.toml", "--threads", "1")[0] == 0
+    assert (tmp_path / "runs/mine/study.toml").is_file()
+    code, _, err = call("run", "runs/mine/study.toml")
+    assert (code, err) == (0, ""), "its own study.toml resumes in place, and nothing is left to do"
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_show_prints_every_format(call: Callable[..., Any]) -> None:
+    call(*FAKE, "--out", "r")
+    for format in ("text", "markdown", "csv", "json", "html"):
+        code, out, err = call("show", "r", "--format", format)
+        assert code == 0 and "fake" in out, err
+        code, out, err = call("show", "r", "--table", "all", "--format", format)
+        assert code == 0 and "fake" in out, err
+    code, out, _ = call("show", "r", "--table", "sizes", "--by", "batch")
+    assert code == 0 and "batch 1" in out and "|" not in out, "text is no Markdown"
+    code, out, _ = call("show", "r", "--table", "frontier")
+    assert code == 0 and out.startswith("no frontier") and "--data" in out
+    code, _, err = call("show", "r", "--table", "size")
+    assert code == 2 and "unknown table 'size'; did you mean 'sizes'?" in err
+    code, out, _ = call("show", "r", "--format", "json")
+    found = json.loads(out)
+    assert {"schema", "date", "machine", "study", "verdict", "columns", "rows", "notes"} <= found.keys()
+    assert found["machine"]["cores"] and found["study"]["models"] and found["date"] and found["verdict"]
