@@ -98,7 +98,10 @@ def test_rounds_go_on_for_what_is_undecided(study: Studies, tmp_path: Path, scri
     }  # fmt: skip
     execute(study(minutes=5.0, boundaries=both), tmp_path, progress := Stopped())  # ten jobs of half a minute
     assert not progress.began and "2 trials are left in pairs that 5 minutes could not decide" in progress.said[-1]
-    execute(study(minutes=6.0, boundaries=both), tmp_path, progress := Stopped())  # with more minutes it goes on
+    execute(study(minutes=6.0, boundaries=both), tmp_path, progress := Stopped())
+    assert not progress.began, "a round that fits is not begun where it is likely to decide nothing"
+    with pytest.raises(KeyboardInterrupt):
+        execute(study(boundaries=both), tmp_path, progress := Stopped(5))  # with more minutes it goes on
     assert progress.began == {4: 2}
     execute(study(equivalent=500.0, boundaries=both), tmp_path, progress := Stopped())
     assert not progress.began and not progress.said, "with that margin everything is decided"
@@ -110,7 +113,7 @@ def test_in_turns_the_reference_and_what_is_left_go_on_together(
 ) -> None:
     def left(folder: Path, trials: Sequence[Trial]) -> list[UndecidedPair]:
         like = frozenset(t.id for t in trials if t.options["latency_ms"] == 2)
-        return [UndecidedPair(like, "model")] if len(rounds(tmp_path)[LIKE]) < 4 else []
+        return [UndecidedPair(like, "model", 1)] if len(rounds(tmp_path)[LIKE]) < 4 else []
 
     monkeypatch.setattr(run_execute, "_find_pending", left)
     execute(study(turns=True, block=0.02, boundaries=("model", "throughput")), tmp_path, progress := Stopped())

@@ -62,7 +62,7 @@ def test_physical_cores_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("0::/", {"cpu.max": "150000 100000\n"}, 1.5),  # a container with --cpus=1.5
         ("0::/app/job", {"app/cpu.max": "400000 100000", "app/job/cpu.max": "max 100000"}, 4.0),  # the one above limits
-        ("0::/elsewhere", {"cpu.max": "10000 100000"}, 0.5),
+        ("0::/elsewhere", {"cpu.max": "50000 100000"}, 0.5),
         ("4:cpu,cpuacct:/docker/x\n3:memory:/", {"cpu,cpuacct/cpu.cfs_quota_us": "200000",
                                                  "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 2.0),
         ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),

@@ -399,10 +399,12 @@ def find_rivals(ranked: pd.DataFrame, run: RunData) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class UndecidedPair:
-    """Two trials, by their ids, and the boundary at which it is undecided which of them is faster."""
+    """Two trials, by their ids, and the boundary at which it is undecided which of them is faster; `more` rounds are
+    likely to decide it."""
 
     trials: frozenset[str]
     boundary: str
+    more: int
 
 
 def pending(run: RunData) -> list[UndecidedPair]:
@@ -417,7 +419,9 @@ def pending(run: RunData) -> list[UndecidedPair]:
     if run.records.settings.get("until") == EVERY_ROW or any(run.trials[id].side for id in good):
         asked = good
     pairs = [
-        UndecidedPair(frozenset((row["trial"], row["reference"])), str(row["boundary"]))
+        UndecidedPair(
+            frozenset((row["trial"], row["reference"])), str(row["boundary"]), _count_rounds(row["more_rounds"])
+        )
         for row in rows[rows["verdict"] == stats.UNDECIDED].to_dict("records")
         if row["trial"] in asked
     ]
@@ -438,4 +442,10 @@ def _find_close_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPa
     row = rows.iloc[0]
     speedup = estimate_speedup(first, others[0], str(row["boundary"]), str(row["clock"]), run.rule)
     if speedup.verdict == stats.UNDECIDED:
-        yield UndecidedPair(frozenset((first.id, others[0].id)), str(row["boundary"]))
+        pair = frozenset((first.id, others[0].id))
+        yield UndecidedPair(pair, str(row["boundary"]), _count_rounds(speedup.more))
+
+
+def _count_rounds(more: float | None) -> int:
+    """Return the number of further rounds, one more than MOST_ROUNDS where it isn't known."""
+    return stats.MOST_ROUNDS + 1 if more is None or math.isnan(more) else int(more)

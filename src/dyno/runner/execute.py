@@ -43,7 +43,8 @@ Measure = Callable[[list[Trial], int, tuple[str, ...]], None]
 def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, progress: Progress) -> None:
     """Measure further rounds of the undecided pairs, one model after the other, within `study.minutes` in all.
 
-    Only the boundary that a pair is compared at is measured. Earlier measurements count, so the same command again
+    A pair whose estimated rounds don't fit into the time left is left undecided. Only the boundary that a pair is
+    compared at is measured. Earlier measurements count, so the same command again
     changes nothing, and one with more minutes goes on. A backend with its own number of rounds keeps to it.
     """
     trials = [trial for trial in trials if trial.plan.rounds == study.rounds]
@@ -52,9 +53,11 @@ def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, pro
         own = [trial for trial in trials if model_key(trial) == name]
         allowed = _sum_seconds(run, own) + (60 * study.minutes - _sum_seconds(run, trials)) / (len(models) - place)
         while pairs := _find_pending(run.folder, own):
-            ids = frozenset().union(*(pair.trials for pair in pairs))
+            left = allowed - _sum_seconds(run, own)
+            hopeful = [pair for pair in pairs if _fits(run, own, pair, left)]
+            ids = frozenset().union(*(pair.trials for pair in hopeful or pairs))
             todo = [trial for trial in own if trial.id in ids]
-            if _sum_seconds(run, own) + sum(_last_seconds(run, trial) for trial in todo) > allowed:
+            if not hopeful or sum(_last_seconds(run, trial) for trial in todo) > left:
                 minutes = f"{study.minutes:g} minute{'s' * (study.minutes != 1)}"
                 progress.note(
                     f"{name or 'the comparison'}: {len(todo)} trials are left in pairs that {minutes} could not decide"
@@ -64,6 +67,12 @@ def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, pro
             whole = all(_find_last_round(run, trial) == last for trial in todo)
             boundaries = tuple(name for name in study.boundaries if any(pair.boundary == name for pair in pairs))
             measure(todo, last + 1 if whole else last, boundaries)  # of one that was cut short, those that lack it
+
+
+def _fits(run: Run, trials: Sequence[Trial], pair: UndecidedPair, left: float) -> bool:
+    """Return whether the rounds that are likely to decide the pair fit into the seconds that are left."""
+    seconds = sum(_last_seconds(run, trial) for trial in trials if trial.id in pair.trials)
+    return pair.more * seconds <= left
 
 
 def list_finalists(folder: Path, trials: list[Trial]) -> list[Trial]:

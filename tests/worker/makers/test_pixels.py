@@ -101,7 +101,7 @@ def test_the_step_comes_last_and_only_when_it_is_asked_for(digits: Any) -> None:
     raw = converted(digits.trial("tensorrt", "fp16", input="uint8"), "tensorrt")
     assert (raw.maker, raw.precision, raw.options, raw.parent) == ("onnx_input", "fp16", {"input": "uint8"}, plain)
     assert converted(digits.trial("tensorrt", "fp16", input="float32"), "tensorrt") == plain
-    with pytest.raises(UserError, match="unknown input 'int8'; known: float32, uint8"):
+    with pytest.raises(UserError, match="unknown input 'int8'; did you mean 'uint8'"):
         converted(digits.trial("tensorrt", "fp16", input="int8"), "tensorrt")
 
 
@@ -113,5 +113,3 @@ def test_what_has_no_image_input_is_one_line(digits: Any, tmp_path: Path) -> Non
     once = pixels(digits, digits.artifact, tmp_path / "once")
     with pytest.raises(UserError, match="'input' is uint8 already"):
         OnnxInput().make(step, once, tmp_path)
-    with pytest.raises(UserError, match="made from an ONNX file"):
-        OnnxInput().make(step, None, tmp_path)
