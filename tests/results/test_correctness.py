@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy.stats
 
 import synthetic
 from dyno.report.tables import trial_table
@@ -234,9 +233,12 @@ def _class_maps(
     return held
 
 
-@pytest.mark.parametrize(("inputs", "changed"), [(32, 0), (32, 1), (32, 2), (32, 3), (32, 8), (400, 8), (400, 12)])
-def test_answers_condemn_where_chance_can_t_explain_the_changed_ones(tmp_path: Path, inputs: int, changed: int) -> None:
-    """Of an engine in FP32 1 % of the answers may change; one of 32 is 3 %, and in a quarter of studies is chance."""
+@pytest.mark.parametrize(
+    ("inputs", "changed", "ok"),
+    [(32, 0, True), (32, 1, True), (32, 2, False), (12, 1, False), (400, 4, True), (400, 5, False)],
+)
+def test_one_changed_answer_condemns_no_engine(tmp_path: Path, inputs: int, changed: int, ok: bool) -> None:
+    """Of an engine in FP32 1 % of the answers may change; one of 32 is 3 %, and in 27 % of studies is chance."""
     results = _run(tmp_path / "run", Way("onnxruntime", "fp32", 0.001))
     reference = np.random.default_rng(1).normal(size=(inputs, 10)).astype(np.float32)
     first, second = np.argsort(-reference, axis=1)[:, :2].T
@@ -249,9 +251,8 @@ def test_answers_condemn_where_chance_can_t_explain_the_changed_ones(tmp_path: P
     _change(results.trials[1], lambda a: own)
     held = check_correctness(*reversed(load_run(tmp_path / "run").trials))
     assert held is not None and 1e-3 < held.error < 1e-2
-    least = scipy.stats.binomtest(changed, inputs).proportion_ci(0.95, "exact").low
-    assert held.changed == pytest.approx(changed / inputs) and held.ok == (least <= 0.01)
-    assert (f"{changed} of {inputs} answers changed" in held.doubt) == (held.ok and changed / inputs > 0.01)
+    assert held.changed == pytest.approx(changed / inputs) and held.ok == ok
+    assert (f"1 of {inputs} answers changed" in held.doubt) == (ok and changed / inputs > 0.01)
 
 
 def _next_class(rows: int, columns: int) -> Callable[[np.ndarray], None]:

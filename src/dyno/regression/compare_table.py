@@ -324,13 +324,20 @@ def _are_two_sessions(a: TrialResult, b: TrialResult) -> bool:
     """
     if a.run == b.run:
         return False
-    first, second = sorted(_find_window(t) for t in (a, b))
+    windows = [_find_window(t) for t in (a, b)]
+    if None in windows:
+        return True
+    first, second = sorted(window for window in windows if window)
     return first[1] < second[0]
 
 
-def _find_window(t: TrialResult) -> tuple[float, float]:
-    """Return when the first of the trial's good rounds began and the last ended, in seconds since 1970."""
-    spans = [(datetime.fromisoformat(r.record.started).timestamp(), r.record.seconds) for r in t.good]
+def _find_window(t: TrialResult) -> tuple[float, float] | None:
+    """Return when the first of the trial's good rounds began and the last ended, in seconds since 1970; None where a
+    record doesn't say."""
+    try:
+        spans = [(datetime.fromisoformat(r.record.started).timestamp(), r.record.seconds) for r in t.good]
+    except ValueError:
+        return None
     return min(begin for begin, _ in spans), max(begin + seconds for begin, seconds in spans)
 
 

@@ -205,10 +205,10 @@ class Correctness:
         return self.error <= self.tolerance.close or not self._is_beyond()
 
     def _is_beyond(self) -> bool:
-        """Whether more answers changed than may: by more than chance, where inputs are counted."""
+        """Whether more answers changed than may; a single one of MANY inputs may do so by chance."""
         if self.changed is None or self.changed <= self.tolerance.changed:
             return False
-        return not self.inputs or least_share(round(self.changed * self.inputs), self.inputs) > self.tolerance.changed
+        return self.inputs < MANY or round(self.changed * self.inputs) > 1
 
     @property
     def doubt(self) -> str:
@@ -218,8 +218,8 @@ class Correctness:
         if self.error <= self.tolerance.close:
             return ""
         return (
-            f"{round(self.changed * self.inputs)} of {self.inputs} answers changed, which are too few to tell whether "
-            f"more than {self.tolerance.changed:.0%} do ({self.precision} allows that)"
+            f"1 of {self.inputs} answers changed; so few inputs can't tell whether more than "
+            f"{self.tolerance.changed:.0%} do, which {self.precision} allows"
         )
 
     @property
@@ -232,13 +232,6 @@ class Correctness:
         if self.error > allowed.limit:
             return f"{text} ({self.precision} allows {allowed.limit:g})"
         return f"{text} and {self.changed:.1%} of the answers changed ({self.precision} allows {allowed.changed:.0%})"
-
-
-def least_share(count: int, total: int) -> float:
-    """Return the one-sided 97.5 % limit below which the true share isn't likely to be (Clopper and Pearson 1934)."""
-    from scipy.special import betaincinv
-
-    return float(betaincinv(count, total - count + 1, 0.025)) if count else 0.0
 
 
 def distance(error: float, labels_changed: float = math.nan) -> str:
@@ -323,16 +316,14 @@ def _compare_labels(
 ) -> tuple[float, str]:
     """Return the share of an output's labels that differ, and a description of the fault, else "".
 
-    Where an input has one label, the share is judged by its `least_share`. Of many labels one may differ by chance; no
-    single input with many may have too large a share.
+    One label may differ by chance where there are enough; no single input with many labels may have too large a share.
     """
     differs = own != other
     scores = next((b for _, b in values if _are_ranked(b, other)), None)
     if scores is not None:
         differs &= ~_are_tied(own, other, scores, tolerance.limit)
     share = float(differs.mean())
-    least = least_share(int(differs.sum()), differs.size) if differs.size == len(differs) else share
-    if least > tolerance.labels and not (differs.sum() == 1 and differs.size >= MANY):
+    if share > tolerance.labels and not (differs.sum() == 1 and differs.size >= MANY):
         return (
             share,
             f"{show(share, 'percentage', 2)} of labels differ ({precision} allows {100 * tolerance.labels:g} %)",
