@@ -53,7 +53,7 @@ def _say_waiting(owner: str) -> None:
 
 
 def _list_backends(quick: bool) -> tuple[str, ...]:
-    """Return the demo's backends; bf16 is left out where it is emulated, which takes a quarter of the demo's time."""
+    """Return the demo's backends; bf16 is left out where it is emulated, which took a fifth of the demo's time."""
     backends = BACKENDS[:-1] if quick else BACKENDS
     return backends if system.has_arithmetic("bf16") else tuple(each.replace("+bf16", "") for each in backends)
 

@@ -139,7 +139,7 @@ def _outlive_readers() -> None:
 def end(app: typer.Typer) -> None:
     """Run the command line; every error becomes one line and exit code 2 (3 if work is left), an interrupt 130."""
     _outlive_readers()
-    with suppress(OSError):  # which is said where the folder is needed
+    with suppress(OSError):  # reported where the folder is needed
         os.environ.update(system.missing_variables(os.environ))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # this process needs no more; without one it is interrupted
     os.environ["MPLBACKEND"] = "agg"  # charts are files; a user's own setting may be of a screen that isn't here

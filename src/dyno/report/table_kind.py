@@ -18,7 +18,7 @@ class TableKind:
 
     `make` fills it from a run, or returns None where the run has no data for it, which `nothing` says. A table that is
     not of a run has no `make`; `command` prints it. The report shows it in its `section`, in the order of `place`.
-    `leads` is said of a run of another kind than a study, such as of a video: `dyno show` prints its tables and the
+    `leads` marks the main table of a run that isn't a study, such as a video: `dyno show` prints its tables and the
     `sentences` on them in place of the trials' and the verdict.
     """
 

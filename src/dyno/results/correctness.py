@@ -213,9 +213,7 @@ class Correctness:
     @property
     def doubt(self) -> str:
         """Why it isn't known whether more answers changed than may; "" where it is."""
-        if self.mismatch or not self.ok or self.changed is None or self.changed <= self.tolerance.changed:
-            return ""
-        if self.error <= self.tolerance.close:
+        if not self.ok or not self.error > self.tolerance.close or not (self.changed or 0) > self.tolerance.changed:
             return ""
         return (
             f"1 of {self.inputs} answers changed; so few inputs can't tell whether more than "

@@ -58,7 +58,7 @@ def clear_failed(run: Run, trials: list[Trial], all_failed: bool) -> list[str]:
         for folder in sorted(run.round_folder(trial, 0).parent.glob(f"{ROUND}[0-9]*")):
             try:
                 record = read_record(folder)
-            except UserError:  # damaged (see `clear_damaged`), or another Dyno's, which is said where it is needed
+            except UserError:  # damaged (see `clear_damaged`), or another Dyno's, reported where it is needed
                 continue
             if record is None or record.status == "ok" or record.stage == "plan":
                 continue

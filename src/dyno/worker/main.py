@@ -170,7 +170,7 @@ def find_peak(job: Job, journal: Journal) -> None:
         journal.add()
     if job.options.get("copy"):
         journal.facts(copy=jobs_stress.copy(job.runtime))
-    journal.contended("peak", contention.busy(), job.runtime.device)
+    journal.contended("peak", contention.busy(), job.runtime.device, contention.withheld())
 
 
 def take_home(job: Job, journal: Journal) -> None:

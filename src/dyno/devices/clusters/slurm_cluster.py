@@ -242,7 +242,7 @@ def states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
     return {one: found.get(one, ("FORGOTTEN", "")) for one in ids}
 
 
-# Waiting for jobs of Slurm to start: what is said meanwhile, and which ones the study goes on without.
+# Waiting for Slurm jobs to start: messages meanwhile, and the jobs that the study goes on without.
 
 POLL_S = 0.2
 

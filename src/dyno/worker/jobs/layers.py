@@ -371,7 +371,7 @@ def profile(job: Job, journal: Journal) -> None:
     parts = measure.parts(session, feeds, trial.plan)
     journal.stage("profile")
     times = session.profile(int(job.options["runs"]))
-    journal.contended("model", contention.busy(), trial.runtime.device)
+    journal.contended("model", contention.busy(), trial.runtime.device, contention.withheld())
     journal.sampled(UNPROFILED, "model", "s", "duration", sampling)
     if parts:
         journal.parted(parts)

@@ -152,7 +152,7 @@ class _ServeJob:
         journal.sampled("latency", "all", "s", "duration", self._instances.call(lambda: measure.latency(once, plan)))
         rate = self._measure_capacity(plan.seconds)
         journal.sampled("throughput", "throughput", "1/s", "rate", rate)
-        journal.contended("all", contention.busy(), self._trial.runtime.device)
+        journal.contended("all", contention.busy(), self._trial.runtime.device, contention.withheld())
         self._facts = replace(self._facts, capacity=float(rate.value or 0.0))
 
     def _check_answers(self) -> None:

@@ -58,7 +58,7 @@ class MemorySource(Source):
 
 ARRAYS = "video.npz"
 REQUIRES = ("numpy", "av", "opencv-python")
-RECENT = 8  # ticks over which the rate is said that the progress shows
+RECENT = 8  # ticks over which the progress display averages the rate
 
 
 def video(job: Job, journal: Journal) -> None:
@@ -161,7 +161,7 @@ class _VideoJob:
         latency = self._engine.call(lambda: measure.latency(once, self._trial.plan))
         journal.sampled("latency", "all", "s", "duration", latency)
         journal.sampled("throughput", "throughput", "1/s", "rate", rate)
-        journal.contended("all", contention.busy(), self._trial.runtime.device)
+        journal.contended("all", contention.busy(), self._trial.runtime.device, contention.withheld())
         assert bench.first is not None
         height, width = bench.first.size
         self._facts = replace(self._facts, height=height, width=width)
@@ -261,7 +261,7 @@ class _VideoJob:
         finally:
             notes = self._close_lines(lines)
         seconds, cpu = (now() - since) / 1e9, time.process_time() - cpu
-        journal.contended("video", contention.busy(), self._trial.runtime.device)
+        journal.contended("video", contention.busy(), self._trial.runtime.device, contention.withheld())
         self._store_times(lines[0], since)
         counts = [line.sink.written if self._output else line.answered for line in lines]
         self._facts = replace(

@@ -94,12 +94,12 @@ class ServeOptions:
 
     @property
     def max_wait_s(self) -> float:
-        """Seconds that a request waits for others at most."""
+        """Longest time that a request waits for others, in seconds."""
         return seconds(self.max_wait, "max_wait")
 
     @property
     def duration_s(self) -> float:
-        """Seconds of each rate, 0 where nothing is said."""
+        """Duration of each rate in seconds; 0 if unset."""
         return seconds(self.duration, "duration") if self.duration else 0.0
 
 

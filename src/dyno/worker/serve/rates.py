@@ -103,7 +103,7 @@ def read_trace(path: Path) -> np.ndarray:
     """Read the arrival times of a trace, counted from its first request; raise a `UserError` for an invalid one."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of no lines; what is wrong is said below
+            warnings.simplefilter("ignore")  # about empty files, which are reported below
             times = np.loadtxt(path, dtype=np.float64, ndmin=1)
     except FileNotFoundError:
         raise UserError(f"there is no trace {path}") from None

@@ -139,7 +139,7 @@ class Planes(Picture):
         return self
 
     def pixels(self) -> Pixels:
-        matrix = self.tags[0]  # where none is said FFmpeg's conversion takes this one, whatever players do
+        matrix = self.tags[0]  # FFmpeg's default for untagged video; players may choose another
         return Pixels(tuple(read_planes(self._own or self._decoded)), ITU_601 if matrix == UNKNOWN else matrix)
 
     def layers(self) -> tuple[PicturePlane, ...]:

@@ -95,12 +95,12 @@ class VideoOptions:
 
     @property
     def width(self) -> int:
-        """Pixels of a row of raw frames, 0 where nothing is said."""
+        """Width of raw frames in pixels; 0 if unset."""
         return self._sides[0]
 
     @property
     def height(self) -> int:
-        """Rows of raw frames, 0 where nothing is said."""
+        """Height of raw frames in pixels; 0 if unset."""
         return self._sides[1]
 
     @property
