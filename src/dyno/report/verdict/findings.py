@@ -250,11 +250,18 @@ def list_weight_findings(results: Results) -> Iterator[Finding]:
     yield from (Finding(WARNING, text) for text in averaged)
 
 
-# Images that were normalised by a guess, since a file doesn't say how its network was trained.
+# Images whose size or normalisation is a guess, since a file doesn't say how its network was trained.
 
 
 def list_pixel_findings(results: Results) -> Iterator[Finding]:
-    """Yield a warning for each model whose images were normalised by a guess."""
+    """Yield a warning for each model whose images have a guessed size, or were normalised by a guess."""
+    sized = {
+        t.given: t.size for t in results if t.good and results.models.get((t.given, t.size), {}).get("size_guessed")
+    }
+    for model, size in sized.items():
+        yield Finding(
+            WARNING, f"{model}: the file leaves the image's size free; {size} was chosen: give --size, or --shapes."
+        )
     sentences = dict.fromkeys(f"{t.given}: {text}" for t in results if t.good and (text := is_guessed(t, results)))
     yield from (Finding(WARNING, sentence) for sentence in sentences)
 
