@@ -107,7 +107,7 @@ clean:  ## remove caches and what was built; results and environments stay
 distclean: clean  ## remove the environments too
 	rm -rf $(VENV) $(OTHER) $(FLOORS) $(NEWEST)
 
-# uv reads the registry's own metadata, so it takes the CUDA build of torch that the pins mean.
+# uv reads the registry's own metadata, so it takes the CUDA build of torch that the constraints mean.
 # Byte-code is compiled once here: where writing it later is switched off, every import would take 2-3 times as long.
 $(READY): pyproject.toml tools/constraints.txt | $(UV)
 	$(UV) pip install --python $(BIN)/python --compile-bytecode --constraints tools/constraints.txt -e '.[all,dev]'
