@@ -19,7 +19,7 @@ from dyno.report.verdict import verdict
 from dyno.results.trial_result import Results, load_run
 from synthetic import Way
 
-BOUND = re.compile(r"at least [\d.]+x|at most [\d.]+x|unclear")
+BOUND = re.compile(r"(at least |≥|at most |≤)[\d.]+x|unclear")
 BRACKETS = re.compile(r"\[([\d.,]+)(?: \S+)?, ([\d.,]+)(?: \S+)?\]")
 
 

@@ -117,7 +117,7 @@ def describe_reality(
         rivals = [f"{name_row(ranking, row, speed)}{_format_lead(lead)}" for row, lead in contest.rivals]
         more = [f"{len(rivals) - MOST_NAMED} more"] if len(rivals) > MOST_NAMED else []
         how_sure = "as fast as" if contest.is_tied else "not decided against"
-        parts.append(f"{how_sure} {join_names([*rivals[:MOST_NAMED], *more])}")
+        parts.append(f"{how_sure} {join_names([*rivals[:MOST_NAMED], *more])}{_format_needed(contest)}")
     elif (
         not contest.rivals and contest.leads and (reference is None or contest.ranked.iloc[1]["trial"] != reference.id)
     ):
@@ -145,6 +145,20 @@ def _choose_opening(contest: Contest, gain: Speedup | None, how: str, reference:
 def _format_lead(lead: Speedup) -> str:
     shown = in_brackets(ratio(lead.value, lead.low, lead.high))
     return f"{shown}, which is faster where both measured in turns" if lead.verdict == stats.SLOWER else shown
+
+
+def _format_needed(contest: Contest) -> str:
+    """Return how many more rounds, or builds, would decide the undecided pairs, as text; "" without any."""
+    undecided = [lead for _, lead in contest.rivals if lead.verdict == stats.UNDECIDED]
+    if not undecided:
+        return ""
+    hardest = max(undecided, key=_count_more)
+    needed = rounds_needed(_count_more(hardest), hardest.builds > 0)
+    return f": {needed} would settle it" if _count_more(hardest) <= MOST_ROUNDS else f": it would take {needed}"
+
+
+def _count_more(pair: Speedup) -> int:
+    return MOST_ROUNDS + 1 if pair.more is None else pair.more
 
 
 def list_rejected(pairs: Sequence[Speedup]) -> Iterator[Finding]:
@@ -233,7 +247,7 @@ def next_step(ranking: Ranking, contest: Contest, gain: Speedup | None, run: Run
         steps.append(others if asked > 1 else f"measure with --rounds {ENOUGH} or more")
     elif undecided := [each for each in pairs if each.verdict == stats.UNDECIDED]:
         goes_on = any(each is pair for each in undecided for pair in (gain, *contest.leads[:1]))
-        steps.append(_more_rounds(max(undecided, key=lambda each: each.more or 0), goes_on, int(winner["rounds"]), run))
+        steps.append(_more_rounds(max(undecided, key=_count_more), goes_on, int(winner["rounds"]), run))
     elif contest.is_tied or (gain is not None and gain.verdict == stats.EQUIVALENT):
         steps.append("choose by something other than speed")
     id = f" {winner['trial']}" if len(list(winners(run))) > 1 else ""
@@ -247,21 +261,20 @@ def next_step(ranking: Ranking, contest: Contest, gain: Speedup | None, run: Run
 
 
 def _more_rounds(pair: Speedup, goes_on: bool, rounds: int, run: RunData) -> str:
-    """Describe how many more rounds would decide the pair, and how to get them; without `goes_on` a study gives none.
+    """Describe how to get the rounds that would decide the pair; without `goes_on` a study itself gives none.
 
     Further rounds are for the winner with its reference and with its runner-up.
     """
-    more = MOST_ROUNDS + 1 if pair.more is None else pair.more
+    more = _count_more(pair)
     if more > MOST_ROUNDS:
         return "the difference is too small, or the machine too restless, for more rounds to settle it"
     if pair.builds:
-        how = f"measure with --builds {pair.builds + more} and another --out"
-    elif not goes_on:
-        how = f"measure with --rounds {rounds + more}"
-    else:
-        same = "with more --minutes goes on" if run.rule.first else "without --rounds goes on until decided"
-        how = f"the same command {same}"
-    return f"{rounds_needed(more, pair.builds > 0)} would settle it: {how}"
+        return f"measure with --builds {pair.builds + more} and another --out"
+    if not goes_on:
+        return f"measure with --rounds {rounds + more}"
+    if run.rule.first:
+        return "the same command with more --minutes goes on"
+    return "the same command without --rounds goes on until decided"
 
 
 def awaiting_images(ranking: Ranking) -> bool:
