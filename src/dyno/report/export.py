@@ -21,7 +21,7 @@ LONGEST = 32  # characters of a name in a terminal, and to which words are folde
 GAP, LEAST = 2, 6  # between columns; characters to which a word may be broken where nothing else helps
 NAMES = 2  # columns that say which row it is
 PIPED = 120  # characters of a line in a file or a pipe, of a table with a limit on its columns
-MORE = "more columns: --columns all"
+MORE = "more columns: dyno show --columns all"
 
 By = str | Sequence[str]
 

@@ -192,7 +192,7 @@ def test_text_fits_hides_what_is_empty_and_names_failures(whole: RunData) -> Non
     assert "  fake bf16 timeout: run: no sign of life for 600 s" in text
     piped = printed.trials(whole)
     assert max(map(len, piped.splitlines())) <= 120 and len(re.split(" {2,}", piped.splitlines()[2])) == 8
-    assert piped.count("more columns: --columns all") == 1
+    assert piped.count("more columns: dyno show --columns all") == 1
     assert "change, points" not in piped
     every = export([tables.named(whole, "trials")[0]], only="all")
     assert "change, points" in every.splitlines()[2] and "more columns" not in every

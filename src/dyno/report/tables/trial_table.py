@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import WIDEST, counting, significant, sized
+from dyno.formatting import WIDEST, counting, images_tested, significant, sized
 from dyno.report.table_kind import TableKind
 from dyno.results import correctness, metrics, ranking, remarks, stats
 from dyno.results.correctness import (
@@ -577,8 +577,11 @@ def _make_trials_table(run: RunData) -> Table:
 
 
 def make_footnote(rows: list[Row]) -> tuple[str, ...]:
-    """Return one note on doubtful percentiles and open rows; empty without any."""
-    notes = [FEW] if any(few("p95", r.get("samples_model")) for r in rows) else []
+    """Return one note on images without accuracy, doubtful percentiles and open rows; empty without any."""
+    judged = [r for r in rows if not all(missing(r.get(m.column)) for m in metrics.known().values())]
+    tested = [(r["images"], r["set_aside"]) for r in judged if not missing(r.get("set_aside")) and r["set_aside"]]
+    notes = [f"accuracy is on {images_tested(*counts)}" for counts in dict.fromkeys(tested)]
+    notes += [FEW] if any(few("p95", r.get("samples_model")) for r in rows) else []
     notes += [OPEN] if any(outcome(r).startswith("?") for r in rows) else []
     return ("; ".join(notes),) if notes else ()
 

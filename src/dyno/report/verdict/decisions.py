@@ -59,7 +59,7 @@ RAN_AS = {
 }
 ENOUGH = 3  # rounds that a study has by default
 MOST_NAMED = 4  # rows of a set that a sentence names
-DECIDED, UNDECIDED_SPEED = "decided", "undecided"
+DECIDED = "decided"
 
 
 def reference_name(ranking: Ranking, reference: TrialResult) -> str:
@@ -92,9 +92,14 @@ def name_row(ranking: Ranking, row: pd.Series, speed: str) -> str:
 
 def name_set(names: Sequence[str], contest: Contest, run: RunData) -> str:
     """Return the rows that may be the best as text: `one of A, B and C (undecided)`."""
-    shown = [*names[:MOST_NAMED], *([f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else [])]
-    known = within(100 * run.rule.margin).replace(EQUIVALENT, "equal") if contest.is_tied else UNDECIDED_SPEED
-    return f"one of {join_names(shown)} ({known})"
+    known = within(100 * run.rule.margin).replace(EQUIVALENT, "equal") if contest.is_tied else stats.UNDECIDED
+    return f"one of {_join_first(names)} ({known})"
+
+
+def _join_first(names: Sequence[str]) -> str:
+    """Join the first MOST_NAMED names, and say how many more there are."""
+    more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return join_names([*names[:MOST_NAMED], *more])
 
 
 def describe_reality(
@@ -115,16 +120,15 @@ def describe_reality(
     trials = [run.trials[winner["trial"]], *([reference] if gain else [])]
     if contest.rivals and not contest.is_one_round:
         rivals = [f"{name_row(ranking, row, speed)}{_format_lead(lead)}" for row, lead in contest.rivals]
-        more = [f"{len(rivals) - MOST_NAMED} more"] if len(rivals) > MOST_NAMED else []
         how_sure = "as fast as" if contest.is_tied else "not decided against"
-        parts.append(f"{how_sure} {join_names([*rivals[:MOST_NAMED], *more])}{_format_needed(contest)}")
-    elif (
-        not contest.rivals and contest.leads and (reference is None or contest.ranked.iloc[1]["trial"] != reference.id)
-    ):
-        name, lead = name_row(ranking, contest.ranked.iloc[1], speed), contest.leads[0]
-        shown = ratio(lead.value, lead.low, lead.high)
-        parts.append(f"ahead of the runner-up, {name}" + ("" if shown == UNCLEAR else f", by {shown}"))
-        trials.append(run.trials[contest.ranked.iloc[1]["trial"]])
+        parts.append(f"{how_sure} {_join_first(rivals)}{_format_needed(contest)}")
+    elif not contest.rivals and contest.leads:
+        second, lead = contest.ranked.iloc[1], contest.leads[0]
+        if gain is None or reference is None or second["trial"] != reference.id:  # else it is the headline's ratio
+            shown = ratio(lead.value, lead.low, lead.high)
+            by = "" if shown == UNCLEAR else f", by {shown}"
+            parts.append(f"ahead of the runner-up, {name_row(ranking, second, speed)}{by}")
+            trials.append(run.trials[second["trial"]])
     parts += _describe_builds(trials, pairs)
     parts += ["on a busy machine"] * (cpu_contention(run.records) is not None)
     return "; ".join([*parts, *(["not all of it held when measured again"] * doubted)])
