@@ -341,7 +341,7 @@ def _make_section(
         ],
         "tables": folded,
         "headline": headline,
-        "charts": [chart for chart in drawn if chart is not headline],
+        "charts": [chart for chart in drawn if headline is None or chart.svg is not headline.svg],
         "complaints": sections.list_complaints(run.records),
         "details": sections.list_details(run.records, out),
         "explained": import_module(EXPLANATIONS).explained_section(run.records, f"r{index}"),

@@ -209,8 +209,9 @@ def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
 
 def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
     axes.axvline(1, color=INK, lw=1)
-    intervals = [r["speedup_high"] for _, r in rows.iterrows() if bounded(r["speedup_low"], r["speedup_high"])]
-    limit = set_scale(axes, [*rows["speedup"], 1], max(intervals, default=float("nan")))
+    sure = [r for _, r in rows.iterrows() if is_sure(r)]  # a wild estimate must not squeeze the others
+    intervals = [r["speedup_high"] for r in sure if bounded(r["speedup_low"], r["speedup_high"])]
+    limit = set_scale(axes, [*(r["speedup"] for r in sure), 1], max(intervals, default=float("nan")))
     for y, (_, r) in enumerate(rows.iterrows()):
         hollow = {} if is_sure(r) else {"mfc": "white", "mec": color(r["backend"]), "mew": 1.3}
         _plot_point(axes, r, r["speedup"], y, **hollow)
@@ -257,11 +258,13 @@ def _choose_axis_end(value: float, high: float) -> float:
 def _draw_whisker(axes: Any, low: float, high: float, y: float, limit: float) -> None:
     if low != low:
         return
-    begin, end = max(low, axes.get_xlim()[0]), min(high, limit)
+    left = axes.get_xlim()[0]
+    begin, end = (min(max(each, left), limit) for each in (low, high))
     axes.plot([begin, end], [y, y], color=INK, lw=1.1)
     # An arrow where the interval goes on beyond the axis: an end drawn there would be read as its end.
-    axes.plot([begin], [y], "|" if low >= begin else "<", color=INK, ms=5, mew=1.1, clip_on=False)
-    axes.plot([end], [y], "|" if high <= limit else ">", color=INK, ms=5, mew=1.1, clip_on=False)
+    for place, value in ((begin, low), (end, high)):
+        shape = "<" if value < left else ">" if value > limit else "|"
+        axes.plot([place], [y], shape, color=INK, ms=5, mew=1.1, clip_on=False)
 
 
 def rows_figure(run: RunData, rows: pd.DataFrame, draw: Any, axis: str, heading: str, value: Any) -> Any:
