@@ -30,7 +30,7 @@ def test_a_wide_interval_has_its_lower_bound() -> None:
     """Of two rounds the direction may be certain where the interval is wider than a factor of two."""
     vague, clear = (math.exp(-1.063), math.exp(-0.937)), (math.exp(-1.001), math.exp(-0.999))
     for seconds, speedup, verdict in (
-        (vague, "at least 1.22x", "faster"),
+        (vague, "≥1.22x", "faster"),
         (clear, "2.72x [2.68, 2.75]", "faster"),
     ):
         table = cold_start.make_cold_start_table([starts("first", 1.0, 1.0), starts("second", *seconds)])

@@ -140,7 +140,7 @@ def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked
     left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
     several = ("device",) if len({r["device"] for r in rows}) > 1 else ()
     return COMPARE.of(COLUMNS, rows, notes=(*_find_notes(a, b, shared), *left_out), printed=PRINTED,
-                      group=("model", "size", "batch", *several), below=trial_table.list_notes_below)  # fmt: skip
+                      group=("model", "size", "batch", *several), below=trial_table.list_reasons)  # fmt: skip
 
 
 def other_machine(a: Results, b: Results) -> str:
