@@ -27,8 +27,10 @@ from dyno import Study
 from dyno.jobs import nvml
 from dyno.jobs.launcher import read_stage
 from dyno.jobs.progress import Progress
+from dyno.report.tables.trial_table import read_trials
+from dyno.report.verdict.verdict import list_sentences
 from dyno.results import correctness
-from dyno.results.blocks import log_ratios
+from dyno.results.blocks import find_drift, log_ratios
 from dyno.results.trial_result import load_run
 from dyno.runner import ensemble, turns
 from dyno.runner.execute import Files, Rounds, execute
@@ -427,6 +429,29 @@ def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
     assert log_ratios(slow, fast, "model") == pytest.approx(expected)
     everything = log_ratios(slow, fast, "model", keep_disturbed=True)
     assert everything == pytest.approx([np.median(each) for each in logs])
+
+
+@pytest.mark.parametrize("cold", [0.0, 0.3])
+def test_an_engine_that_is_not_warm_is_a_warning(study: Studies, tmp_path: Path, cold: float) -> None:
+    """Its latencies begin 30 % too high and fall from block to block, in every round."""
+    run(study(rounds=4, seconds=0.5), tmp_path)
+    rng = np.random.default_rng(0)
+    for trial in load_run(tmp_path):
+        excess = cold if trial.options["latency_ms"] == 4 else 0.0
+        for each in trial.rounds:
+            arrays = dict(np.load(each.folder / "samples.npz"))
+            block = arrays["latency_model_block"]
+            seconds = trial.options["latency_ms"] / 1e3 * (1 + excess * np.exp(-block / 4))
+            arrays["latency_model"] = seconds * rng.normal(1, 0.005, len(block))
+            np.savez(each.folder / "samples.npz", **arrays)
+    fast, slow = sorted(load_run(tmp_path), key=lambda trial: trial.options["latency_ms"])
+    change = find_drift(fast, slow, "model")
+    assert change is not None and change.low < change.value < change.high
+    text = " ".join(list_sentences(read_trials(load_run(tmp_path))))
+    warning = f"gets slower against {slow.configuration}, by {change.value:.0%} from the first block to the last"
+    assert (warning in text) == bool(cold)
+    # The cold one's blocks fall from 1.3 to 1.03 in ten, so the ratio rises by 26 %; by Theil and Sen's line by less.
+    assert (0.1 < change.value < 0.26) if cold else abs(change.value) < 0.02
 
 
 @pytest.mark.usefixtures("preloaded")

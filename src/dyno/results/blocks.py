@@ -15,7 +15,7 @@ from dyno.worker.jobs.turns import quiet_delay
 LEAST_QUIET_BLOCKS = 3  # and half of all, without which a round tells little about a quiet machine
 LEAST_QUIET_ROUNDS = 2
 LEAST_DRIFT_ROUNDS, LEAST_DRIFT_BLOCKS = 3, 4
-DRIFT_ERROR = 0.01
+DRIFT, DRIFT_ERROR = 0.02, 0.01  # the share that matters, and the error of its interval
 
 
 class RoundRatios(NamedTuple):

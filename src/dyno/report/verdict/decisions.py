@@ -34,8 +34,8 @@ from dyno.report.verdict.findings import (
     ms,
     spread,
 )
+from dyno.results import blocks, stats
 from dyno.results import ranking as results_ranking
-from dyno.results import stats
 from dyno.results.correctness import distance
 from dyno.results.metrics.accuracy import OVER, UNDECIDED
 from dyno.results.metrics.precision import NO, UNCONFIRMED, YES
@@ -196,6 +196,22 @@ def explain_lower_latency(ranking: Ranking, run: RunData) -> Iterator[Finding]:
     compared = f"{ranking.configuration(winner)} is {'ahead' if shown == UNCLEAR else f'{shown} as fast'}"
     name = ranking.configuration(row)
     yield Finding(NOTE, f"{name} has a lower latency, {ms(row[LATENCY])}{rounds}, but in turns {compared}.")
+
+
+def list_drifts(ranking: Ranking, run: RunData) -> Iterator[Finding]:
+    """Warn where the winner's ratio to its reference or the runner-up changes by more than 2 % within every round."""
+    winner, *others = (run.trials[trial] for trial in ranking.fastest["trial"][:2])
+    row = ranking.fastest.iloc[0]
+    pairs = {other.id: other for other in (ranking.reference(row), *others) if other and other.id != winner.id}
+    for other in pairs.values():
+        change = blocks.find_drift(winner, other, str(row["boundary"]), str(row["clock"]))
+        if change and max(change.low, -change.high) > blocks.DRIFT:
+            how = "slower" if change.value > 0 else "faster"
+            yield Finding(
+                WARNING,
+                f"Within each round {ranking.configuration(row)} gets {how} against {reference_name(ranking, other)}, "
+                f"by {abs(change.value):.0%} from the first block to the last: one of them is not warm; give --warmup.",
+            )
 
 
 def _describe_builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speedup]) -> Iterator[str]:
@@ -547,6 +563,7 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
             *confirmed,
             *list_rejected([*([gain] if gain else []), *contest.leads[:1]]),
             *explain_lower_latency(ranking, run),
+            *list_drifts(ranking, run),
             *_describe_latency(ranking, winner),
             *_describe_accuracy(ranking, winner),
             *_describe_preparation(ranking, winner),
