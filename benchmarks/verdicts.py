@@ -1,8 +1,8 @@
 """Are verdicts right? Studies of processes whose difference is known: equal ones, and some slowed down by 2 and 5 %.
 
-    python benchmarks/verdicts.py [--minutes 10] [--backends onnxruntime,openvino] [--csv verdicts.csv --run NAME]
+    python benchmarks/verdicts.py [--minutes 10] [--backend onnxruntime,openvino] [--csv verdicts.csv --run NAME]
     python benchmarks/verdicts.py --until 5 --minutes 60 [--threads 2] [--slowdown 0.01] [--beside]
-    python benchmarks/verdicts.py --device cuda:0 --backends pytorch,tensorrt --python tensorrt=PATH --alone
+    python benchmarks/verdicts.py --device cuda:0 --backend pytorch,tensorrt --python tensorrt=PATH --alone
     python benchmarks/verdicts.py --store FOLDER [...]; python benchmarks/verdicts.py --read FOLDER
     python benchmarks/verdicts.py --short
 
@@ -211,7 +211,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="of measuring, over all backends and conditions")
-    parser.add_argument("--backends", default="onnxruntime")
+    parser.add_argument("--backend", dest="backends", default="onnxruntime")
     parser.add_argument("--model", default="", help="a source, as dyno calibrate has it (default: the demo's network)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--python", action="append", default=[], help="NAME=PATH, as dyno run has it")

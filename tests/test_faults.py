@@ -33,7 +33,7 @@ Call = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., str]
 ROOT = Path(__file__).resolve().parents[1]
 BRACKETS = "[" * 100_000
-FAKE = ["run", "fake:net", "--channels", "1", "--backends", "fake@latency_ms=0.1"]
+FAKE = ["run", "fake:net", "--channels", "1", "--backend", "fake@latency_ms=0.1"]
 SHORT = "--rounds 2 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
 
 
@@ -299,7 +299,7 @@ def content(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", [
     FAKE, ["time", *FAKE[1:]], ["eval", *FAKE[1:], "--data", "digits"],
-    ["agree", *FAKE[1:], "--backends", "fake,fake@noise=1"],
+    ["agree", *FAKE[1:], "--backend", "fake,fake@noise=1"],
     ["stress", *FAKE[1:]], ["compare", "fake:net", "fake:other", *FAKE[2:]],
     ["video", "clip.png", "--model", *FAKE[1:]],
     ["serve-test", *FAKE[1:], "--rate", "5"], ["train", "digits", "--model", "torchvision:resnet18"], ["demo"],
@@ -560,7 +560,7 @@ def test_a_killed_job_is_measured_again_by_the_same_command(
         f"        if not os.path.exists({str(marker)!r}):\n            Path({str(marker)!r}).touch()\n"
         "            os.kill(os.getpid(), signal.SIGKILL)\n        return super().load(trial, artifact)\n",
     )
-    words = ["run", "fake:net", "--channels", "1", "--backends", "backend:Victim@latency_ms=0.1", *SHORT, "--no-turns"]
+    words = ["run", "fake:net", "--channels", "1", "--backend", "backend:Victim@latency_ms=0.1", *SHORT, "--no-turns"]
     code, out, _ = call(*words, "--out", "run")
     said = " ".join(out.split())
     assert code == 3 and "the same `dyno run` measures that round again" in said and "--retry-failed" in said

@@ -40,7 +40,7 @@ SHORT = {
     "--epochs": ("1", ("train",)),
     "--confirm": ("0", ("run",)),
     "--routes": ("usual", ("run",)),
-    "--inputs": ("4", ("run", "agree")),
+    "--compared": ("4", ("run", "agree")),
     "--iterations": ("5", ("stress",)),
     "--duration": ("1s", ("serve-test",)),
     "--rate": ("10", ("serve-test",)),  # tests/serving/test_serve_test.py searches the highest
@@ -134,12 +134,12 @@ def shortened(words: list[str]) -> list[str]:
         if flag in kept:
             value = kept[kept.index(flag) + 1]
             kept[kept.index(flag) + 1] = values.get(value, value)
-    if words[1] == "run" and ":" in words[2] and "--backends" not in kept:  # torch.compile takes half a minute
-        kept += ["--backends", "pytorch,onnxruntime"]
+    if words[1] == "run" and ":" in words[2] and "--backend" not in kept:  # torch.compile takes half a minute
+        kept += ["--backend", "pytorch,onnxruntime"]
     if words[1] == "compare" and ".onnx" in words[2]:  # stored runs aren't measured
         kept += shlex.split("--rounds 2 --seconds 0.05 --warmup 0.02 --threads 1")
-    if words[1] == "serve-test" and "--backends" in kept:  # alike for each
-        kept[kept.index("--backends") + 1] = "onnxruntime"
+    if words[1] == "serve-test" and "--backend" in kept:  # alike for each
+        kept[kept.index("--backend") + 1] = "onnxruntime"
     if (
         "--size" not in kept
         and words[1] in ("run", "serve-test", "export", "agree", "time", "inspect", "profile", "explain")
@@ -252,7 +252,7 @@ def test_what_is_left_out_says_what_it_needs(block: Block) -> None:
 def test_a_command_is_shortened_but_otherwise_what_it_is() -> None:
     words = shlex.split("dyno run m.onnx --rounds 5 --batch 1,16")
     assert shortened(words) == shlex.split(
-        "dyno run m.onnx --rounds 1 --batch 1,16 --seconds 0.05 --warmup 0.02 --confirm 0 --routes usual --inputs 4 "
+        "dyno run m.onnx --rounds 1 --batch 1,16 --seconds 0.05 --warmup 0.02 --confirm 0 --routes usual --compared 4 "
         "--threads 1"
     )
     assert shlex.join(shortened(shlex.split("dyno export torchvision:resnet18 -o m.onnx"))) == (

@@ -108,8 +108,8 @@ def test_a_file_of_its_own_format_is_run_by_its_backend(dyno: Call, built: Path)
 
 
 def test_a_network_runs_beside_the_others(dyno: Call, place: Path) -> None:
-    asked = ("--channels", 1, "--size", 8, "--inputs", 3, "--precision", "fp32,int8", "--out", "run")
-    dyno("run", NET, "--backends", "pytorch,numpy_net@order=F", *asked, *QUICK)
+    asked = ("--channels", 1, "--size", 8, "--compared", 3, "--precision", "fp32,int8", "--out", "run")
+    dyno("run", NET, "--backend", "pytorch,numpy_net@order=F", *asked, *QUICK)
     shown = rows(dyno("show", "run", "--format", "csv").stdout)
     found = {(row["backend"], row["precision"]): row for row in shown}
     own = found["numpy_net", "fp32"]

@@ -179,7 +179,7 @@ def test_a_run_prints_how_its_winner_is_taken(call: Callable[..., Any], tmp_path
     pytest.importorskip("onnxruntime")
     (tmp_path / "net.py").write_text(NET)
     short = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02".split()
-    code, out, err = call("run", "net.py:net", "--size", "16", "--backends", "onnxruntime", *short, "--out", "r")
+    code, out, err = call("run", "net.py:net", "--size", "16", "--backend", "onnxruntime", *short, "--out", "r")
     assert code == 0 and ("take it: dyno take r\n" in out or "choose: dyno take r BACKEND/PRECISION\n" in out), err
     assert call("take", "r")[0] == 0 and (tmp_path / "net-onnxruntime-fp32.onnx").is_file()
 

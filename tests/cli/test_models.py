@@ -21,7 +21,7 @@ Refused = Callable[..., str]
 def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     onnx_text.write(tmp_path / "rows.onnx", "(float[b, 16] x) => (float[b, 16] y) { y = Relu(x) }")
-    words = "run", "rows.onnx", "--backends", "onnxruntime", "--rounds", "1", "--samples", "5"
+    words = "run", "rows.onnx", "--backend", "onnxruntime", "--rounds", "1", "--samples", "5"
     assert "size" in (listed := call(*words, "--dry-run")[1]) and " 0 " not in listed.splitlines()[1]
     code, out, err = call(*words, "--verbose")
     assert code == 0 and "check rows onnx fp32\n" in err and " b1 0" not in err
@@ -51,7 +51,7 @@ def test_a_program_of_one_batch_says_which(refused: Refused, call: Callable[...,
 
 
 def test_batch_and_size_that_a_file_refuses(refused: Refused, onnx_file: Path) -> None:
-    usual = ("run", onnx_file, "--backends", "onnxruntime")
+    usual = ("run", onnx_file, "--backend", "onnxruntime")
     assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")
     assert refused(*usual, "--size", "16").startswith(
         "m: the file's image size is fixed at 8x8; 16x16 needs another export"
@@ -93,7 +93,7 @@ def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Refused, net: str
 
     ran = tmp_path / "it_ran"
     torch.save({"0.weight": Runs(ran)}, tmp_path / "w.pt")
-    line = refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
+    line = refused("run", net, "--backend", "pytorch", "--size", "8", "--weights", "w.pt")
     assert "runs code when it is read (posix.system), which is refused" in line
     assert not ran.exists()
     torch.load(tmp_path / "w.pt", weights_only=False)
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Refused, net: str
 def test_a_bare_pickle_is_refused_unrun(refused: Refused, net: str, tmp_path: Path) -> None:
     ran = tmp_path / "it_ran"
     (tmp_path / "w.pt").write_bytes(pickle.dumps({"0.weight": Runs(ran)}))
-    assert "w.pt" in refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
+    assert "w.pt" in refused("run", net, "--backend", "pytorch", "--size", "8", "--weights", "w.pt")
     assert not ran.exists()
 
 
@@ -111,7 +111,7 @@ def test_weights_that_do_not_fit_name_keys(refused: Refused, net: str, tmp_path:
     import torch
 
     torch.save({"0.weight": torch.zeros(4, 3, 3, 3), "head.bias": torch.zeros(5)}, tmp_path / "w.pt")
-    line = refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
+    line = refused("run", net, "--backend", "pytorch", "--size", "8", "--weights", "w.pt")
     assert "don't fit the model: missing 0.bias, 2.weight, 2.bias; unexpected head.bias" in line
 
 
@@ -127,7 +127,7 @@ def test_weights_that_do_not_fit_name_keys(refused: Refused, net: str, tmp_path:
     ],
 )
 def test_models_that_do_not_work(refused: Refused, net: str, words: list[str], line: str) -> None:
-    assert line in refused("run", *words, "--backends", "pytorch")
+    assert line in refused("run", *words, "--backend", "pytorch")
 
 
 def test_a_stored_module_is_compared_with_its_own_weights(call: Callable[..., Any], net: str, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_form_behind_a_model_is_that_model_in_a_backend(
     call: Callable[..., Any], refused: Refused, net: str, tmp_path: Path
 ) -> None:
     forms = ("onnxruntime", "openvino/fp32", "openvino@exporter=torchscript")
-    _, out, err = call("agree", net, *forms, "--size", "8", "--inputs", "2", "--format", "json", code=0)
+    _, out, err = call("agree", net, *forms, "--size", "8", "--compared", "2", "--format", "json", code=0)
     rows = json.loads(out)["tables"]["agreement"]["rows"]
     assert [row["trial"] for row in rows] == [
         "net onnxruntime fp32", "net openvino fp32", "net openvino@exporter=torchscript fp32"

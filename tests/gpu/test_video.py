@@ -47,8 +47,8 @@ def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
 
 
 def test_tensorrt_finds_what_pytorch_finds(filmed: Any, tensorrt_python: str) -> None:
-    there, _ = filmed("--backends", "pytorch", "--prepare", "host")
-    words = ("--backends", "tensorrt@optimization=0", "--python", f"tensorrt={tensorrt_python}")
+    there, _ = filmed("--backend", "pytorch", "--prepare", "host")
+    words = ("--backend", "tensorrt@optimization=0", "--python", f"tensorrt={tensorrt_python}")
     found, _ = filmed(*words)
     same(there, found)
     slots, _ = filmed(*words, "--streams", 2)
@@ -62,18 +62,18 @@ def test_frames_prepared_on_the_gpu(filmed: Any, request: pytest.FixtureRequest,
         more = ("--python", f"onnxruntime={request.getfixturevalue('ortgpu_python')}")
     if backend.startswith("tensorrt"):
         more = ("--python", f"tensorrt={request.getfixturevalue('tensorrt_python')}")
-    host, _ = filmed("--backends", backend, "--prepare", "host", *more)
+    host, _ = filmed("--backend", backend, "--prepare", "host", *more)
     asked = ("--prepare", "device") if backend.startswith("tensorrt") else ()
-    device, said = filmed("--backends", backend, *asked, *more)
+    device, said = filmed("--backend", backend, *asked, *more)
     same(host, device)
     assert "Frames become the network's input where it computes" in said
 
 
 def test_frames_that_the_gpu_s_decoder_leaves_there(filmed: Any, tmp_path: Path) -> None:
-    host, _ = filmed("--backends", "pytorch", "--prepare", "host")
-    device, _ = filmed("--backends", "pytorch", "--decode", "device")
+    host, _ = filmed("--backend", "pytorch", "--prepare", "host")
+    device, _ = filmed("--backend", "pytorch", "--decode", "device")
     same(host, device)
-    drawn, _ = filmed(tmp_path / "out.mp4", "--backends", "pytorch", "--decode", "device")
+    drawn, _ = filmed(tmp_path / "out.mp4", "--backend", "pytorch", "--decode", "device")
     same(host, drawn)
     frames, _ = videos.read(tmp_path / "out.mp4")
     assert [videos.place_of(frame) for frame in frames] == [k % videos.PLACES for k in range(COUNT)]

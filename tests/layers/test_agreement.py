@@ -174,7 +174,7 @@ def test_int8_names_the_layers_of_the_largest_error(call: Call, net: str) -> Non
 
 
 def test_csv_has_every_column(call: Call, net: str) -> None:
-    code, out, err = call("agree", net, "onnx", *SIZE, "--layers", "--inputs", "1", "--format", "csv")
+    code, out, err = call("agree", net, "onnx", *SIZE, "--layers", "--compared", "1", "--format", "csv")
     assert code == 0, err
     first = next(csv.DictReader(io.StringIO(out)))
     assert {"tensor", "own_error", "effect", "max_abs", "nonfinite", "suspect"} <= first.keys()
@@ -208,9 +208,9 @@ def test_a_loop_is_one_layer_whatever_it_puts_out(call: Call, tmp_path: Path) ->
 def test_bad_input_is_one_line(refused: Refused, net: str, call: Call) -> None:
     assert refused("agree", net, "--layers", *SIZE).startswith("layers are compared with something: give a form")
     assert refused("agree", net, "onnx", "--top", "2", *SIZE) == "--top is for --layers; add that, or omit it"
-    assert refused("agree", net, "onnx", "--layers", "--inputs", "0") == "inputs is 0; it must be at least 1"
+    assert refused("agree", net, "onnx", "--layers", "--compared", "0") == "compared is 0; it must be at least 1"
     assert refused("agree", net, "onnx", "--layers", "--order", "eror") == "unknown order 'eror'; did you mean 'error'?"
-    assert refused("agree", net, "--layers", "--backends", "openvino").startswith("--layers takes no --backends; give")
+    assert refused("agree", net, "--layers", "--backend", "openvino").startswith("--layers takes no --backend; give")
     assert refused("agree", net, "onnx", "--layers", "--out", "r") == "--layers keeps no run folder; omit --out"
     assert refused("agree", net, "tensorrt", "--layers").startswith("tensorrt runs no parts of a graph")
     assert "is TorchScript, whose modules can't be watched" in refused(

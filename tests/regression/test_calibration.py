@@ -101,7 +101,7 @@ def test_the_command_prints_and_every_run_says_what_it_sees(call: Callable[..., 
     assert "none yet; run `dyno calibrate`" in call("doctor")[1]
     asked = ("run", "fake:net", "--channels", 1, "--boundaries", "model", "--seconds", 0.04, "--warmup", 0.02)
     asked += ("--rounds", 2)
-    backends = ("--backends", "fake@latency_ms=1,fake@latency_ms=2")
+    backends = ("--backend", "fake@latency_ms=1,fake@latency_ms=2")
     assert call(*asked, *backends, "--out", "before")[0] == 0
     assert "This run can see" not in call("show", "before")[1]
     tested = ("calibrate", "fake:net", "--backend", "fake@latency_ms=2", "--channels", 1, "--rounds", 3)

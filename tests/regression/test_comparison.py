@@ -62,7 +62,7 @@ def test_two_pythons(call: Any, chain: Any, slow_python: Path, tmp_path: Path) -
 
 
 def test_one_after_the_other_is_said(call: Any) -> None:
-    fake = ("fake:one", "fake:two", "--backends", "fake@latency_ms=0.5", "--channels", "1")
+    fake = ("fake:one", "fake:two", "--backend", "fake@latency_ms=0.5", "--channels", "1")
     code, out, _ = call("compare", *fake, "--rounds", "2", "--samples", "20")
     assert code == 0 and "Measured one after the other, 2 rounds" in out
     call("compare", *fake, "--rounds", "2", *QUICK, "--python", "fake=/nowhere", code=2)

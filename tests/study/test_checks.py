@@ -42,12 +42,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["run", "fake:n", "--backends", "onnxruntime@optimization=fast"], "optimization=fast: onnxruntime's"),
-        (["run", "fake:n", "--backends", "openvino@streams=0"], "streams=0: openvino's streams must be a whole"),
-        (["run", "fake:n", "--backends", "compile@mode=fast"], "mode=fast: compile's mode must be one of default"),
-        (["run", "fake:n", "--backends", "fake", "--device", "cuda:0"], "there is no cuda:0 here: neither NVML nor"),
-        (["run", "fake:n", "--backends", "fake", "--device", "cuda:x"], "device 'cuda:x' has no number"),
-        (["run", "fake:n", "--backends", "fake", "--threads", MANY], f"threads is {MANY}, but there are {MANY - 1} "),
+        (["run", "fake:n", "--backend", "onnxruntime@optimization=fast"], "optimization=fast: onnxruntime's"),
+        (["run", "fake:n", "--backend", "openvino@streams=0"], "streams=0: openvino's streams must be a whole"),
+        (["run", "fake:n", "--backend", "compile@mode=fast"], "mode=fast: compile's mode must be one of default"),
+        (["run", "fake:n", "--backend", "fake", "--device", "cuda:0"], "there is no cuda:0 here: neither NVML nor"),
+        (["run", "fake:n", "--backend", "fake", "--device", "cuda:x"], "device 'cuda:x' has no number"),
+        (["run", "fake:n", "--backend", "fake", "--threads", MANY], f"threads is {MANY}, but there are {MANY - 1} "),
         (["train", "digits", "--model", "torchvision:resnet18", "--threads", MANY], f"threads is {MANY}, but there "),
         (["train", "digits", "--model", "torchvision:resnet18", "--device", "cuda:0"], "there is no cuda:0 here"),
         (["demo", "--rounds", "0"], "rounds is 0; it must be at least 1"),
@@ -59,7 +59,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["inspect", "m.onnx", "openvino", "--pretrained"], "m.onnx contains its weights, which pretrained can't"),
         (["export", "best.pt2", "-o", "m.onnx", "--pretrained"], "best.pt2 contains its weights, which pretrained"),
         (["agree", "m.onnx"], "there is only one configuration to compare; give another model or file, or --back"),
-        (["agree", "m.onnx", "--backends", "onnxruntime"], "there is only one configuration to compare"),
+        (["agree", "m.onnx", "--backend", "onnxruntime"], "there is only one configuration to compare"),
         (["export", "fake:n", "-o", "m.onnx", "--opset", "3"], "--opset 3 can't be written; an export's opset"),
         (["export", "fake:n", "-o", "m.onnx", "--opset", "99"], "--opset 99 can't be written; an export's opset"),
         (["time", "m.onnx", "--format", "xml"], "unknown format 'xml'; known: text, markdown, csv, json"),
@@ -89,7 +89,7 @@ def test_it_is_refused_at_once(refused: Refused, tmp_path: Path, words: list[obj
 
 
 COMMANDS: dict[str, tuple[object, ...]] = {
-    "run": ("fake:n", "--backends", "fake"), "time": ("fake:n",), "eval": ("fake:n", "--data", "d"),
+    "run": ("fake:n", "--backend", "fake"), "time": ("fake:n",), "eval": ("fake:n", "--data", "d"),
     "agree": ("fake:n", "m.onnx"), "inspect": ("fake:n",), "profile": ("fake:n",), "explain": ("fake:n", "a", "b"),
     "cold-start": ("fake:n", "openvino"), "stress": ("m.onnx",), "video": ("in.mp4", "out.mp4", "--model", "fake:n"),
     "serve-test": ("fake:n", "--p99", "1s"), "build": ("m.onnx", "-o", "m.xml"), "train": ("d", "--model", "fake:n"),
@@ -120,7 +120,7 @@ def test_what_is_no_device_here_is_refused_at_once(refused: Refused, tmp_path: P
 def test_a_study_alone_is_spread_over_a_cluster(refused: Refused) -> None:
     for command, words in COMMANDS.items():
         if command != "run":
-            assert refused(command, *words, "--on", "ray").startswith("no such option: --on")
+            assert refused(command, *words, "--cluster", "ray").startswith("no such option: --cluster")
     calls: list[Callable[[], object]] = [
         lambda: dyno.cold_start("fake:n", "fake", on="ray"),
         lambda: dyno.inspect("fake:n", on="ray"),
@@ -148,7 +148,7 @@ def test_a_misspelt_key_is_told_before_what_is_missing(refused: Refused, tmp_pat
 
 @pytest.mark.usefixtures("no_gpu")
 def test_planning_for_a_gpu_elsewhere_is_not_refused(call: Callable[..., Any]) -> None:
-    code, out, _ = call("run", "fake:n", "--backends", "fake", "--device", "cuda:0", "--dry-run")
+    code, out, _ = call("run", "fake:n", "--backend", "fake", "--device", "cuda:0", "--dry-run")
     assert code == 0 and "There is no cuda:0 here, so a run would be refused." in out
 
 
@@ -178,7 +178,7 @@ def test_two_backends_of_one_file_are_enough_to_agree() -> None:
 )
 def test_only_near_names_are_suggested(refused: Refused, model: str, line: str) -> None:
     pytest.importorskip(model.partition(":")[0])
-    assert line in refused("run", model, "--backends", "pytorch", "--out", "r")
+    assert line in refused("run", model, "--backend", "pytorch", "--out", "r")
 
 
 @pytest.mark.slow
@@ -189,5 +189,5 @@ def test_a_file_of_one_batch_has_no_others_to_test(refused: Refused, call: Calla
     assert code == 2 and "rows takes only batch 2, and a stress test changes it; export or build it with a " in err
     assert not (tmp_path / "r").exists()
     assert "openvino takes only one, ONNX Runtime and TensorRT take several" in refused(
-        "stress", "rows.onnx", "--backends", "openvino", "--batches", "min", "--out", "r"
+        "stress", "rows.onnx", "--backend", "openvino", "--batches", "min", "--out", "r"
     )

@@ -94,7 +94,7 @@ def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Call, t
     assert "onnxruntime" in out
 
     (following,) = re.findall(r"^next: dyno (run .*)$", said, re.M)
-    code, out, said = call(*shlex.split(following), "--backends", "pytorch", "--threads", "1", "--dry-run")
+    code, out, said = call(*shlex.split(following), "--backend", "pytorch", "--threads", "1", "--dry-run")
     assert code == 0 and "1 trial, 0 refused" in out, said
 
     code, _, said = call(*words[:-2])

@@ -86,7 +86,7 @@ def test_preloaded_frames_are_answered_again_and_again(run: Call, clip: Path, tm
 
 
 def test_frames_are_prepared_where_the_engine_computes(run: Call, clip: Path, tmp_path: Path) -> None:
-    words = (clip, "out.mp4", "--backends", "pytorch", "--batch", 4, "--json")
+    words = (clip, "out.mp4", "--backend", "pytorch", "--batch", 4, "--json")
     for place in ("host", "device"):
         code, out, errors = run(*words, f"{place}.jsonl", "--prepare", place)
         assert code == 0, errors
@@ -100,7 +100,7 @@ def test_frames_are_prepared_where_the_engine_computes(run: Call, clip: Path, tm
 
 
 def test_an_engine_out_of_pytorch_s_reach_is_refused(run: Call, clip: Path) -> None:
-    code, _, errors = run(clip, "--prepare", "device", "--backends", "onnxruntime")
+    code, _, errors = run(clip, "--prepare", "device", "--backend", "onnxruntime")
     assert code == 3 and "PyTorch can't reach this engine's inputs" in errors and "omit --prepare" in errors
     code, _, errors = run(clip, "--prepare", "cloud")
     assert code == 2 and "cloud" in errors and len(errors.splitlines()) == 1
@@ -108,7 +108,7 @@ def test_an_engine_out_of_pytorch_s_reach_is_refused(run: Call, clip: Path) -> N
 
 def test_engines_are_compared_in_rounds(run: Call, call: Call, clip: Path, tmp_path: Path) -> None:
     code, out, errors = run(
-        clip, "out.mp4", "--json", "b.jsonl", "--backends", "pytorch,onnxruntime", "--rounds", 2, "-o", "run",
+        clip, "out.mp4", "--json", "b.jsonl", "--backend", "pytorch,onnxruntime", "--rounds", 2, "-o", "run",
         "--format", "csv",
     )  # fmt: skip
     assert code == 0, errors
@@ -138,7 +138,7 @@ def test_engines_are_compared_in_rounds(run: Call, call: Call, clip: Path, tmp_p
 
 def test_two_runs_are_compared_end_to_end(run: Call, call: Call, clip: Path, tmp_path: Path) -> None:
     for name, others in (("a", ()), ("b", ()), ("other", ("--frames", 10))):
-        code, _, errors = run(clip, *others, "--backends", "onnxruntime", "--rounds", 2, "-o", name)
+        code, _, errors = run(clip, *others, "--backend", "onnxruntime", "--rounds", 2, "-o", name)
         assert code == 0, errors
     code, out, errors = call("compare", "a", "b", "--format", "csv")
     assert code == 0, errors
@@ -155,7 +155,7 @@ def test_two_runs_are_compared_end_to_end(run: Call, call: Call, clip: Path, tmp
 
 def test_several_streams_share_one_engine(run: Call, clip: Path, tmp_path: Path) -> None:
     code, out, errors = run(
-        clip, "out.mp4", "--streams", 3, "--json", "b.jsonl", "--backends", "onnxruntime@streams=2", "--threads", 2,
+        clip, "out.mp4", "--streams", 3, "--json", "b.jsonl", "--backend", "onnxruntime@streams=2", "--threads", 2,
         "-o", "run", "--format", "json",
     )  # fmt: skip
     assert code == 0, errors
@@ -293,7 +293,7 @@ def test_objects_keep_their_identity(call: Call, tmp_path: Path, method: str) ->
     (tmp_path / "rows.py").write_text(videos.ROWS_NET)
     code, out, errors = call(
         "video", "two.mp4", "out.mp4", "--model", "rows.py:net", *NET[2:],
-        "--confidence", 0.6, "--iou", 0.2, "--track", method, "--json", "b.jsonl", "--backends", "onnxruntime", *QUICK,
+        "--confidence", 0.6, "--iou", 0.2, "--track", method, "--json", "b.jsonl", "--backend", "onnxruntime", *QUICK,
         "-o", "run", "--format", "json",
     )  # fmt: skip
     assert code == 0, errors

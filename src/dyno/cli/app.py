@@ -39,7 +39,8 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help", options.ALL]},
 )
 app.add_typer(files.data_commands, name="data", rich_help_panel=MAKE)
 

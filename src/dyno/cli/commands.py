@@ -19,6 +19,7 @@ from dyno.store import check_own, check_writable, is_run
 from dyno.study.defaults import (
     EVALUATION,
     ONE_ROUND,
+    QUICK,
     SELF_TEST_MINUTES,
     check_format,
     check_several,
@@ -53,21 +54,25 @@ BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "
 NOT_FOR_ONE = "routes reference search confirm peak energy turns block equivalent until minutes"
 
 
-@options.takes(ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, ClusterOptions)
+@options.takes(
+    ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, ClusterOptions,
+    rare="retry_failed",
+)  # fmt: skip
 def run(
     overrides: Overrides,
     models: options.Studied,
+    quick: options.Quick = False,
     out: options.Out = "",
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Measure failed trials again.", rich_help_panel=options.OUTPUT)
+        bool, typer.Option("--retry-failed", help="Measure failed trials again.", rich_help_panel=options.WHERE)
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="List the trials and why any is refused.", rich_help_panel=options.OUTPUT),
+        typer.Option("--dry-run", help="List the trials and why any is refused.", rich_help_panel=options.WHERE),
     ] = False,
 ) -> None:
     """Measure models in every configuration that is asked for; the same command again resumes."""
-    study = _build_study(overrides, models)
+    study = _build_study(Overrides({**(QUICK if quick else {}), **overrides}), models)
     if dry_run:
         _list_plan(study)
     else:

@@ -24,7 +24,7 @@ from dyno.worker.spec import UserError
 Save = Annotated[
     list[Path],
     typer.Option(help="File for another tool, by its name's ending: see docs/layer-files.md.", metavar="FILE",
-                 rich_help_panel=options.OUTPUT),
+                 rich_help_panel=options.WHERE),
 ]  # fmt: skip
 ModelAndForms = Annotated[
     list[str],
@@ -140,7 +140,7 @@ def explain(
         list[Path],
         typer.Option(help="File to write: .json keeps what was measured, .svg and .png draw it, .html is a page. "
                      "May be repeated.",
-                     metavar="FILE", rich_help_panel=options.OUTPUT),
+                     metavar="FILE", rich_help_panel=options.WHERE),
     ] = [],  # noqa: B006  (typer copies it)
     try_: Annotated[
         bool, typer.Option("--try", help="Then measure variants of B that may cure what costs it time.")
@@ -237,7 +237,7 @@ Order = Annotated[
 ]
 # Options of `dyno agree` by the names of their fields: as they are written, and what to give instead.
 INSTEAD = {
-    "backends": ("--backends", "forms behind the model, such as openvino/int8"),
+    "backends": ("--backend", "forms behind the model, such as openvino/int8"),
     "precisions": ("--precision", "forms behind the model, such as openvino/int8"),
     "routes": ("--routes", "the exported file"),
 }

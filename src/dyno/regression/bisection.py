@@ -141,7 +141,7 @@ def _choose_backend(source: str, library: str, chosen: Sequence[str]) -> str:
         return chosen[0] if chosen else default
     users = [name for name in (default, *registry.names()) if _has_requirement(name, library)]
     if not users:
-        raise UserError(f"no backend needs {library}; give --backends")
+        raise UserError(f"no backend needs {library}; give --backend")
     return users[0]
 
 

@@ -120,7 +120,7 @@ def _run_reference(reference: Study, folder: Path, progress: Progress) -> None:
 def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the model (if not local, its name on the server) and the settings with the server as the backend."""
     if settings.get("backends"):
-        raise UserError("an endpoint takes the place of a backend; omit --backends")
+        raise UserError("an endpoint takes the place of a backend; omit --backend")
     if expected := registry.find(ENDPOINT.rstrip(":")).values["url"](url):
         raise UserError(f"the endpoint is {url!r}; write {expected}")
     here = ":" in str(model) or Path(model).is_file()

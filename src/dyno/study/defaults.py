@@ -55,7 +55,7 @@ def check_device(study: Study) -> None:
     if "," in study.device:
         raise UserError(f"several devices ({study.device}) are for `dyno run` alone; give one --device here")
     if study.on:
-        raise UserError(f"a cluster (--on {study.on}) is for `dyno run` alone; omit it here")
+        raise UserError(f"a cluster (--cluster {study.on}) is for `dyno run` alone; omit it here")
     check_kind(study)
     if missing_gpu(study.device):
         raise UserError(
@@ -92,7 +92,7 @@ def _driver_count() -> int:
 def check_several(studies: Sequence[Study]) -> None:
     """Refuse to compare a single configuration."""
     if sum(map(_count_configurations, studies)) < 2:
-        raise UserError("there is only one configuration to compare; give another model or file, or --backends A,B")
+        raise UserError("there is only one configuration to compare; give another model or file, or --backend A,B")
 
 
 def _count_configurations(study: Study) -> int:
@@ -111,6 +111,7 @@ OWN = (ENDPOINT, "fake:")  # prefixes of models that nothing but the backend of 
 ONE_ROUND: dict[str, Any] = {"rounds": 1, "turns": False}
 SELF_TEST_MINUTES = 5.0
 DEMO_MINUTES = 4.5
+QUICK: dict[str, Any] = {"rounds": 1, "confirm": 0, "search": False, "seconds": 0.3, "warmup": 0.3}
 # Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
 EVALUATION: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,

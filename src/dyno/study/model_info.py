@@ -113,7 +113,7 @@ def _no_model(source: str) -> str:
     if named := form(source, registry.names()):
         backend, precision = named
         asked = f" --precision {precision}" if precision else ""
-        return f"{source} is a backend, not a model; give it with --backends {backend}{asked}"
+        return f"{source} is a backend, not a model; give it with --backend {backend}{asked}"
     if source.endswith((".yaml", ".yml")):
         return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
     if source.endswith(".ort"):
