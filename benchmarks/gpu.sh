@@ -67,7 +67,7 @@ fi
 if wanted benchmarks; then
   dyno export torchvision:resnet18 -o "$runs/r18.onnx"
   for batch in 1 256; do
-    dyno build "$runs/r18.onnx" -o "$runs/r18-$batch.engine" --precision fp16 --batch "$batch" "${pythons[@]:0:2}"
+    dyno export "$runs/r18.onnx" -o "$runs/r18-$batch.engine" --precision fp16 --batch "$batch" "${pythons[@]:0:2}"
   done
   {
     "$trt" benchmarks/gpu_loop.py "$runs"/r18-*.engine

@@ -138,7 +138,7 @@ def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
         "--out",
         tmp_path / "video",
     )
-    code, _, errors = call("video", data.parent / "images/val", "--model", file, *words)
+    code, _, errors = call("bench", "video", data.parent / "images/val", "--model", file, *words)
     assert code == 2 and reason in errors.splitlines()[-1]
 
 
@@ -153,7 +153,7 @@ def test_a_number_of_classes_that_the_outputs_contradict(refused: Callable[..., 
 def test_a_video_has_the_boxes_that_are_left(call: Call, data: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "net.onnx", ULTRALYTICS, output0=rows(300))
     words = ("--json", tmp_path / "boxes.jsonl", "--rounds", 1, "--backend", "onnxruntime", "--out", tmp_path / "run")
-    call("video", data.parent / "images/val", "--model", file, *words, code=0)
+    call("bench", "video", data.parent / "images/val", "--model", file, *words, code=0)
     frames = [json.loads(line) for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
     assert len(frames) == 3
     for frame in frames:

@@ -27,7 +27,7 @@ def test_a_detector_gives_the_same_boxes_on_every_engine_and_can_be_taken(dyno: 
         "64x96"
     }
     assert all(row["outputs"] == "agree" for name, row in rows.items() if name != "pytorch")
-    done = dyno("take", "runs/yolov4-tiny", "pytorch/fp32", "-o", "best", cwd=tmp_path)
+    done = dyno("export", "runs/yolov4-tiny", "pytorch/fp32", "-o", "best", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     script = subprocess.run([sys.executable, "best.py"], capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert "output float32 1x6x" in script.stdout, script.stderr

@@ -404,7 +404,7 @@ def test_a_class_map_s_changed_pixels_are_labels_in_every_comparison(call: Call,
         differs = float((maps[name] != maps["a"]).mean())
         assert differs < 0.05 if name == "b" else differs > 0.3
         words = ("--input", "feeds.npz", "--compared", 4, "--threads", 1, "--format", "json")
-        _, out, err = call("agree", "a.onnx", f"{name}.onnx", *words)
+        _, out, err = call("diff", "a.onnx", f"{name}.onnx", *words)
         (row,) = json.loads(out)["rows"] if isinstance(json.loads(out), dict) else json.loads(out)
         assert row["close"] == pytest.approx(1 - differs, abs=1e-3), err
         assert row["labels_changed"] == pytest.approx(100 * differs, abs=0.1)

@@ -102,6 +102,6 @@ def _video(folder: Path) -> Iterator[Subject]:
                 made.mux(packet)
         for packet in stream.encode():
             made.mux(packet)
-    words = ["video", file, "--model", folder / "yolov4-tiny.cfg", "--weights", folder / "yolov4-tiny.weights",
+    words = ["bench", "video", file, "--model", folder / "yolov4-tiny.cfg", "--weights", folder / "yolov4-tiny.weights",
              "--threads", 1, "--backend", "pytorch", "--out", folder / "out"]  # fmt: skip
     yield Subject("video", [file], [words], [mutated], 1, [folder / "out"])

@@ -91,7 +91,7 @@ def _beside(folder: Path, made: Path) -> Iterator[Subject]:
     yield Subject("calibration .npz", [arrays], calibrated, [mutated, rearranged, planted], 2, [made])
     times = folder / "arrivals"
     times.write_text("".join(f"{0.01 * k:.3f}\n" for k in range(30)))
-    serve = ["serve-test", graph, "--trace", times, "--threads", 1, "--out", made]
+    serve = ["bench", "serve", graph, "--trace", times, "--threads", 1, "--out", made]
     yield Subject("arrival times", [times], [serve], [mutated, retold, retold], 1, [made])
 
 

@@ -31,7 +31,7 @@ def subjects(campaign: Campaign) -> Iterator[Subject]:
     page = campaign.folder / "stored" / "page"
     look: list[list[Any]] = [
         ["show", run], ["show", run, "--table", "all", "--format", "json"], ["report", run, "--out", page],
-        ["compare", run, ROOT / "tests/golden/run", "--fail-on", "status"], ["list", run.parent],
+        ["compare", run, ROOT / "tests/golden/run", "--fail-on", "status"], ["runs", "list", run.parent],
     ]  # fmt: skip
     ids = ",".join(
         sorted(path.parents[1].name for path in run.glob("trials/*/r0/record.json") if _status(path) == "ok")

@@ -93,7 +93,7 @@ class Result:
     def take(self, trial: str = "", out: str | Path | None = None) -> TakeResult:
         """Write the winner's file, or that of a trial (its id, or BACKEND/PRECISION), with a script that runs it.
 
-        As `dyno take`: `out` is the file (default: MODEL-BACKEND-PRECISION here); returns the paths of both.
+        As `dyno export`: `out` is the file (default: MODEL-BACKEND-PRECISION here); returns the paths of both.
         """
         from dyno import take
 

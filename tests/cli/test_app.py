@@ -17,13 +17,16 @@ import typer
 
 from drawn import photographs
 from dyno import Study, __version__
-from dyno.cli import app
+from dyno.cli import app, exits
 from dyno.devices import places, spread
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 SHORT = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
 FAKE = ["run", "fake:net", "--channels", "1", "--backend", "fake@latency_ms=0.1", *SHORT]
-COMMANDS = "demo run show report export build time stress agree eval train list rm open doctor".split()
+COMMANDS = (
+    "run time eval compare demo bench show report runs export data profile explain inspect diff doctor selftest".split()
+)
+BELOW = ("bench video", "bench serve", "bench cold-start", "bench stress", "runs list", "runs rm", "data train")
 
 CROWDED = "No winner is named"  # what a verdict says where others were busy meanwhile
 
@@ -122,15 +125,14 @@ def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
 def test_show_lists_its_tables(call: Callable[..., Any]) -> None:
     code, out, _ = call("show", "--list")
     assert code == 0 and all(name in out for name in ("trials", "frontier", "break-even", "latency-model", "stress"))
-    code, _, err = call("show")
-    assert code == 2 and "give the run folder" in err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *BELOW])
 def test_every_command_explains_itself(call: Callable[..., Any], command: str) -> None:
-    code, out, err = call(command, "--help")
+    code, out, err = call(*command.split(), "--help")
     assert (code, err) == (0, "")
-    assert f"dyno {command}" in out and "--help" in out
+    assert f"dyno {command}" in out and "<" not in out and max(map(len, out.splitlines())) <= 80
+    assert call(*command.split(), "--help-all")[0] == 0
 
 
 def test_every_field_of_a_study_is_an_option_with_its_help() -> None:
@@ -161,9 +163,16 @@ def test_usual_names_of_options_are_accepted(call: Callable[..., Any]) -> None:
 
 def test_the_commands_are_these(call: Callable[..., Any]) -> None:
     _, out, _ = call("--help", code=0)
-    listed = [name for name in COMMANDS if f" {name} " in out]
-    assert listed == COMMANDS
-    assert {c.name or c.callback.__name__ for c in app.app.registered_commands} >= set(COMMANDS)
+    assert len(out.splitlines()) <= 40 and out.count("\n  dyno ") == 4
+    panels = out.partition("\nMeasure:")[2]
+    assert re.findall(r"^  ([\w-]+)  ", panels, re.M) == COMMANDS, "a line for each"
+    assert "--version" in call("--help-all")[1]
+
+
+@pytest.mark.parametrize(("old", "new"), exits.RENAMED.items())
+def test_an_old_command_names_the_new_one(call: Callable[..., Any], old: str, new: str) -> None:
+    assert call(old, "r", "--out", "x") == (2, "", f"dyno: `dyno {old}` is now `dyno {new}`\n")
+    assert call(*new.split()[:2], "--help")[0] == 0
 
 
 def test_an_unknown_command_is_exit_2(call: Callable[..., Any]) -> None:
@@ -232,7 +241,7 @@ def test_a_budget_is_judged_against_the_reference(call: Callable[..., Any], phot
 
 @pytest.mark.usefixtures("preloaded", "unreported")
 def test_too_little_agreement_is_exit_1(call: Callable[..., Any]) -> None:
-    words = ["agree", "fake:net", "--channels", 1, "--backend", "fake", "--precision", "fp32,int8"]
+    words = ["diff", "fake:net", "--channels", 1, "--backend", "fake", "--precision", "fp32,int8"]
     assert call(*words, "--out", "a")[0] == 0
     assert call(*words, "--least", "0.9", "--out", "b")[0] == 1
 

@@ -45,7 +45,7 @@ def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
 def test_a_program_of_one_batch_says_which(refused: Refused, call: Callable[..., Any], tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.export.save(torch.export.export(torch.nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)), tmp_path / "n.pt2")
-    for words in (("export", "n.pt2", "-o", "n.onnx"), ("build", "n.pt2", "-o", "n.xml")):
+    for words in (("export", "n.pt2", "-o", "n.onnx"), ("export", "n.pt2", "-o", "n.xml")):
         assert refused(*words) == "n takes a batch of 2 alone; export with a fixed batch (--batch 2)"
     assert "input float32 2x3x8x8" in call("export", "n.pt2", "-o", "n.onnx", "--batch", "2")[1]
 
@@ -56,9 +56,9 @@ def test_batch_and_size_that_a_file_refuses(refused: Refused, onnx_file: Path) -
     assert refused(*usual, "--size", "16").startswith(
         "m: the file's image size is fixed at 8x8; 16x16 needs another export"
     )
-    assert refused("build", onnx_file, "-o", "x.xml", "--size", "16").startswith("the file's image size is fixed")
+    assert refused("export", onnx_file, "-o", "x.xml", "--size", "16").startswith("the file's image size is fixed")
     assert refused("export", onnx_file, "-o", onnx_file).startswith(f"{onnx_file} is the model itself; give another")
-    for command, name in (("export", "/proc/none/out.onnx"), ("build", "/proc/none/out.xml")):
+    for command, name in (("export", "/proc/none/out.onnx"), ("export", "/proc/none/out.xml")):
         assert refused(command, onnx_file, "-o", name).startswith(f"{name} can't be written (")
     assert "no input 'x'; its inputs: input" in refused(*usual, "--shapes", "x:2x3x8x8")
 
@@ -137,7 +137,7 @@ def test_a_stored_module_is_compared_with_its_own_weights(call: Callable[..., An
     torch.jit.trace(other.eval(), torch.zeros(1, 3, 8, 8)).save(tmp_path / "old.torchscript")
     torch.save({name: 2 * values for name, values in other.state_dict().items()}, tmp_path / "new.pt")
     words = ("--weights", "new.pt", "--size", "8")
-    call("agree", net, "old.torchscript", *words, "--least", "0.9", code=1)  # 0: the new weights are in the old file
+    call("diff", net, "old.torchscript", *words, "--least", "0.9", code=1)  # 0: the new weights are in the old file
     _, out, err = call("compare", net, "old.torchscript", *words, "--rounds", "1", "--seconds", "0.1")
     assert "A is net.py:net with new.pt, B is old.torchscript." in out, err
     assert "ran as 2 fp32 to unknown" in out and "layers 3 to unknown" in out
@@ -147,7 +147,7 @@ def test_a_form_behind_a_model_is_that_model_in_a_backend(
     call: Callable[..., Any], refused: Refused, net: str, tmp_path: Path
 ) -> None:
     forms = ("onnxruntime", "openvino/fp32", "openvino@exporter=torchscript")
-    _, out, err = call("agree", net, *forms, "--size", "8", "--compared", "2", "--format", "json", code=0)
+    _, out, err = call("diff", net, *forms, "--size", "8", "--compared", "2", "--format", "json", code=0)
     rows = json.loads(out)["tables"]["agreement"]["rows"]
     assert [row["trial"] for row in rows] == [
         "net onnxruntime fp32", "net openvino fp32", "net openvino@exporter=torchscript fp32"
@@ -156,7 +156,7 @@ def test_a_form_behind_a_model_is_that_model_in_a_backend(
     assert "other routes" not in err, "nothing is timed, so no route is the faster one"
 
     known = [*tmp_path.glob("runs/*")]
-    assert refused("agree", net, "none.onnx", "--size", "8") == "there is no model file none.onnx"
-    assert "unknown precision 'int9'" in refused("agree", net, "openvino/int9", "--size", "8")
-    assert "onnxruntime is a backend, not a model" in refused("agree", "onnxruntime", net)
+    assert refused("diff", net, "none.onnx", "--size", "8") == "there is no model file none.onnx"
+    assert "unknown precision 'int9'" in refused("diff", net, "openvino/int9", "--size", "8")
+    assert "onnxruntime is a backend, not a model" in refused("diff", "onnxruntime", net)
     assert [*tmp_path.glob("runs/*")] == known, "nothing is measured first"

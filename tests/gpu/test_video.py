@@ -19,7 +19,7 @@ COUNT = 50
 
 @pytest.fixture
 def filmed(dyno: Any, tmp_path: Path) -> Any:
-    """`dyno video` of a marker that moves, on the GPU; the boxes, and what was printed."""
+    """`dyno bench video` of a marker that moves, on the GPU; the boxes, and what was printed."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
     video = videos.write(tmp_path / "video.mp4", videos.pictures(COUNT))
 
@@ -27,7 +27,7 @@ def filmed(dyno: Any, tmp_path: Path) -> Any:
         boxes = tmp_path / "boxes.jsonl"
         fixed = ("--model", f"{tmp_path / 'marker.py'}:net", "--task", "detect", "--classes", 1, "--size", "288x384")
         quick = ("--device", "cuda:0", "--batch", 8, "--seconds", 0.05, "--warmup", 0.02, "--json", boxes)
-        done = dyno("video", video, *words, *fixed, *quick)
+        done = dyno("bench", "video", video, *words, *fixed, *quick)
         # No decoder, no OpenCV or no PyTorch in the engine's Python.
         if any(why in done.stderr for why in ("can't be used", "needs OpenCV", "PyTorch can't reach")):
             pytest.skip(done.stderr.strip().splitlines()[-1])

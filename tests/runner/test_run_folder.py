@@ -86,7 +86,7 @@ def test_what_contradicts_is_named(call: Call, refused: Callable[..., str]) -> N
     assert call(*words)[0] == 0
     assert refused(*words, "--seconds", 1) == (
         "r was measured with seconds=0.04, this command says seconds=1; "
-        "give another --out, or remove it with `dyno rm r` first"
+        "give another --out, or remove it with `dyno runs rm r` first"
     )
     line = refused(*words, "--seed", 3, "--data", "digits")
     assert "measured with seed=0, no data, this command says seed=3, data=digits;" in line
@@ -186,7 +186,7 @@ def test_time_prints_what_could_be_timed(call: Call, refused: Callable[..., str]
     code, out, err = call(*words, "--seconds", 0.04, "--warmup", 0.02)
     assert code == 3 and out.startswith("good, ") and "dyno: there is no model file none.onnx\n" in err
     assert refused("time", "no.onnx", "none.onnx") == "there is no model file no.onnx"
-    assert "there is no model file none.onnx" in refused("agree", "none.onnx", "fake:good", "--backend", "fake")
+    assert "there is no model file none.onnx" in refused("diff", "none.onnx", "fake:good", "--backend", "fake")
 
 
 def test_default_folders_do_not_collide(call: Call, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_two_files_of_one_network_are_one_table(call: Call, tmp_path: Path) -> N
     net(tmp_path / "a.onnx", graph="the same in other bytes")
     net(tmp_path / "other.onnx", name="pixels")
     net(tmp_path / "wide.onnx", width=16)
-    assert call("build", "b.onnx", "-o", "b.xml")[0] == 0
+    assert call("export", "b.onnx", "-o", "b.xml")[0] == 0
     _, out, _ = call("run", "b.onnx", "b.xml", "a.onnx", "wide.onnx", "--channels", 1, *SHORT, "--out", "r", code=0)
     assert "skipped" not in out
     frame = load("r").to_pandas()

@@ -1,4 +1,4 @@
-"""`dyno video` from its input to its output: frames, order, boxes, sound, and what it says of its speed."""
+"""`dyno bench video` from its input to its output: frames, order, boxes, sound, and what it says of its speed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(call: Call, tmp_path: Path) -> Call:
-    """`dyno video` with the detector that finds the marker."""
+    """`dyno bench video` with the detector that finds the marker."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
-    return lambda *words: call("video", *words, *NET, *QUICK)
+    return lambda *words: call("bench", "video", *words, *NET, *QUICK)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -248,12 +248,12 @@ def test_other_containers(run: Call, clip: Path, tmp_path: Path, suffix: str) ->
 
 def test_bad_input_is_one_line(refused: Callable[..., str], clip: Path, tmp_path: Path) -> None:
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
-    assert "missing.mp4 does not exist; give a video" in refused("video", "missing.mp4", *NET)
-    assert "is the source" in refused("video", clip, clip, *NET)
-    assert "must be between 0 and 1" in refused("video", clip, *NET, "--confidence", 2)
-    assert "--frame-size" in refused("video", "-", *NET)
-    assert "end its name in .trace.json" in refused("video", clip, *NET, "--save", "trace.txt")
-    assert "omit --streams" in refused("video", "camera:0", *NET, "--streams", 2)
+    assert "missing.mp4 does not exist; give a video" in refused("bench", "video", "missing.mp4", *NET)
+    assert "is the source" in refused("bench", "video", clip, clip, *NET)
+    assert "must be between 0 and 1" in refused("bench", "video", clip, *NET, "--confidence", 2)
+    assert "--frame-size" in refused("bench", "video", "-", *NET)
+    assert "end its name in .trace.json" in refused("bench", "video", clip, *NET, "--save", "trace.txt")
+    assert "omit --streams" in refused("bench", "video", "camera:0", *NET, "--streams", 2)
 
 
 def test_what_cannot_be_written_is_refused_before_anything_starts(
@@ -281,7 +281,7 @@ def test_what_cannot_be_written_is_refused_before_anything_starts(
         ("photos", ["marker.py"], ".py is not a video container"),
         ("photos/a.png", ["photos"], "a.png lies in photos, and would be written over"),
     ):  # fmt: skip
-        assert says in refused("video", source, *words, *NET)
+        assert says in refused("bench", "video", source, *words, *NET)
     assert not (tmp_path / "runs").exists() and (photos / "a.png").read_bytes() == b"read by nobody"
 
 
@@ -292,7 +292,7 @@ def test_objects_keep_their_identity(call: Call, tmp_path: Path, method: str) ->
     videos.write(tmp_path / "two.mp4", videos.two_squares(60, hidden))
     (tmp_path / "rows.py").write_text(videos.ROWS_NET)
     code, out, errors = call(
-        "video", "two.mp4", "out.mp4", "--model", "rows.py:net", *NET[2:],
+        "bench", "video", "two.mp4", "out.mp4", "--model", "rows.py:net", *NET[2:],
         "--confidence", 0.6, "--iou", 0.2, "--track", method, "--json", "b.jsonl", "--backend", "onnxruntime", *QUICK,
         "-o", "run", "--format", "json",
     )  # fmt: skip

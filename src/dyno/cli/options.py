@@ -52,12 +52,14 @@ METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"
 ALL = "--help-all"
 # Options that a command on files or on the forms of one model doesn't have.
 NOT_FOR_FILES = "backends precisions batches routes reference compared budget search"
-REPEATED = ("shapes", "inputs", "budget", "runtime")  # fields with a value for each time that the option is written
+# Fields with a value for each time that the option is written.
+REPEATED = ("shapes", "inputs", "budget", "runtime", "settings", "add")
 
 Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL|STUDY.toml")]
 Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+SomeRun = Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN", show_default="the latest run")]
 Out = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=WHERE, show_default="runs/NAME")]
 Format = Annotated[str, typer.Option(help="text, markdown, csv, json or html.", rich_help_panel=WHERE)]
 Quick = Annotated[
@@ -68,15 +70,19 @@ Atol = Annotated[float, typer.Option(help="Absolute difference of two outputs th
 Least = Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")]
 
 F = TypeVar("F", bound=Callable[..., None])
+Options = TypeVar("Options")
 
 
-class Command(typer.core.TyperCommand):
-    """A command whose help is its common options by group, and with `--help-all` all of them."""
+class LongHelp:
+    """Options by group in the help of a command or a group of them: the common ones, all with `--help-all`."""
+
+    callback: Any
+    get_params: Any
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """See click's; `--help-all` is one of the names of its option for help."""
         ctx.meta[ALL] = ALL in args
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, args)  # type: ignore[misc]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """See click's."""
@@ -95,8 +101,13 @@ class Command(typer.core.TyperCommand):
             with formatter.section(f"{heading}, e.g. {example}" if complete else heading):
                 formatter.write_dl([_describe(each, ctx) for each in groups[heading]])
         count = len([each for each in parameters if each.name in rare])
-        formatter.write_paragraph()
-        formatter.write_text(f"{ALL} shows {count} more options." if count else "--help shows this.")
+        if count:
+            formatter.write_paragraph()
+            formatter.write_text(f"{ALL} shows {count} more options.")
+
+
+class Command(LongHelp, typer.core.TyperCommand):
+    """A command with a short and a long help."""
 
 
 def _describe(parameter: Any, ctx: Any) -> tuple[str, str]:
@@ -242,6 +253,12 @@ class _Option:
             what = "a whole number" if kind is int else "a number"
             example = EXAMPLES.get(self.flag) or EXAMPLES[kind]
             raise UserError(f"{self.flag} {text!r} is not {what}; write e.g. {self.flag} {example}") from None
+
+
+def take_options(kind: type[Options], overrides: Overrides) -> Options:
+    """Take the fields of a command's own dataclass out of the options that the user gave."""
+    names: Any = vars(kind)["__dataclass_fields__"]
+    return kind(**{name: overrides.pop(name) for name in names if name in overrides})
 
 
 def pythons(texts: Sequence[str], flag: str = "--python") -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`dyno agree --layers`: the first layer where two runtimes diverge, and the few that make most of the error."""
+"""`dyno diff --layers`: the first layer where two runtimes diverge, and the few that make most of the error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dyno bisect`: the first version of a library with which a model is slower, by comparisons with the first one."""
+"""`dyno compare --bisect`: the first version of a library with which a model is slower."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class BisectionSearch:
         a, b = ({runtime: {"python": self.pythons[version]}} for version in (first, name))
         folder = self.folder / "".join(c if c.isalnum() or c in ".-_" else "-" for c in name)
         comparison = compare(
-            self.model, against=a, out=folder, quiet=self.progress.quiet, fail_on=(self.fail_on,),
+            self.model, baseline_python=a, out=folder, quiet=self.progress.quiet, fail_on=(self.fail_on,),
             **{**self.settings, "runtime": {**self.settings.get("runtime", {}), **b}},
         )  # fmt: skip
         return self._record_step(_judge_version(name, first, comparison))

@@ -143,7 +143,7 @@ def refuse_other(study: Study, folder: Path) -> None:
     """Raise `UserError` if the folder's numbers were measured with settings that the study contradicts."""
     before = earlier(folder)
     if before is not None and (settings := contradictions(before, study)) and measured(folder):
-        remove = f"dyno rm {shlex.quote(str(folder))}"
+        remove = f"dyno runs rm {shlex.quote(str(folder))}"
         raise UserError(f"{folder} {differences(settings)}; give another --out, or remove it with `{remove}` first")
 
 

@@ -72,7 +72,7 @@ def serve_test(
     """Find how many requests per second each engine answers within a bound, or measure given rates.
 
     `options` say the bound, when requests come and how they are batched, and `settings` (fields of `Study`) name the
-    engines; `batches` are the largest batches. The run folder is `out`, or a new one below runs/serve-test. Raises
+    engines; `batches` are the largest batches. The run folder is `out`, or a new one below runs/serve. Raises
     `UserError`, one line.
     """
     from dyno.results.stats import samples_for
@@ -89,7 +89,7 @@ def serve_test(
     path = Path(options.trace).absolute() if options.trace else None
     sha256 = hashlib.sha256(read_trace(path).tobytes()).hexdigest() if path else ""
     requests = Requests(options, samples_for(options.quantile), str(path or ""), sha256)
-    folder = folder_for(out, "serve-test", [name])
+    folder = folder_for(out, "serve", [name])
     progress = Progress(quiet=quiet)
     with begun(folder):
         store_about(folder, ABOUT, requests.settings(), "of other requests", "without requests")

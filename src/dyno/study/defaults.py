@@ -1,4 +1,4 @@
-"""One model by itself, as `dyno time`, `dyno eval` and `dyno agree` measure it: its settings, and its run folder."""
+"""One model by itself, as `dyno time`, `dyno eval` and `dyno diff` measure it: its settings, and its run folder."""
 
 from __future__ import annotations
 

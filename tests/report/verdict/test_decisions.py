@@ -35,7 +35,7 @@ def test_a_winner_is_told_with_what_is_real_right_and_next(tmp_path: Path) -> No
         right.startswith("outputs agree with those of pytorch fp32, to 0.001 %; top-1 9")
         and "ran in the requested type" in right
     )
-    assert step == f"take it: dyno take {tmp_path / 'run'}"
+    assert step == f"take it: dyno export {tmp_path / 'run'}"
     assert {each.kind for each in one.findings} == {NOTE}
 
 
@@ -74,7 +74,7 @@ def test_outputs_that_change_or_never_do_are_not_called_right(tmp_path: Path) ->
 
 def test_the_command_to_take_it_can_be_pasted(tmp_path: Path) -> None:
     (one,) = decided(tmp_path / "a run & <more>", FAST)
-    assert dict(one.answers)["next"] == f"take it: dyno take '{tmp_path}/a run & <more>/run'"
+    assert dict(one.answers)["next"] == f"take it: dyno export '{tmp_path}/a run & <more>/run'"
 
 
 def test_one_round_is_open_and_says_how_many_to_take(tmp_path: Path) -> None:
