@@ -13,7 +13,7 @@ Refused = Callable[..., str]
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["run", "resnet18"], "model 'resnet18' has no source prefix; did you mean torchvision:resnet18"),
+        (["run", "resnet18"], "torchvision and timm each have a model resnet18; give torchvision:resnet18"),
         (["run", "none.onnx"], "there is no model file none.onnx"),
         (["run", "none.py:f"], "there is no Python file none.py"),
         (["run", "none.toml"], "there is no study file none.toml"),

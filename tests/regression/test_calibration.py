@@ -161,7 +161,7 @@ def test_another_machines_self_test_counts_for_nothing(fake_study: Callable[...,
 )
 def test_what_makes_no_sense_is_one_line(refused: Callable[..., str], options: tuple[Any, ...], said: str) -> None:
     backend = () if "--backend" in options else ("--backend", "fake")
-    line = partial(refused, "calibrate", "fake:net", "--channels", 1)
+    line = partial(refused, "selftest", "fake:net", "--channels", 1)
     assert said in line(*backend, *options)
 
 

@@ -197,9 +197,9 @@ def test_a_file_keeps_its_weights_beside_a_network_that_takes_others(tmp_path: P
         (
             "resnet18",
             {},
-            "model 'resnet18' has no source prefix; did you mean torchvision:resnet18 or timm:resnet18?",
+            "torchvision and timm each have a model resnet18; give torchvision:resnet18 or timm:resnet18",
         ),
-        ("a,b", {}, "model 'a,b' has no source prefix; did you mean torchvision:a torchvision:b or timm:a timm:b?"),
+        ("a,b", {}, "models are given one by one, without commas: a b"),
         ("timm:a,timm:b", {}, "models are given one by one, without commas: timm:a timm:b"),
         ("a.onnx,b.onnx", {}, "models are given one by one, without commas: a.onnx b.onnx"),
         ("none,2/net.onnx", {}, "there is no model file none,2/net.onnx"),

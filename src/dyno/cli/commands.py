@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time as time_module
 import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 UNFINISHED = 3  # exit code where some of the models could not be measured
 ONE = (ComparisonOptions, ModelOptions, DataOptions, RuntimeOptions)
+PROBE_S, BUSY = 2.0, 0.5  # seconds of the look for other programs, and processors from which on they are said
+PAUSE_S, WAIT_S = 10.0, 600.0  # between two looks, and until a study begins anyway
 # Defaults that go by the kind of file.
 FIXED = "the file's fixed batch"
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
@@ -64,6 +68,7 @@ def run(
     overrides: Overrides,
     models: options.Studied,
     quick: options.Quick = False,
+    wait: options.Wait = False,
     out: options.Out = "",
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Measure failed trials again.", rich_help_panel=options.WHERE)
@@ -78,7 +83,28 @@ def run(
     if dry_run:
         _list_plan(study)
     else:
-        raise typer.Exit(run_study(study, _find_folder(study, models, out), retry_failed=retry_failed))
+        folder = _find_folder(study, models, out)
+        look_for_others(wait)
+        raise typer.Exit(run_study(study, folder, retry_failed=retry_failed))
+
+
+def look_for_others(wait: bool) -> None:
+    """Print how many processors are busy before a study measures, or wait until they are free for `WAIT_S` at most.
+
+    Off a terminal nothing is looked at without `wait`: the records have what disturbed each job.
+    """
+    if not (wait or sys.stderr.isatty()):
+        return
+    from dyno.jobs import telemetry
+
+    cores, began = len(os.sched_getaffinity(0)), time_module.monotonic()
+    while (busy := telemetry.count_busy(PROBE_S)) >= BUSY:
+        line = f"dyno: {busy:.1f} of {cores} processors are busy with other programs"
+        if not wait or time_module.monotonic() - began > WAIT_S:
+            print(f"{line}, so latencies will be too long" + ("" if wait else "; --wait waits"), file=sys.stderr)
+            return
+        print(f"{line}: waiting, for {WAIT_S / 60:g} minutes at most", file=sys.stderr)
+        time_module.sleep(PAUSE_S)
 
 
 def _build_study(overrides: Overrides, models: Sequence[str]) -> Study:
@@ -371,6 +397,7 @@ def time(
     from dyno.report.export import export
     from dyno.report.tables import trial_table
     from dyno.report.verdict.verdict import about
+    from dyno.results.ranking import cpu_contention
     from dyno.table import joined
     from dyno.trtexec import log as logs
     from dyno.trtexec.cross_check import cross_check, is_engine
@@ -387,6 +414,8 @@ def time(
         engines = [t for t in run.records if is_engine(t)]
         if log or (engines and format == "text"):  # an engine's number is explained in trtexec's terms
             print("\n".join(map(plain, cross_check(engines, log))))
+        if contention := cpu_contention(run.records, compared=False):
+            print(f"dyno: {contention.sentence}", file=sys.stderr)
     raise typer.Exit(trial_table.exit_code(table.to_pandas()) or UNFINISHED * (len(folders) < len(models)))
 
 

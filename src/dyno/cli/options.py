@@ -65,6 +65,9 @@ Format = Annotated[str, typer.Option(help="text, markdown, csv, json or html.", 
 Quick = Annotated[
     bool, typer.Option("--quick", help="Measure one short round, for a first look.", rich_help_panel=EFFORT)
 ]
+Wait = Annotated[
+    bool, typer.Option("--wait", help="Wait until other programs leave the processors free.", rich_help_panel=EFFORT)
+]
 Rtol = Annotated[float, typer.Option(help="Relative difference of two outputs that still agree.")]
 Atol = Annotated[float, typer.Option(help="Absolute difference of two outputs that still agree.")]
 Least = Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")]

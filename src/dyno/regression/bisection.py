@@ -17,7 +17,7 @@ from dyno.study import commits
 from dyno.study import interpreters as study_interpreters
 from dyno.study.defaults import default_runner, folder_for, one_model
 from dyno.study.interpreters import missing
-from dyno.study.study import Choice
+from dyno.study.study import Choice, name_fields
 from dyno.table import Row
 from dyno.worker import registry
 from dyno.worker.spec import Runtime, UserError
@@ -110,6 +110,7 @@ def bisect(
     on. Versions that can't be installed or run are skipped. `settings` are fields of `dyno.Study`. Run folders lie
     below `out`, or below a new folder in runs/bisect.
     """
+    settings = name_fields(settings)
     rules = GateRules(fail_on=(fail_on,))
     if not rules.gate or rules.fail_on != (SLOWER,):
         raise UserError(f"bisect needs a limit of slow-down, such as slower=5%, not {fail_on!r}")

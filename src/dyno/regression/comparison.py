@@ -28,7 +28,7 @@ from dyno.study import commits
 from dyno.study.commits import keeps_weights
 from dyno.study.defaults import default_runner, folder_for
 from dyno.study.plan import TrialSelection
-from dyno.study.study import Study
+from dyno.study.study import Study, name_fields
 from dyno.table import Row, Table, missing
 from dyno.videos import tables as videos
 from dyno.worker.record import write_text
@@ -137,6 +137,7 @@ def compare(
     again. `settings` are fields of `dyno.Study` and of the rules: fail_on, tolerance, least, rtol, atol, any_outputs.
     The run folder is `out`, or a new one below runs/compare. Raises `UserError` if nothing can be compared.
     """
+    settings = name_fields(settings)
     rules = GateRules(**{name: settings.pop(name) for name in RULES if name in settings})
     sources = [source for source in (a, b) if source is not None]
     if not sources:

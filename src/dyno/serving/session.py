@@ -16,7 +16,7 @@ from dyno.runner.execute import execute
 from dyno.runner.run_folder import measured
 from dyno.store import begun
 from dyno.study.defaults import folder_for, reference_of, study_of_own_jobs
-from dyno.study.study import Study
+from dyno.study.study import Study, name_fields
 from dyno.videos.session import LoadResult, share_processors, store_about
 from dyno.worker import registry
 from dyno.worker.option_values import check_types
@@ -78,6 +78,7 @@ def serve_test(
     from dyno.results.stats import samples_for
 
     check_types({"options": options}, {"options": ServeOptions | None})
+    settings = name_fields(settings)
     options = options or ServeOptions(p99="20ms")
     if options.endpoint:
         model, settings = _at_server(model, options.endpoint, settings)

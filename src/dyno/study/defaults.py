@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from dyno.store import gpu_identity
 from dyno.study.commits import keeps_weights
-from dyno.study.study import Choice, Study, model_name
+from dyno.study.study import Choice, Study, model_name, name_fields
 from dyno.worker import registry
 from dyno.worker.option_values import check_types
-from dyno.worker.spec import ENDPOINT, FIXED, UserError, check_known
+from dyno.worker.spec import ENDPOINT, FIXED, UserError, check_known, usual_name
 
 # What a command refuses before anything is trained, measured or written.
 
@@ -138,6 +138,7 @@ def study_of_own_jobs(model: str, batch: int, settings: Mapping[str, Any]) -> tu
 
     The batch is `batch` unless `settings` has another.
     """
+    settings = name_fields(settings)
     study = study_of(model, {**OWN_JOBS, "batches": (batch,)}, settings)
     several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
     if "rounds" not in settings:
@@ -150,7 +151,7 @@ def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] 
 
     Raises `UserError` for a missing device, and for several devices.
     """
-    study = Study(models=(model,), **{**(usual or {}), **settings})
+    study = Study(models=(model,), **{**(usual or {}), **name_fields(settings)})
     if "device" in settings or study.on:  # whether a file's usual one has to be there, is up to what is done with it
         check_device(study)
     return study
@@ -184,9 +185,11 @@ def form(text: str, names: Sequence[str]) -> tuple[str, str] | None:
     `names` are the names that a form may have; None for a file or any other name, which is a model.
     """
     backend, _, precision = text.partition("/")
-    if Path(text).is_file() or backend.partition("@")[0] not in names:
+    name, at, options = backend.partition("@")
+    known = name if name in names else usual_name(name)
+    if Path(text).is_file() or known not in names:
         return None
-    return backend, precision
+    return f"{known}{at}{options}", usual_name(precision)
 
 
 def default_runner(model: str) -> tuple[str, str]:
