@@ -247,7 +247,7 @@ def describe_correctness(ranking: Ranking, winner: pd.Series, run: RunData) -> s
     else:
         parts.append("its outputs were not compared with any")
     if winner.get("outputs_doubt"):
-        parts.append(f"{winner['outputs_doubt']}: give more with --inputs or --data")
+        parts.append(f"{winner['outputs_doubt']}: give more with --compared or --data")
     if trial.facts.random_outputs:
         parts = [trial.oddity]
     elif trial.oddity:
@@ -278,7 +278,7 @@ def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: 
     elif own is not None and own.verdict == stats.EQUIVALENT:
         steps.append("choose by something other than speed")
     id = f" {winner['trial']}" if len(list(winners(run))) > 1 else ""
-    steps.append(f"take it: dyno take {shlex.quote(str(run.records.folder))}{id}")
+    steps.append(f"take it: dyno export {shlex.quote(str(run.records.folder))}{id}")
     return "; ".join([*steps, *filter(None, [_undecided_budget(ranking, run)])])
 
 
