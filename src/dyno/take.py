@@ -1,4 +1,4 @@
-"""`dyno export`: the winner's file, and beside it a script that runs it in its own library as it was measured."""
+"""`dyno export RUN`: the winner's file, and a script that runs it as it was measured."""
 
 from __future__ import annotations
 
