@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,22 @@ def test_the_layers_are_listed(make: Any) -> None:
     assert found.engine_parameters > 3 * 32 * 9
 
 
-def test_flags_give_what_they_say(make: Any) -> None:
-    found = told(make(precision="fp16", route="flags", allow_mixed=True))
+def test_flags_give_what_they_say(make: Any, tmp_path: Path) -> None:
+    """A flag only allows a type and the builder takes what is fastest: convolutions so wide that float16 always is."""
+    import numpy as np
+    import onnx as library
+
+    weights = np.random.default_rng(0).normal(0, 0.02, (256, 256, 3, 3)).astype(np.float32)
+    names = ["x", "a", "b", "y"]
+    graph = library.helper.make_graph(
+        [library.helper.make_node("Conv", [x, "w"], [y], pads=[1] * 4) for x, y in itertools.pairwise(names)],
+        "wide",
+        *([library.helper.make_tensor_value_info(name, 1, [2, 256, SIZE, SIZE])] for name in ("x", "y")),
+        [library.numpy_helper.from_array(weights, "w")],
+    )
+    opset = [library.helper.make_opsetid("", 17)]
+    library.save(library.helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "wide.onnx")
+    found = told(make(tmp_path / "wide.onnx", precision="fp16", route="flags", allow_mixed=True))
     assert found.flags == ("FP16",)
     assert found.typed == "weakly" and found.layers_by_type.get("float16", 0) >= 2
 
