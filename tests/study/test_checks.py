@@ -81,6 +81,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["report"], "there is no run below runs/"),
         (["export", "fake:n"], "give the file to write fake:n to: -o FILE, which ends in .onnx, "),
         (["export", "nowhere"], "nowhere does not exist"),
+        (["run", "fake:n", "--on", "ray"], "--on is now --cluster; see dyno run --help-all"),
         (["run", "fake:n", "--presicion", "int8"], "no such option: --presicion; did you mean --precision?"),
         (
             ["run", "fake:n", "--rounds", "many"],

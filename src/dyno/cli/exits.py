@@ -30,6 +30,10 @@ RENAMED = {
     "cold-start": "bench cold-start", "open": "report", "rm": "runs rm", "serve-test": "bench serve", "take": "export",
     "stress": "bench stress", "train": "data train", "video": "bench video",
 }  # fmt: skip
+RENAMED_OPTIONS = {
+    "--again": "--remeasure", "--against": "--baseline-python", "--on": "--cluster",
+    "--inputs": "--compared N (how many), or --input NAME=VALUE",
+}  # fmt: skip
 KINDS = {"int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number"}
 
 
@@ -54,6 +58,8 @@ def no_command(name: str, commands: Iterable[str], group: str) -> str:
 def hint_usage(error: Any, command: str) -> str:
     """Return the message of click's `UsageError`, with the nearest option and a pointer to the help."""
     option = getattr(error, "option_name", "")
+    if option in RENAMED_OPTIONS:
+        return f"{option} is now {RENAMED_OPTIONS[option]}; see {command} --help-all"
     if option in ("--model", "--models"):
         return f"no such option: {option}; give the model alone: {command} torchvision:resnet18; see {command} --help"
     for reason in getattr(error.__cause__, "errors", list)():  # of pydantic, which checks what typer is given
