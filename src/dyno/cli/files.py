@@ -35,6 +35,7 @@ from dyno.worker.spec import (
     Runtime,
     Trial,
     UserError,
+    usual_name,
 )
 
 TARGETS = ("onnxruntime", "openvino", "tensorrt")
@@ -170,7 +171,7 @@ def _export_engine(model: str, out: Path, file_format: FileFormat, asked: Export
     static = _parse_batch(asked.batch) if asked.batch else 0
     if asked.repeat < 1:
         raise UserError(f"--repeat is {asked.repeat}; it must be at least 1")
-    engine = find(asked.backend or file_format.builders[0])
+    engine = find(usual_name(asked.backend) or file_format.builders[0])
     if engine.name not in file_format.builders:
         raise UserError(f"{engine.name} doesn't build {out.suffix} files; {' or '.join(file_format.builders)} does")
     choice = Choice.parse("@".join((engine.name, *asked.settings)))

@@ -93,7 +93,6 @@ class Choice:
     def parse(cls, text: str) -> Choice:
         """Read `compile@mode=max-autotune` or `onnxruntime@runtime=old`; a broken option is a `UserError`."""
         name, *parts = text.split("@")
-        name = usual_name(name)
         found: dict[str, str] = {}
         for part in parts:
             key, equals, value = part.partition("=")
