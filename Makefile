@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 OTHER := .venv-other
 FLOORS := .venv-floors
+NEWEST := .venv-newest
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
 READY := $(VENV)/.ready
@@ -26,11 +27,11 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX PYTHONDONTWRITEBYTECODE
 export UV_PYTHON_DOWNLOADS := never
 export UV_HTTP_TIMEOUT ?= 300
 # Threads that wait by spinning take the processors from the process beside them: a quarter of make check's time.
-test test-all check floors: export OMP_WAIT_POLICY = PASSIVE
+test test-all check floors newest: export OMP_WAIT_POLICY = PASSIVE
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-all test-program test-engines test-jobs check style floors bench site format clean distclean
+.PHONY: help setup demo test test-all test-program test-engines test-jobs check style floors newest bench site format clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,17 +66,28 @@ style:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# $(1): an environment, $(2): the file of what is in it besides Dyno.
+define test-versions
+	$(UV) venv --quiet --clear --python $(BIN)/python $(1)
+	$(UV) pip install --python $(1)/bin/python --compile-bytecode -r $(2)
+	$(UV) pip install --python $(1)/bin/python --no-deps -e .
+	@$(1)/bin/python tests/one_server.py $(MAKE) --no-print-directory -j3 --output-sync=line --keep-going \
+	  BIN=$(1)/bin PYTEST='$(FAST)' test-program test-engines test-jobs
+endef
+COMPILE := pip compile --quiet --upgrade --python $(BIN)/python --all-extras --no-header --no-annotate
+
 # Of each library the lowest version that has a wheel for this Python: an older one would have to be compiled. Of
 # TensorRT-RTX none has; its source only fetches the libraries.
 floors: setup  ## the fast tests with the lowest versions that pyproject.toml allows, in .venv-floors
 	@mkdir -p build
-	$(UV) pip compile --quiet --upgrade --python $(BIN)/python --resolution lowest-direct --all-extras --no-header --no-annotate \
-	  --only-binary :all: --no-binary tensorrt-rtx --no-binary tensorrt-rtx-cu13 -o build/floors.txt pyproject.toml
-	$(UV) venv --quiet --clear --python $(BIN)/python $(FLOORS)
-	$(UV) pip install --python $(FLOORS)/bin/python --compile-bytecode -r build/floors.txt
-	$(UV) pip install --python $(FLOORS)/bin/python --no-deps -e .
-	@$(FLOORS)/bin/python tests/one_server.py $(MAKE) --no-print-directory -j3 --output-sync=line --keep-going \
-	  BIN=$(FLOORS)/bin PYTEST='$(FAST)' test-program test-engines test-jobs
+	$(UV) $(COMPILE) --resolution lowest-direct --only-binary :all: --no-binary tensorrt-rtx --no-binary tensorrt-rtx-cu13 \
+	  -o build/floors.txt pyproject.toml
+	$(call test-versions,$(FLOORS),build/floors.txt)
+
+newest: setup  ## the fast tests with the newest versions that the index has, in .venv-newest
+	@mkdir -p build
+	$(UV) $(COMPILE) -o build/newest.txt pyproject.toml
+	$(call test-versions,$(NEWEST),build/newest.txt)
 
 format: $(READY)  ## put the code into its format
 	$(BIN)/ruff format .
@@ -93,12 +105,12 @@ clean:  ## remove caches and what was built; results and environments stay
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the environments too
-	rm -rf $(VENV) $(OTHER) $(FLOORS)
+	rm -rf $(VENV) $(OTHER) $(FLOORS) $(NEWEST)
 
-# uv reads the registry's own metadata, so it takes the CUDA build of torch that the pins mean.
+# uv reads the registry's own metadata, so it takes the CUDA build of torch that the constraints mean.
 # Byte-code is compiled once here: where writing it later is switched off, every import would take 2-3 times as long.
-$(READY): pyproject.toml | $(UV)
-	$(UV) pip install --python $(BIN)/python --compile-bytecode -e '.[all,dev]'
+$(READY): pyproject.toml tools/constraints.txt | $(UV)
+	$(UV) pip install --python $(BIN)/python --compile-bytecode --constraints tools/constraints.txt -e '.[all,dev]'
 	@touch $@
 
 $(UV):

@@ -42,7 +42,7 @@ from benchmarks.fault_campaign.campaign import STUDY, Campaign, bounded_memory  
 from benchmarks.fault_campaign.mutations import Subject, learn, mutate  # noqa: E402
 
 import preloaded  # noqa: E402
-from dyno.jobs.launcher import SILENCE  # noqa: E402
+from dyno.worker.system import SILENCE  # noqa: E402
 from watched import Watch  # noqa: E402
 
 PARTS = "kills disk together clock readonly mutations".split()

@@ -30,10 +30,12 @@ from dyno.jobs import launcher
 from dyno.report import report
 from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
+from dyno.worker.system import SILENCE
 from yolo_small import TrainedModel, trained
 
 # As where Dyno imports OpenVINO, for tests that import it first: it would send usage data with each conversion.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+os.environ |= SILENCE
 # How long an example takes depends on the machine, and one that fails is to fail again, here and anywhere.
 settings.register_profile("dyno", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dyno")

@@ -57,22 +57,32 @@ def bare(tmp_path: Path, nothing: forked.Server) -> Bare:
 
 def test_every_extra_is_in_the_table(root: Path) -> None:
     known = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert known["onnx"].pop(0) == "inference-dyno[onnx_files]"
+    known["onnx"] += known["onnx_files"]
     for extra, needed in known.items():
-        if extra not in ("all", "dev", "docs"):
+        if extra not in ("all", "dev", "docs", "onnx_files"):
             names = {re.split(r"[<>=\\[]", each)[0] for each in needed}
             assert names - {"cuda-bindings"} == {name for name, own in extras.EXTRAS.items() if own == extra}, extra
 
 
 @pytest.mark.parametrize(
-    ("libraries", "line"),
+    ("libraries", "present", "line"),
     [
-        (["PIL"], "pip install 'inference-dyno[data]'"),
-        (["torch", "sklearn.datasets", "torchvision"], "pip install 'inference-dyno[data,torch]'"),
-        (["nvidia-modelopt"], "pip install nvidia-modelopt"),
-        (["tensorrt_rtx"], "pip install 'inference-dyno[tensorrt_rtx]'"),
+        (["PIL"], {"torch": "2.8.0"}, "pip install 'inference-dyno[data]'"),
+        (["torch", "sklearn.datasets", "torchvision"], {}, "pip install 'inference-dyno[data,torch]'"),
+        (["torchvision"], {"torch": "2.8.0+cpu"}, "pip install 'inference-dyno[torch]' torch==2.8.0"),
+        (["ultralytics"], {"torch": "2.8.0"}, "pip install 'inference-dyno[ultralytics]' torch==2.8.0"),
+        (["torch_tensorrt"], {"torch": "2.8.0"}, "pip install torch_tensorrt torch==2.8.0"),
+        (["onnx"], {"onnxruntime": "1.23.0"}, "pip install 'inference-dyno[onnx]'"),
+        (["onnx"], {"onnxruntime-gpu": "1.23.0", "torch": "2.8.0"}, "pip install 'inference-dyno[onnx_files]'"),
+        (["nvidia-modelopt"], {}, "pip install nvidia-modelopt"),
+        (["tensorrt_rtx"], {}, "pip install 'inference-dyno[tensorrt_rtx]'"),
     ],
 )
-def test_what_to_install(libraries: list[str], line: str) -> None:
+def test_what_to_install_replaces_no_engine(
+    libraries: list[str], present: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "versions", lambda names: present)
     assert extras.install(*libraries) == line
 
 
@@ -171,3 +181,6 @@ def test_doctor_names_an_extra_for_each(bare: Bare) -> None:
     rows = {line.partition(",")[0]: line for line in done.stdout.splitlines()}
     for name, extra in (("pytorch", "torch"), ("onnxruntime", "onnx"), ("openvino", "openvino")):
         assert f"pip install 'inference-dyno[{extra}]'" in rows[name]
+    text = " ".join(bare("doctor").stdout.split())
+    assert "libraries here: none" in text and "not installed: torch, torchvision, timm" in text
+    assert "pip install 'inference-dyno[data,onnx,openvino,report,torch,video]'" in text

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 import preloaded as forked
+from dyno.jobs.launcher import environment
 from dyno.study.interpreters import installed
+from dyno.worker.spec import Runtime
+from dyno.worker.system import SILENCE
 from watched import Watch
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -54,6 +57,19 @@ def test_a_look_up_in_native_code_is_seen(watch: Watch) -> None:
     code = "import socket; s = socket.socket(); s.connect_ex(('192.0.2.1', 443))"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **watch.env}, timeout=1200, check=True)
     assert watch.hosts("native")[-1] == "connect an address"
+
+
+def test_onnx_runtime_in_a_job_sends_nothing_and_keeps_no_id_of_the_device(watch: Watch) -> None:
+    """It looks its host up only after some seconds, but writes an id of the device to the home at once."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    code = "import onnxruntime; print(onnxruntime.get_device())"
+    talkative = {key: value for key, value in os.environ.items() if key not in ("CI", *SILENCE)} | watch.env
+    for env in (environment(Runtime(threads=1), talkative), talkative):
+        kept = [path for path in Path(watch.env["HOME"]).rglob("*") if path.is_file()]
+        assert not kept and not watch.hosts("native")
+        subprocess.run([sys.executable, "-c", code], env=env, timeout=1200, check=True)
+    if not list(Path(watch.env["HOME"]).rglob("deviceid")):
+        pytest.skip(f"ONNX Runtime {onnxruntime.__version__} sends nothing here anyway")
 
 
 @pytest.fixture(scope="module")
@@ -118,4 +134,5 @@ def test_a_study_over_every_backend_looks_nothing_up(
         offline(*command)
     rows = [line.split(",") for line in (tmp_path / "run/results.csv").read_text().splitlines()[1:]]
     assert {row[1].partition("@")[0] for row in rows} == set(every)
+    assert not list(Path(watch.env["HOME"]).rglob("deviceid")), "ONNX Runtime's telemetry was on"
     nothing_is_looked_up(watch, watched[1])

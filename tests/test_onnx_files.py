@@ -515,6 +515,14 @@ def test_a_size_is_for_the_images_of_a_study_alone(call: Call) -> None:
     assert code == 2 and "net takes no image, so a size doesn't apply to it; omit it" in err
 
 
+def test_a_size_that_nobody_gave_is_a_warning(call: Call) -> None:
+    onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
+    words = ("run", "image.onnx", "--backend", "onnxruntime", "--rounds", 1, "--seconds", 0.02)
+    for size, is_warned in ((), True), (("--size", "24x32"), False), (("--shapes", "image:batchx3x24x32"), False):
+        _, out, _ = call(*words, *size, "--out", "run" + "".join(size)[2:6], code=0)
+        assert ("the file leaves the image's size free; 224 was chosen" in " ".join(out.split())) == is_warned, out
+
+
 def test_axes_that_share_a_question_mark_may_differ(call: Call) -> None:
     """PaddlePaddle writes `?` for every free axis."""
     found = measured(call, network(["n", 3, "?", "?"]), "--shapes", "image:batchx3x16x24", "--batch", 2)

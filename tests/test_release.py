@@ -107,9 +107,19 @@ def test_an_image_copies_what_there_is_and_installs_extras_that_exist(file: Path
     assert re.search(r"^USER dyno$", text, re.M) and re.search(r'^HEALTHCHECK .*"dyno", "doctor"', text, re.M)
 
 
-def test_onnx_runtime_for_gpus_has_the_version_of_the_extra() -> None:
-    (extra,) = re.findall(r'"onnxruntime(==[^"]+)"', (ROOT / "pyproject.toml").read_text())
-    assert f"\nARG ORT=onnxruntime-gpu{extra}\n" in (ROOT / "docker/Dockerfile.gpu").read_text()
+def test_onnx_runtime_for_gpus_has_the_version_that_the_tests_have() -> None:
+    (version,) = re.findall(r"^onnxruntime(==.+)$", (ROOT / "tools/constraints.txt").read_text(), re.M)
+    assert f"\nARG ORT=onnxruntime-gpu{version}\n" in (ROOT / "docker/Dockerfile.gpu").read_text()
+
+
+def test_nothing_that_a_user_installs_has_a_highest_version() -> None:
+    """Installing Dyno must never downgrade a library; `make setup` has its own constraints."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [
+        each for name, one in project["optional-dependencies"].items() if name not in ("dev", "docs") for each in one
+    ]
+    bounded = [each for each in (*project["dependencies"], *extras) if re.search("[<~]|==|!=", each)]
+    assert not bounded and "<" not in project["requires-python"]
 
 
 def test_the_services_are_built_from_these_files() -> None:

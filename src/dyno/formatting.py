@@ -29,6 +29,11 @@ def width() -> int:
     return shutil.get_terminal_size().columns if told else UNLIMITED
 
 
+def bold(text: str) -> str:
+    """Return the text in bold for a terminal, unchanged for a file or a pipe, or where NO_COLOR is set."""
+    return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+
+
 def wrapped(text: str) -> str:
     """Wrap the text between words into lines that fit; further lines are indented by two more than the first."""
     indent = indentation(text)
@@ -119,13 +124,18 @@ def in_brackets(shown: str) -> str:
     return "" if shown == UNCLEAR else f" ({shown})"
 
 
-def bound(low: float, high: float) -> str:
+def bound(low: float, high: float, least: str = "at least ", most: str = "at most ") -> str:
     """Return the useful limit of a ratio's wide interval: `at least 3.10x`, `at most 0.40x`, or UNCLEAR."""
     if low > 1 or (low >= 1 / WIDEST and high > WIDEST):
-        return f"at least {_round_down(low):.2f}x"
+        return f"{least}{_round_down(low):.2f}x"
     if high < 1 or high <= WIDEST:
-        return f"at most {-_round_down(-high):.2f}x"
+        return f"{most}{-_round_down(-high):.2f}x"
     return UNCLEAR
+
+
+def short_bound(low: float, high: float) -> str:
+    """Return the same for a cell of a table: `≥3.10x`."""
+    return bound(low, high, "≥", "≤")
 
 
 def _round_down(value: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import NO_IMAGE, bound, bounded, limits, plain, points, show, significant
+from dyno.formatting import NO_IMAGE, bounded, limits, plain, points, short_bound, show, significant
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ TEXT, NUMBER, COUNT, PERCENT, POINTS, RATIO, FINE = KINDS = (
 )  # fmt: skip
 TITLES = ("model", "form", "statistic", "label", "title")  # values that say in a heading what they are
 NEAREST = 3  # columns that may have been meant by a misspelt one
+
+RANK, FIRST = "#rank", "#first"  # of a row beside its columns: its place in print, and whether it is set in bold
+EVERY = "all"  # every column that people may want to see
 
 Row = dict[str, Any]
 
@@ -91,7 +94,7 @@ class Column:
         if self.kind in (PERCENT, POINTS):
             return f"{show(value)} [{show(low)}, {show(high)}]"
         if self.kind in (RATIO, FINE) and not bounded(low, high):
-            return bound(low, high)
+            return short_bound(low, high)
         return show(value) + limits(low, high, lambda v: show(v).removesuffix("x"))
 
 
@@ -110,8 +113,9 @@ class Table:
     """A table with its content.
 
     CSV and JSON hold every column. Printed are those named in `printed` (empty: all), in one part for each combination
-    of values in the `group` columns. `below` makes the notes of a part; `notes` follow the last one. A row may hold
-    further values, which cells read.
+    of values in the `group` columns, at most `most` columns in a terminal (0: no limit). `below` makes the notes of a
+    part; `notes` follow the last one. A row may hold further values, which cells read, and a RANK to be printed in
+    another order than in CSV and JSON.
     """
 
     name: str
@@ -123,22 +127,26 @@ class Table:
     group: tuple[str, ...] = ()
     printed: tuple[str, ...] = ()
     below: Callable[[list[Row]], list[str]] | None = None
+    most: int = 0
 
-    def parts(self, by: str | Sequence[str] = ()) -> Iterator[TablePart]:
+    def parts(self, by: str | Sequence[str] = (), only: str = "") -> Iterator[TablePart]:
         """Yield the parts to print, grouped by other columns (comma-separated, or a sequence) where `by` names some.
 
-        UserError for a column that doesn't exist.
+        `only` names the columns to print, with commas; "" or EVERY are those in `printed`. UserError for a column that
+        doesn't exist.
         """
         requested = [k.strip() for k in by.split(",")] if isinstance(by, str) and by else list(by)
         keys = requested or list(self.group)
+        chosen = [k.strip() for k in only.split(",")] if only and only != EVERY else []
         by_name = {column.name: column for column in self.columns}
-        if unknown := [k for k in keys if k not in by_name]:
+        if unknown := [k for k in (*keys, *chosen) if k not in by_name]:
             raise UserError(_no_column(unknown[0], list(by_name)))
         grouped: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             grouped.setdefault(tuple(row.get(k) for k in keys), []).append(row)
-        shown = self._choose_columns(keys, by_name)
+        shown = [by_name[name] for name in chosen] or self._choose_columns(keys, by_name)
         for number, (values, rows) in enumerate(grouped.items(), 1):
+            rows = sorted(rows, key=lambda row: row.get(RANK, 0))
             columns = [c for c in shown if c.identity or any(c.text(r) for r in rows)]
             own = [*(self.below(rows) if self.below else ()), *(self.notes if number == len(grouped) else ())]
             yield TablePart(_make_title(keys, values), columns, rows, own)
@@ -166,7 +174,7 @@ def _make_title(keys: Sequence[str], values: Sequence[Any]) -> str:
 def _no_column(name: str, columns: list[str]) -> str:
     near = list(dict.fromkeys([*get_close_matches(name, columns, NEAREST), *(c for c in columns if name in c)]))
     meant = f"did you mean {' or '.join(near[:NEAREST])}? " if near and name else ""
-    return f"there is no column {name!r} to group by; {meant}the first line of --format csv names all columns"
+    return f"there is no column {name!r}; {meant}the first line of --format csv names all columns"
 
 
 def joined(tables: Sequence[Table]) -> Table:

@@ -58,7 +58,7 @@ def take(run: RunData, choice: str = "", out: Path | None = None) -> TakeResult:
     about = {
         "file": file.name,
         "script": script.name,
-        "story": _format_heading(chosen, results),
+        "story": _format_heading(chosen, results, float(run.frame.set_index("trial")["latency_ms"][chosen.id])),
         "outputs": list(chosen.outputs()) or [t.name for t in (artifact.outputs if artifact else ())],
         "options": chosen.facts.options,
         "weights_sha256": chosen.facts.weights_sha256,
@@ -179,10 +179,9 @@ def _check_free(file: Path, script: Path, artifact: Artifact | None) -> None:
         raise UserError(f"{_copied_code(script)} exists already; give another name with -o")
 
 
-def _format_heading(trial: TrialResult, results: Results) -> str:
-    """Return the script's first line: which trial it is and how fast it was."""
+def _format_heading(trial: TrialResult, results: Results, latency_ms: float) -> str:
+    """Return the script's first line: which trial it is and how fast it was, as the table has it (NaN: unknown)."""
     versions = trial.good[0].record.system.get("versions", {})
     library = next((f" ({name} {v})" for name, v in versions.items() if name != "numpy"), "")
-    medians = trial.medians("model")
-    median = f": {show(sorted(medians)[len(medians) // 2], 'duration')}" if medians else ""
-    return f"{trial.label}{library}{median} as measured in {results.name}, trial {trial.id}."
+    latency = "" if latency_ms != latency_ms else f": {show(latency_ms * 1e-3, 'duration')}"
+    return f"{trial.label}{library}{latency} as measured in {results.name}, trial {trial.id}."

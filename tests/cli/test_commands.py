@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,27 @@ def test_a_library_without_byte_code_is_named(
     assert doctor.doctor({}, "json") == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["detail"].startswith("scripted; ") and "have no byte-code" in row["detail"]
+
+
+def test_the_libraries_here_are_listed_and_one_command_brings_the_missing_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "names", lambda: ["fake"])
+    here = {"torch": "2.8.0+cpu", "timm": "1.0.20", "onnxruntime-gpu": "1.23.0", "opencv-python-headless": "4.12.0"}
+    here |= dict.fromkeys(
+        "jinja2 matplotlib squarify pillow pycocotools pyyaml scikit-learn av safetensors".split(), "1"
+    )
+
+    def versions(names: Iterable[str]) -> dict[str, str]:
+        return {name: here[name] for each in names for name in each.split("|") if name in here}
+
+    for module in (doctor.system, doctor.extras):
+        monkeypatch.setattr(module, "versions", versions)
+    assert doctor.doctor({}, "text") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "libraries here: torch 2.8.0+cpu, timm 1.0.20, safetensors 1, onnxruntime-gpu 1.23.0" in said
+    missing = "not installed: torchvision, onnx, onnxscript, onnxconverter-common, onnxslim, openvino;"
+    assert f"{missing} pip install 'inference-dyno[onnx_files,openvino,torch]' torch==2.8.0" in said
 
 
 def test_a_broken_entry_point_of_every_documented_group_is_named(

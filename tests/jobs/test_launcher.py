@@ -20,10 +20,11 @@ import numpy as np
 import psutil
 import pytest
 
-from dyno.jobs.launcher import SILENCE, environment, launch, read_stage
+from dyno.jobs.launcher import environment, launch, read_stage
 from dyno.jobs.telemetry import ProcessTree, Telemetry
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import SCHEMA, Job, Runtime, Trial, UserError, to_json
+from dyno.worker.system import SILENCE
 
 Trials = Callable[..., Trial]
 SIGKILLED = "killed by SIGKILL"

@@ -17,7 +17,7 @@ import pytest
 import dyno
 import synthetic
 from dyno.regression import compare_table, comparison
-from dyno.regression.compare_table import COLUMNS
+from dyno.regression.compare_table import COLUMNS, LOST, judge_accuracies
 from dyno.regression.rules import CONDITIONS, FAIL_ON, TOLERANCE, GateRules
 from dyno.results import stats
 from dyno.results.trial_result import Results, load_run
@@ -146,6 +146,27 @@ def test_lost_accuracy_fails_with_its_interval(judge: Judge) -> None:
     assert first["top1_b"] - first["top1_a"] == pytest.approx(first["top1_diff"])
     assert (first["accuracy"], first["failed"]) == ("less accurate", "less-accurate")
     assert "on the same images" in comparison.list_comparison(table)[1]
+
+
+@pytest.mark.parametrize(("accepted", "failed"), [("20", ""), ("0.5", "less-accurate")])
+def test_a_loss_that_is_accepted_fails_nothing(judge: Judge, accepted: str, failed: str) -> None:
+    first = judge(*changed(flips=0.1), fail_on=(f"less-accurate={accepted}",)).to_pandas().iloc[0]
+    assert first["failed"] == failed and -20 < first["top1_diff"] < -0.5
+
+
+def test_accuracies_are_one_family() -> None:
+    """Twenty pairs whose two sides are equally accurate, on 500 images of which 6 % are answered differently."""
+    rng = np.random.default_rng(0)
+    alone = failed = found = 0
+    for _ in range(200):
+        gained, lost = rng.binomial(500, 0.03, (2, 20))
+        changes = [stats.paired_difference(*pair, 500) for pair in zip(gained, lost, strict=True)]
+        alone += any(change.high < 0 for change in changes)
+        failed += LOST in judge_accuracies(changes, 0.0)
+        changes[7] = stats.paired_difference(5, 40, 500)
+        found += judge_accuracies(changes, 0.0)[7] == LOST
+        assert LOST not in judge_accuracies(changes, 0.08)
+    assert alone >= 0.3 * 200 and failed <= 0.05 * 200 and found == 200
 
 
 def test_gained_accuracy_is_no_failure(judge: Judge) -> None:

@@ -79,6 +79,7 @@ def test_one_after_the_other_is_said(call: Any) -> None:
         (["fake:a", "fake:b", "--fail-on", "slower=2"], "write slower=2%"),
         (["fake:a", "fake:b", "--fail-on", "slower=-1%"], "write slower=2%"),
         (["fake:a", "fake:b", "--fail-on", "status=2%"], "status takes no limit"),
+        (["fake:a", "fake:b", "--fail-on", "less-accurate=2%"], "write less-accurate=0.5"),
         (["fake:a", "fake:b", "--fail-on", "slower=2%", "--tolerance", "0.1"], "contradict each other"),
         (["m.onnx@HEAD", "m.onnx"], "no git repository"),
         (["fake:a", "fake:b", "--junit", "."], "is a folder"),

@@ -274,5 +274,5 @@ def test_the_report_has_the_gpu_over_time(tmp_path: Path) -> None:
 
 def test_the_printed_table_shows_the_gpu(tmp_path: Path) -> None:
     found = results(tmp_path, Way("pytorch", card=Card(reasons=HOT, held=(0.5, 0.6))))
-    text = printed.trials(trial_table.read_trials(found), width=200)
+    text = printed.trials(trial_table.read_trials(found), "markdown")
     assert "GPU MB" in text and "2,500" in text and "thermal limit (hardware) " in text

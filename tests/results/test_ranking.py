@@ -160,10 +160,9 @@ def test_a_lower_median_than_the_winner_s_is_explained(tmp_path: Path, monkeypat
     assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"]
     pair = Speedup(1.07, 1.02, 1.12, "faster", TURNS)
     monkeypatch.setattr(decisions, "_compare_pair", lambda *_: pair)
-    said = decisions.describe_reality(contest, pair, None, run, False)
-    assert (
-        "b fp32 has a lower median, 1.02 ms over 2 rounds, but in turns the winner is 1.07x [1.02, 1.12] as fast"
-        in said
+    (said,) = decisions.explain_lower_latency(contest, run)
+    assert said.text == (
+        "b fp32 has a lower latency, 1.02 ms over 2 rounds, but in turns a fp32 is 1.07x [1.02, 1.12] as fast."
     )
 
 
@@ -300,8 +299,11 @@ def test_in_turns_a_winner_is_named_beside_whatever_disturbs_all_alike(tmp_path:
     assert contention is not None and (contention.disturbed, contention.alone) == (9, 0)
     lines = said(results)
     assert "fastest is way2" in lines[0]
-    assert "9 of 9 jobs ran beside other programs, which may slow engines unequally" in lines[1]
-    assert any("rankings were measured interleaved and hold under this load" in line for line in lines)
+    assert lines[1].endswith("; on a busy machine.")
+    held = "9 of 9 jobs: absolute latencies are inflated; rankings were measured interleaved and hold under this load, "
+    assert any(held + "which may slow engines unequally" in line for line in lines)
+    (one,) = verdict.read_verdict(trial_table.read_trials(results)).decisions
+    assert (one.kind, one.badge) == ("warning", "busy machine")
 
 
 def test_failures_are_told_all_the_same(tmp_path: Path) -> None:

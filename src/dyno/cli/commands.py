@@ -259,6 +259,7 @@ def show(
     format: options.Format = "text",
     by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
     table: Annotated[str, typer.Option(help="One table: frontier, break-even, latency-model, sizes…; or all.")] = "",
+    columns: Annotated[str, typer.Option(help="Columns to print, e.g. backend,latency_ms; or all.")] = "",
     list_all: Annotated[bool, typer.Option("--list", help="Name every table, with a sentence on each.")] = False,
     over_time: Annotated[
         str,
@@ -284,10 +285,10 @@ def show(
     elif over_time or trials:
         _write_over_time(run or run_folders.find_latest(), over_time, trials, overrides)
     else:
-        _show_tables(run or run_folders.find_latest(), format, by, table, overrides)
+        _show_tables(run or run_folders.find_latest(), format, by, table, columns, overrides)
 
 
-def _show_tables(run: Path, format: str, by: str, table: str, overrides: Overrides) -> None:
+def _show_tables(run: Path, format: str, by: str, table: str, columns: str, overrides: Overrides) -> None:
     """Print a table of a stored run, or `all` of them; without a name what leads, or the trials with the verdict."""
     from dyno.formatting import bullet, wrapped
     from dyno.report import tables
@@ -299,7 +300,7 @@ def _show_tables(run: Path, format: str, by: str, table: str, overrides: Overrid
     data = _read_run(run, overrides)
     leading, sentences = tables.leading(data) if not (table or by) else ([], [])
     chosen = leading or tables.named(data, table or trial_table.TRIALS.name)
-    text = export(chosen, format, by, about(data) if format == "json" else None)
+    text = export(chosen, format, by, about(data) if format == "json" else None, columns)
     in_words = format in ("text", "markdown") and not (table or by)
     if in_words and not leading:
         _say_visible(data)

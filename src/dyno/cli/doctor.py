@@ -26,7 +26,7 @@ from dyno.results.metrics.metric import Metric
 from dyno.runner import self_test
 from dyno.study.defaults import check_format
 from dyno.table import TEXT, Column, Table
-from dyno.worker import plugins, registry, snippets, system, tasks
+from dyno.worker import extras, plugins, registry, snippets, system, tasks
 from dyno.worker.facts.engine import Probe
 from dyno.worker.record import Record
 from dyno.worker.snippets.parts import Script
@@ -34,6 +34,8 @@ from dyno.worker.spec import Job, Runtime
 from dyno.worker.tasks.task import Task
 
 TIMEOUT_S = 120.0
+LISTED = ("torch", "onnx", "openvino")  # extras whose libraries decide what is measured
+USUAL = (*LISTED, "report", "data", "video")  # the extras that `all` has
 LOOK_S = 0.25  # between two updates of the line on a terminal
 # What plug-ins may bring, by the group of entry points.
 KINDS: dict[str, type] = {
@@ -113,6 +115,17 @@ def _iter_broken() -> Iterator[dict[str, Any]]:
             yield {"backend": name, "python": "", "status": "broken", "version": "", "devices": "", "detail": detail}
 
 
+def _describe_libraries() -> Iterator[str]:
+    """Yield the installed libraries of engines and files, and which usual ones to install, with one command for all."""
+    wanted = {name: extra for name, extra in extras.EXTRAS.items() if extra in USUAL}
+    groups = {"onnxruntime": extras.ONNX_RUNTIME_BUILDS, "opencv-python": "opencv-python|opencv-python-headless"}
+    found = {name: system.versions((groups.get(name, name),)) for name in wanted}
+    shown = (f"{each} {version}" for name in wanted if wanted[name] in LISTED for each, version in found[name].items())
+    yield f"libraries here: {', '.join(shown) or 'none'}"
+    if lacking := [name for name in wanted if not found[name]]:
+        yield f"not installed: {', '.join(lacking)}; {extras.install(*lacking)}"
+
+
 def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
     """Print the rows; 0 when at least one backend works, 3 when none does."""
     check_format(format)
@@ -122,6 +135,8 @@ def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
     print(export([Table("doctor", "Backends", "What works here, and why not.", COLUMNS, rows)], format, about=about),
           end="")  # fmt: skip
     if format == "text":
+        for line in _describe_libraries():
+            print(wrapped(line))
         machine = system.describe()
         line = (
             f"{machine['cpu']}, {machine['cores']} logical processors, {machine['memory_bytes'] / 2**30:.0f} GiB, "

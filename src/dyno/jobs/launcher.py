@@ -27,16 +27,6 @@ MAIN = Path(__file__).parents[1] / "worker" / "main.py"
 POLL_S = 0.05
 LAST_WORDS_S = 30.0  # that a tool around a job has to write what it has
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-# Libraries that look for updates, hubs or telemetry hosts when imported or run.
-SILENCE = {
-    "YOLO_OFFLINE": "1",
-    "YOLO_AUTOINSTALL": "False",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "DO_NOT_TRACK": "1",
-    "ORT_DISABLE_TELEMETRY": "1",
-    "NO_ALBUMENTATIONS_UPDATE": "1",
-    "MPLBACKEND": "agg",  # there is no screen, and a user's own setting may need one
-}
 OF_THIS_PROCESS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # errors that no other program would end
 LAST_LINES_B = 10_000
 LOGS = ("stdout.log", "stderr.log")
@@ -76,7 +66,7 @@ def environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict
     if runtime.python:
         env = {key: value for key, value in env.items() if key not in system.PYTHON_VARIABLES}
     env.update(system.missing_variables(env))
-    env.update(SILENCE)
+    env.update(system.SILENCE)
     env.update({name: str(runtime.threads) for name in THREAD_VARIABLES})
     env["PYTHONUNBUFFERED"] = "1"
     env["PYTHONFAULTHANDLER"] = "1"

@@ -29,7 +29,7 @@ from dyno.results.trial_result import Results, TrialResult, clock_of
 from dyno.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, missing
 from dyno.worker.spec import UserError
 
-TOLERATED, NO_CHANGE = "slower, tolerated", "no change shown"
+TOLERATED, NO_CHANGE, LOST, GAINED = "slower, tolerated", "no change shown", "less accurate", "more accurate"
 TWO_SESSIONS = "two sessions"
 VOLATILE = ("load_average",)  # differs from one minute to the next on the same machine
 MACHINE = ("cpu", "cpu_flags", "cores", "machine", "gpu")  # facts that identify a machine
@@ -133,13 +133,14 @@ def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked
     outputs = [(checked[0].get(x.id, ""), checked[1].get(y.id, "")) for x, y in shared]
     looks = 2 if rules.gate and any(x.side for x, _ in shared) else 1  # what doesn't pass is measured again, once
     speeds = _compare_speeds(shared, outputs, stats.Rule(rules.tolerance, looks=looks))
-    rows = [_apply_gate(row(x, y, rules, both, speed), x, y, rules, elsewhere)
-            for (x, y), both, speed in zip(shared, outputs, speeds, strict=True)]  # fmt: skip
+    accuracies = _compare_accuracies(shared, rules.loss)
+    rows = [_apply_gate(row(x, y, rules, both, speed | accuracy), x, y, rules, elsewhere)
+            for (x, y), both, speed, accuracy in zip(shared, outputs, speeds, accuracies, strict=True)]  # fmt: skip
     refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
     left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
     several = ("device",) if len({r["device"] for r in rows}) > 1 else ()
     return COMPARE.of(COLUMNS, rows, notes=(*_find_notes(a, b, shared), *left_out), printed=PRINTED,
-                      group=("model", "size", "batch", *several), below=trial_table.list_notes_below)  # fmt: skip
+                      group=("model", "size", "batch", *several), below=trial_table.list_reasons)  # fmt: skip
 
 
 def other_machine(a: Results, b: Results) -> str:
@@ -228,12 +229,12 @@ def _some_trials(run: Results) -> str:
 
 
 def row(
-    a: TrialResult, b: TrialResult, rules: GateRules, checked: tuple[str, str], speed: dict[str, Any]
+    a: TrialResult, b: TrialResult, rules: GateRules, checked: tuple[str, str], judged: dict[str, Any]
 ) -> dict[str, Any]:
     """Compare one trial of B with the same of A, as a dict of COLUMNS; columns that don't apply are "", None or NaN.
 
-    `checked` has the entries of `_check_outputs` for A and for B, `speed` the columns of `_compare_speeds` for
-    the pair.
+    `checked` has the entries of `_check_outputs` for A and for B, `judged` the columns of `_compare_speeds` and
+    `_compare_accuracies` for the pair.
     """
     own = trial_table.make_trial_row(b, trial_table.ComparisonBasis(None))
     columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
@@ -245,7 +246,7 @@ def row(
     columns |= {"status_a": a.status, "trial_a": a.id, "trial_b": b.id, **rounds}
     if reason := refusal(a, b):
         return columns | {"verdict": f"{INCOMPARABLE}: {reason}"}
-    columns |= speed | _compare_accuracy(a, b) | _compare_outputs(*checked)
+    columns |= judged | _compare_outputs(*checked)
     if (values := agreement.read_agreement(b, a, rules.rtol, rules.atol)) is not None:
         columns |= {"close": values.close, "max_abs": values.max_abs}
     columns["failed"] = ", ".join(c for c in rules.fail_on if _has_failed(c, columns, rules, bool(a.good and b.good)))
@@ -365,8 +366,46 @@ def _compare_outputs(a: str, b: str) -> dict[str, Any]:
     return columns | {"verdict": b if columns["outputs"] == WRONG else f"{WRONG} in A: {a.partition(': ')[2]}"}
 
 
+def _compare_accuracies(shared: Sequence[tuple[TrialResult, TrialResult]], loss: float) -> list[dict[str, Any]]:
+    """Return the columns on accuracy of each pair: those that may be compared are judged as one family."""
+    rows = [{} if refusal(a, b) else _compare_accuracy(a, b) for a, b in shared]
+    measured = [r for r in rows if r]
+    changes = [stats.Interval(*(r[r["judged_by"] + end] / 100 for end in ("", "_low", "_high"))) for r in measured]
+    for r, verdict in zip(measured, judge_accuracies(changes, loss), strict=True):
+        r["accuracy"] = verdict
+    return rows
+
+
+def judge_accuracies(changes: Sequence[stats.Interval], loss: float) -> list[str]:
+    """Return the verdict on each change of accuracy, a share with its 95 % interval; all are one family (Holm 1979).
+
+    B is less accurate where its interval, stretched by Holm's steps, lies wholly below -`loss`, a share.
+    """
+    chances = [_find_chance(change, loss) for change in changes]
+    verdicts = [NO_CHANGE] * len(changes)
+    for k, place in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
+        if chances[place] > stats.ALPHA / (len(chances) - k):
+            break
+        verdicts[place] = LOST if changes[place].value < 0 else GAINED
+    return verdicts
+
+
+def _find_chance(change: stats.Interval, loss: float) -> float:
+    """Return the two-sided p of a change below -`loss` or above 0, from how far its 95 % interval must be stretched.
+
+    1 where the value is within, and without limits.
+    """
+    from scipy.special import ndtr, ndtri
+
+    value = change.value
+    beyond, reach = (-loss - value, change.high - value) if value < 0 else (value, value - change.low)
+    if not beyond > 0 or math.isnan(reach):
+        return 1.0
+    return float(2 * ndtr(ndtri(stats.ALPHA / 2) * beyond / reach)) if reach > 0 else 0.0
+
+
 def _compare_accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
-    """Return the columns of each metric that both have, and whether B is less accurate by the first one."""
+    """Return the columns of each metric that both have; the first one judges."""
     columns: dict[str, Any] = {}
     before = {metric.name: value for metric, value in metrics.measured(a)}
     for metric, own in metrics.measured(b):
@@ -374,9 +413,7 @@ def _compare_accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
         if change is None or metric.name not in before:
             continue
         if not columns:
-            d = change.difference
-            verdict = "less accurate" if d.high < 0 else "more accurate" if d.low > 0 else NO_CHANGE
-            columns = {"images": change.images, "accuracy": verdict, "judged_by": metric.diff}
+            columns = {"images": change.images, "accuracy": NO_CHANGE, "judged_by": metric.diff}
         columns |= {f"{metric.column}_a": 100 * before[metric.name].interval.value,
                   f"{metric.column}_b": 100 * own.interval.value}  # fmt: skip
         columns |= in_percent(metric.diff, change.difference)
@@ -389,7 +426,7 @@ def _has_failed(condition: str, r: Row, rules: GateRules, both_ran: bool) -> boo
     if condition == SLOWER:
         return bool(r["verdict"] == stats.SLOWER)
     if condition == LESS_ACCURATE:
-        return bool(r["accuracy"] == "less accurate")
+        return bool(r["accuracy"] == LOST)
     if condition == WRONG_OUTPUTS:
         return bool(both_ran and r["outputs"] == WRONG and r["outputs_a"] != WRONG)
     # Outputs of another shape, or none at all, have no share; that isn't agreement.

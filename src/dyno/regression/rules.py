@@ -29,13 +29,15 @@ class GateRules:
 
     `tolerance` is the relative slow-down that is still accepted: "slower" needs the whole interval beyond it. Written
     as "slower=2%", which sets the tolerance, it is a gate: what is neither clearly beyond nor clearly within the limit
-    is undecided. `least` is the share of output values (0 to 1) that must be close to A's, |b - a| <= atol + rtol |a|;
+    is undecided. `loss` is the accepted loss of accuracy as a share, written in points: "less-accurate=0.5" accepts
+    half a point. `least` is the share of output values (0 to 1) that must be close to A's, |b - a| <= atol + rtol |a|;
     giving it asks for the condition "disagree". With `any_outputs` speed is judged even where B's outputs are wrong.
     UserError for anything else.
     """
 
     fail_on: tuple[str, ...] = FAIL_ON
     tolerance: float = TOLERANCE
+    loss: float = 0.0
     least: float = 0.0
     rtol: float = closeness.RTOL
     atol: float = closeness.ATOL
@@ -45,7 +47,7 @@ class GateRules:
     def __post_init__(self) -> None:
         settle(self)
         self._parse_conditions(self.fail_on)
-        for name in ("tolerance", "rtol", "atol"):
+        for name in ("tolerance", "loss", "rtol", "atol"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"{name} is {value:g}; it must be 0 or more")
@@ -65,12 +67,15 @@ class GateRules:
         for text in conditions:
             name, equals, limit = text.partition("=")
             if name not in CONDITIONS:
-                raise UserError(f"can't fail on {text!r}; known: {', '.join(CONDITIONS)}, and a limit, slower=2%")
-            if equals and name != SLOWER:
+                limits = "and limits, slower=2% and less-accurate=0.5"
+                raise UserError(f"can't fail on {text!r}; known: {', '.join(CONDITIONS)}, {limits}")
+            if equals and name == LESS_ACCURATE:
+                object.__setattr__(self, "loss", parse_points(limit))
+            elif equals and name != SLOWER:
                 raise UserError(f"{name} takes no limit; write {name} instead of {text!r}")
-            if equals and self.tolerance not in (TOLERANCE, percent(limit)):
+            elif equals and self.tolerance not in (TOLERANCE, percent(limit)):
                 raise UserError(f"{text} and a tolerance of {self.tolerance:g} contradict each other; give one of them")
-            if equals:
+            elif equals:
                 object.__setattr__(self, "tolerance", percent(limit))
                 object.__setattr__(self, "gate", True)
             names.append(name)
@@ -92,6 +97,17 @@ def percent(text: str) -> float:
     if not (text.strip().endswith("%") and 0 <= value <= MOST):
         raise UserError(f"slower={text} is not a percentage from 0 to {100 * MOST:g}; write slower=2%")
     return value
+
+
+def parse_points(text: str) -> float:
+    """Return the share for a loss in points such as `0.5`; UserError for anything but 0 to 100."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 100:
+        raise UserError(f"less-accurate={text} is not a number of points from 0 to 100; write less-accurate=0.5")
+    return value / 100
 
 
 # What a comparison with these rounds and this spread would have caught.

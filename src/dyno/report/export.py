@@ -9,31 +9,41 @@ import json
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dyno import formatting
 from dyno.formatting import UNLIMITED, csv_cell, markdown, markdown_table, plain, short
-from dyno.table import TEXT, Column, Row, Table, TablePart, missing
+from dyno.table import FIRST, TEXT, Column, Row, Table, TablePart, missing
 from dyno.worker.spec import SCHEMA, check_known
 
 LONGEST = 32  # characters of a name in a terminal, and to which words are folded before a column is left out
 GAP, LEAST = 2, 6  # between columns; characters to which a word may be broken where nothing else helps
 NAMES = 2  # columns that say which row it is
+PIPED = 120  # characters of a line in a file or a pipe, of a table with a limit on its columns
+MORE = "more columns: dyno show --columns all"
 
 By = str | Sequence[str]
 
 
-def export(tables: Sequence[Table], format: str = "text", by: By = (), about: Mapping[str, Any] | None = None) -> str:
+def export(
+    tables: Sequence[Table],
+    format: str = "text",
+    by: By = (),
+    about: Mapping[str, Any] | None = None,
+    only: str = "",
+) -> str:
     """Return the tables in one of FORMATS, ending with a line end.
 
-    `csv`, `json` and `html` hold plain values; csv and json have every column, the others those that are printed, a
-    part for each of the values of the columns `by`. `about` stands at the beginning of the JSON object, which holds one
-    table's `columns`, `rows` and `notes`, or several `tables` by name. UserError for an unknown format or column.
+    `csv`, `json` and `html` hold plain values; csv and json have every column, the others those that are printed (or
+    `only` some, or EVERY one in a text too), a part for each of the values of the columns `by`. `about` stands at the
+    beginning of the JSON object, which holds one table's `columns`, `rows` and `notes`, or several `tables` by name.
+    UserError for an unknown format or column.
     """
     check_known("format", format, FORMATS)
     if format == "json":
         return _format_json(tables, about or {})
-    return FORMATS[format](tables, by)
+    return FORMATS[format](tables, by, only)
 
 
 def with_sentences(tables: Sequence[Table], sentences: Sequence[str], format: str) -> str:
@@ -45,7 +55,7 @@ def with_sentences(tables: Sequence[Table], sentences: Sequence[str], format: st
     return text + "\n" + "\n".join(map(as_line, sentences)) + "\n"
 
 
-def _format_csv(tables: Sequence[Table], by: By) -> str:
+def _format_csv(tables: Sequence[Table], by: By, only: str) -> str:
     text_file = io.StringIO()
     writer = csv.writer(text_file, lineterminator="\n")
     for number, table in enumerate(tables):
@@ -86,11 +96,11 @@ def _make_heading(table: Table, part: TablePart, alone: bool) -> str:
     return part.title if alone and "statistic" not in table.group else f"{table.title}: {part.title}"
 
 
-def _format_markdown(tables: Sequence[Table], by: By) -> str:
+def _format_markdown(tables: Sequence[Table], by: By, only: str) -> str:
     blocks = []
     for table in tables:
         blocks += [f"## {table.name}\n"] if len(tables) > 1 else []
-        for part in table.parts(by):
+        for part in table.parts(by, only):
             cells = [[_escape_words(c, c.text(r)) for c in part.columns] for r in part.rows]
             heads = [markdown(c.heading) for c in part.columns]
             written = markdown_table(heads, cells, [c.right for c in part.columns])
@@ -105,22 +115,27 @@ def _escape_words(column: Column, text: str) -> str:
     return markdown(text) if column.kind == TEXT else text
 
 
-def _format_html(tables: Sequence[Table], by: By) -> str:
-    return "\n".join(page_part(table, part) for table in tables for part in table.parts(by))
+def _format_html(tables: Sequence[Table], by: By, only: str) -> str:
+    return "\n".join(page_part(table, part) for table in tables for part in table.parts(by, only))
 
 
 def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
     """Return one part as HTML, with the sort key of each cell; everything in it is escaped.
 
-    Columns that a narrow terminal omits are `minor`, which a page can hide on a narrow screen.
+    Columns that a narrow terminal omits are `minor`, which a page can hide on a narrow screen. Those beyond the table's
+    limit are hidden until the page's reader picks them.
     """
     columns = part.columns
+    hidden = [c for c in columns if c not in _choose_columns(part, UNLIMITED, table.most)]
     heads = "".join(
-        f'<th scope="col"{_format_classes(c)} title="{html.escape(c.meaning)}">'
+        f'<th scope="col"{_format_classes(c)}{" hidden" * (c in hidden)} title="{html.escape(c.meaning)}">'
         f'<button type="button">{html.escape(c.heading)}</button></th>'
         for c in columns
     )
-    rows = "\n".join(f"<tr>{''.join(_html_cell(c, r) for c in columns)}</tr>" for r in part.rows)
+    rows = "\n".join(
+        f"<tr{' class=first' * bool(r.get(FIRST))}>{''.join(_html_cell(c, r, c in hidden) for c in columns)}</tr>"
+        for r in part.rows
+    )
     notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in part.notes)
     title = f"<{heading}>{html.escape(_make_heading(table, part, alone=False))}</{heading}>\n" if heading else ""
     return (
@@ -136,40 +151,59 @@ def _format_classes(column: Column, text: str = "") -> str:
     return f' class="{classes}"' if classes else ""
 
 
-def _html_cell(column: Column, row: Row) -> str:
+def _html_cell(column: Column, row: Row, is_hidden: bool) -> str:
     key = html.escape(str(_fill_missing(row.get(column.name))))
     text = column.text(row)
-    return f'<td{_format_classes(column, text)} data-v="{key}">{html.escape(text)}</td>'
+    return f'<td{_format_classes(column, text)}{" hidden" * is_hidden} data-v="{key}">{html.escape(text)}</td>'
 
 
-def _format_text(tables: Sequence[Table], by: By) -> str:
-    width = formatting.width()
-    return "\n".join(
-        _text_part(_make_heading(table, part, len(tables) == 1), part, width)
-        for table in tables
-        for part in table.parts(by)
-    )
+def _format_text(tables: Sequence[Table], by: By, only: str) -> str:
+    return "\n".join(text for table in tables for text in _text_parts(table, by, only, len(tables) == 1))
+
+
+def _text_parts(table: Table, by: By, only: str, alone: bool) -> Iterator[str]:
+    """Yield the table's parts as text; the last one's note says how to see the columns that were left out."""
+    width, most = formatting.width(), 0 if only else table.most
+    width = min(width, PIPED) if most else width
+    parts, hidden = [*table.parts(by, only)], dict[str, None]()
+    for number, part in enumerate(parts, 1):
+        columns = part.columns if only else _choose_columns(part, width, most)
+        hidden |= dict.fromkeys(plain(c.heading) for c in part.columns if c not in columns)
+        notes = [*part.notes]
+        if number == len(parts) and hidden:
+            more = MORE if most else f"not shown at this width: {', '.join(hidden)}"
+            notes[len(notes) - bool(table.notes) :] = ["; ".join([*table.notes, more])]
+        yield _text_part(_make_heading(table, part, alone), replace(part, columns=columns, notes=notes), width)
+
+
+def _choose_columns(part: TablePart, width: int, most: int) -> list[Column]:
+    """Return the columns that fit, `most` at most (0: any number): the least important ones go first."""
+    columns, longest = list(part.columns), LONGEST if width < UNLIMITED else UNLIMITED
+    widest = {}
+    for c in columns:
+        texts = [plain(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)]
+        words = longest if c.kind == TEXT else UNLIMITED  # words can be folded
+        widest[c.name] = min(max(map(_count_cells, texts)), words)
+    while any(c.rank for c in columns) and (
+        sum(widest[c.name] + GAP for c in columns) - GAP > width or (most and len(columns) > most)
+    ):
+        columns.remove(max(reversed(columns), key=lambda c: c.rank))
+    return columns
 
 
 def _text_part(title: str, part: TablePart, width: int) -> str:
-    """Return the part as text; drop its least important columns until it fits, then break cells between words."""
-    longest = LONGEST if width < UNLIMITED else UNLIMITED
-    cells = {c.name: [plain(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)] for c in part.columns}
-    most = {c.name: longest if c.kind == TEXT else UNLIMITED for c in part.columns}  # words can be folded
-    widest = {name: min(max(map(_count_cells, texts)), most[name]) for name, texts in cells.items()}
-    columns = list(part.columns)
-    while sum(widest[c.name] + GAP for c in columns) - GAP > width and any(c.rank for c in columns):
-        columns.remove(max(reversed(columns), key=lambda c: c.rank))
-    hidden = ", ".join(c.heading for c in part.columns if c not in columns)
-    notes = [*map(plain, part.notes), *([f"not shown at this width: {hidden}"] if hidden else [])]
-    widths = _choose_widths([cells[c.name] for c in columns], width - GAP * (len(columns) - 1))
-    lines = [
-        _format_row([cells[c.name][i] for c in columns], widths, [c.right for c in columns])
+    """Return the part as text; where it is too wide, cells are broken between words."""
+    longest, columns = LONGEST if width < UNLIMITED else UNLIMITED, part.columns
+    cells = [[plain(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)] for c in columns]
+    widths = _choose_widths(cells, width - GAP * (len(columns) - 1))
+    head, *rows = (
+        _format_row([texts[i] for texts in cells], widths, [c.right for c in columns])
         for i in range(len(part.rows) + 1)
-    ]
+    )
+    rows = [formatting.bold(text) if r.get(FIRST) else text for text, r in zip(rows, part.rows, strict=True)]
     rule = "─" * (sum(widths) + GAP * (len(columns) - 1))
-    below = [textwrap.fill(note, width, initial_indent="  ", subsequent_indent="    ") for note in notes]
-    return "\n".join([title, rule, lines[0], rule, *lines[1:], rule, *below]) + "\n"
+    below = [textwrap.fill(plain(note), width, initial_indent="  ", subsequent_indent="    ") for note in part.notes]
+    return "\n".join([title, rule, head, rule, *rows, rule, *below]) + "\n"
 
 
 def _shorten_cell(column: Column, row: Row, longest: int) -> str:
@@ -223,9 +257,9 @@ def _pad_text(text: str, width: int, right: bool) -> str:
     return gap + text if right else text + gap
 
 
-FORMATS: dict[str, Callable[[Sequence[Table], By], str]] = {
+FORMATS: dict[str, Callable[[Sequence[Table], By, str], str]] = {
     "text": _format_text, "markdown": _format_markdown, "csv": _format_csv,
-    "json": lambda tables, by: _format_json(tables, {}), "html": _format_html,
+    "json": lambda tables, *_: _format_json(tables, {}), "html": _format_html,
 }  # fmt: skip
 
 

@@ -101,6 +101,7 @@ def _write_rows(table: Table) -> Iterator[str]:
 # A run's charts, drawn side by side: with many trials each takes matplotlib a second.
 
 SMALLEST = "At the smallest batch; the chart of all is among the charts below."
+NARROW = 3.4  # inches of a chart that a phone shows in letters of 12 pixels
 MANY = 12  # trials from which processes draw: of fewer, one has drawn all charts before others would have begun
 
 
@@ -109,11 +110,13 @@ _one: partial[ChartDrawing | None]  # in a process that draws: what draws the ch
 
 @dataclass(frozen=True)
 class ChartDrawing:
-    """A chart inside the page: its name, its caption, and the <svg> element, which matplotlib has escaped."""
+    """A chart inside the page: its name, its caption, and the <svg> element, which matplotlib has escaped; the chart at
+    the top has a `narrow` one for phones."""
 
     name: str
     caption: str
     svg: Any
+    narrow: Any = None
 
 
 def draw_charts(run: RunData, folder: Path, prefix: str, name: str) -> list[ChartDrawing]:
@@ -137,11 +140,15 @@ def draw_headline(run: RunData, drawn: Sequence[ChartDrawing], prefix: str) -> C
     """Return the chart for the top of the page: one of those drawn, or one of the rows that fit in view; else None."""
     first, kinds = leading(run), {kind.name: kind for kind in charts.kinds()}
     for found in (chart for wanted in HEADLINES for chart in drawn if chart.name == wanted):
-        if found.name not in BATCHES or len(first.frame) == len(run.frame):
+        if found.name not in BATCHES:
             return found
-        caption = f"{found.caption} {SMALLEST}"
-        if (chart := _draw_chart(first, kinds[found.name], f"{prefix}-first", caption)) is not None:
-            return chart
+        narrow = _draw_chart(first, kinds[found.name], f"{prefix}-narrow", "", width=NARROW)
+        if narrow is None:
+            continue
+        if len(first.frame) == len(run.frame):
+            return replace(found, narrow=narrow.svg)
+        wide = _draw_chart(first, kinds[found.name], f"{prefix}-first", f"{found.caption} {SMALLEST}")
+        return wide and replace(wide, narrow=narrow.svg)
     return None
 
 
@@ -156,12 +163,16 @@ def _draw_kind(run: RunData, folder: Path, prefix: str, name: str, number: int) 
     return _draw_chart(run, chart, prefix, chart.caption, file)
 
 
-def _draw_chart(run: RunData, chart: Chart, prefix: str, caption: str, file: Path | None = None) -> ChartDrawing | None:
+def _draw_chart(
+    run: RunData, chart: Chart, prefix: str, caption: str, file: Path | None = None, width: float = 0
+) -> ChartDrawing | None:
     from markupsafe import Markup
 
     figure = chart.draw(run)
     if figure is None:
         return None
+    if width:
+        figure.set_figwidth(width)
     box = style.laid_out(figure)
     if file is not None:
         style.save(figure, file, box)
@@ -297,18 +308,15 @@ def _make_section(
     """
     from markupsafe import Markup
 
-    places = {kind.name: kind.section for kind in tables.kinds()} | {TRIALS.name: TRIALS.name}
-    shown: dict[str, list[Any]] = {section: [] for section in (*tables.SECTIONS, TRIALS.name)}
+    places = {kind.name: kind.section for kind in tables.kinds()}
     leaders, said = tables.leading(run)
-    names = {table.name for table in leaders}
+    names = {TRIALS.name, *(table.name for table in leaders)}
     read = verdict.read_verdict(run)
-    for table in (each for each in run_tables if each.name not in names):
-        if places[table.name] != "side":
-            shown[places[table.name]] += [Markup(page_part(table, part)) for part in table.parts()]
-    side = [] if _is_single(run) else [table for table in run_tables if places[table.name] == "side"]
+    left_out = {"", "side"} if _is_single(run) else {""}  # of one batch the trials' table has what lies side by side
     folded = [
         (f"{table.title}: {part.title}" if part.title else table.title, Markup(page_part(table, part, heading="")))
-        for table in side
+        for table in run_tables
+        if table.name not in names and places[table.name] not in left_out
         for part in table.parts()
     ]
     drawn = draw_charts(run, out / "charts", f"r{index}", name if several else "")
@@ -325,11 +333,15 @@ def _make_section(
         "machine": sections.describe_machine(run.records.environment),
         "said": said,
         "leading": [Markup(page_part(table, part)) for table in leaders for part in table.parts()],
-        "trials": shown.pop(TRIALS.name),
-        "tables": shown,
-        "side": folded,
+        "trials": [
+            Markup(page_part(table, part))
+            for table in run_tables
+            if table.name == TRIALS.name
+            for part in table.parts()
+        ],
+        "tables": folded,
         "headline": headline,
-        "charts": [chart for chart in drawn if chart is not headline],
+        "charts": [chart for chart in drawn if headline is None or chart.svg is not headline.svg],
         "complaints": sections.list_complaints(run.records),
         "details": sections.list_details(run.records, out),
         "explained": import_module(EXPLANATIONS).explained_section(run.records, f"r{index}"),

@@ -71,28 +71,28 @@ class Complaint:
     """What went wrong in one trial or in several: its kind, their labels, and one line."""
 
     kind: str
-    trials: str
+    trials: list[str]
     text: str
 
 
 def list_complaints(results: Results) -> list[Complaint]:
-    """Return unreadable files, then failures, then warnings.
+    """Return unreadable files, then failures, then warnings, each kind by its causes, the most frequent first.
 
-    Those that differ only in numbers are one line, with the first one's numbers.
+    Those that differ only in numbers are one cause, with the first one's numbers.
     """
     failed = [(t.status, t.label, t.reason) for t in results if t.status != "ok"]
     warnings = [("warning", t.label, " ".join(w.split())) for t in results for w in remarks.list_warnings(t)]
     alike: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for kind, label, text in (*(("unreadable", "", p) for p in results.problems), *failed, *warnings):
         alike.setdefault((kind, NUMBERS.sub("#", text)), []).append((label, text))
-    return [_make_complaint(kind, group) for (kind, _), group in alike.items()]
+    causes = [_make_complaint(kind, group) for (kind, _), group in alike.items()]
+    return sorted(causes, key=lambda each: (each.kind == "warning", -len(each.trials) * (each.kind == "warning")))
 
 
 def _make_complaint(kind: str, group: list[tuple[str, str]]) -> Complaint:
     labels = list(dict.fromkeys(label for label, _ in group))
     numbers = "; other trials in other numbers" if len({text for _, text in group}) > 1 else ""
-    count = f"{len(labels)} trials: " if len(labels) > 1 else ""
-    return Complaint(kind, count + "; ".join(labels), group[0][1] + numbers)
+    return Complaint(kind, [label for label in labels if label], group[0][1] + numbers)
 
 
 @dataclass(frozen=True)

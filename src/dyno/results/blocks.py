@@ -14,6 +14,8 @@ from dyno.worker.jobs.turns import quiet_delay
 
 LEAST_QUIET_BLOCKS = 3  # and half of all, without which a round tells little about a quiet machine
 LEAST_QUIET_ROUNDS = 2
+LEAST_DRIFT_ROUNDS, LEAST_DRIFT_BLOCKS = 3, 4
+DRIFT_ERROR = 0.01
 
 
 class RoundRatios(NamedTuple):
@@ -70,6 +72,23 @@ def block_ratios(
             builds = (x.build, y.build) if x.build or y.build else None
             sets.append(RoundRatios(builds, quiet if is_quiet else logs, is_quiet))
     return sets
+
+
+def find_drift(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -> stats.Interval | None:
+    """Return how much a / b changes from a round's first block to its last, as a share, with its 99 % interval.
+
+    What slows the whole machine cancels within a block; what is left is an engine that is not warm or heats up. The
+    change of a round is Theil and Sen's slope (Sen 1968), which one odd block can't move, times its blocks; the
+    interval is Student's over rounds. None with fewer than three rounds of four blocks that count.
+    """
+    from scipy.stats import theilslopes
+
+    rounds = [each.logs for each in block_ratios(a, b, boundary, clock) if len(each.logs) >= LEAST_DRIFT_BLOCKS]
+    if len(rounds) < LEAST_DRIFT_ROUNDS:
+        return None
+    changes = np.array([theilslopes(logs).slope * (len(logs) - 1) for logs in rounds])
+    half = stats.t_quantile(len(changes) - 1, DRIFT_ERROR) * changes.std(ddof=1) / math.sqrt(len(changes))
+    return stats.Interval(*(math.expm1(changes.mean() + side * half) for side in (0, -1, 1)))
 
 
 def _quiet_delay(t: TrialResult, boundary: str) -> float | None:

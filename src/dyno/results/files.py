@@ -151,7 +151,15 @@ ATTEMPT = {"key": str, "model": str, "configuration": str, "batch": int, "routes
 ROUTES_TRIED = {"attempts": [ATTEMPT]}
 MODELS = {
     "models": [
-        {"model": str, "size": str, "flops": NUMBER, "parameters": NUMBER, "file": str, "preprocess_guessed": bool}
+        {
+            "model": str,
+            "size": str,
+            "flops": NUMBER,
+            "parameters": NUMBER,
+            "file": str,
+            "preprocess_guessed": bool,
+            "size_guessed": bool,
+        }
     ]
 }
 

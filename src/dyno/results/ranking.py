@@ -18,9 +18,11 @@ from dyno.results.metrics import quality
 from dyno.results.metrics.accuracy import WITHIN
 from dyno.results.metrics.metric import Metric
 from dyno.results.metrics.precision import named
+from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
 from dyno.results.stats import TURNS
-from dyno.results.trial_result import TrialResult
+from dyno.results.trial_result import TrialResult, by_build
+from dyno.table import missing
 from dyno.worker.spec import EVERY_ROW, LOOKS, ROUNDS
 
 if TYPE_CHECKING:
@@ -115,6 +117,39 @@ def in_turns(rows: pd.DataFrame) -> bool:
     )
 
 
+def sort_rows(rows: pd.DataFrame, trials: Mapping[str, TrialResult]) -> pd.DataFrame:
+    """Return the rows that have a latency, fastest first.
+
+    Of two that measured in turns, the ratio of one to the other decides: by their ratios to a reference whose latency
+    jumps, either may seem ahead.
+    """
+    ordered = rank_trials(rows)
+    if not in_turns(ordered):
+        return ordered
+    by_id = {str(row["trial"]): row for _, row in ordered.iterrows()}
+
+    def compare_trials(a: str, b: str) -> int:
+        ratios = log_ratios(trials[a], trials[b], str(by_id[a]["boundary"]), str(by_id[a]["clock"]))
+        return int(np.sign(np.mean(ratios))) if ratios else 0
+
+    places = {id: k for k, id in enumerate(sorted(by_id, key=cmp_to_key(compare_trials)))}
+    return ordered.sort_values("trial", key=lambda ids: ids.map(places))
+
+
+def order_group(group: pd.DataFrame, trials: Mapping[str, TrialResult]) -> pd.DataFrame:
+    """Return all rows of one model, size, batch and device in the order of tables and charts.
+
+    Those that may win come first, fastest first; then those that a check or the budget excludes; then those without a
+    latency.
+    """
+    import pandas as pd
+
+    eligible = keep_within_budget(group[~group["verdict"].str.startswith(INCOMPARABLE)])
+    first = sort_rows(eligible, trials)
+    others = rank_trials(group.drop(first.index))
+    return pd.concat([first, others, group.drop([*first.index, *others.index])])
+
+
 def find_saturation(frame: pd.DataFrame) -> list[Saturation]:
     """Return the smallest batch reaching SATURATED of the best throughput, per configuration with several batches."""
     saturations = []
@@ -179,12 +214,12 @@ class Ranking:
     @cached_property
     def fastest(self) -> pd.DataFrame:
         """Trials within the budget at the smallest batch, fastest first."""
-        return self._sort_rows(keep_within_budget(self.first))
+        return sort_rows(keep_within_budget(self.first), self.trials)
 
     @cached_property
     def ahead(self) -> pd.DataFrame:
         """Trials at the smallest batch that are faster than the fastest within the budget, fastest first."""
-        rows, fastest = self._sort_rows(list_usable(self.first)), self.fastest
+        rows, fastest = sort_rows(list_usable(self.first), self.trials), self.fastest
         if fastest.empty:
             return rows
         return rows.iloc[: [*rows["trial"]].index(fastest.iloc[0]["trial"])]
@@ -194,24 +229,6 @@ class Ranking:
         """Trials within the budget by images per second, most first; empty with one batch, which `fastest` covers."""
         ranked = rank_trials(keep_within_budget(self.group), THROUGHPUT)
         return ranked if self.group["batch"].nunique() > 1 else ranked.iloc[:0]
-
-    def _sort_rows(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Return the rows, fastest first.
-
-        Of two that measured in turns, the ratio of one to the other decides: by their ratios to a reference whose
-        latency jumps, either may seem ahead.
-        """
-        ordered = rank_trials(rows)
-        if not in_turns(ordered):
-            return ordered
-        by_id = {str(row["trial"]): row for _, row in ordered.iterrows()}
-
-        def compare_trials(a: str, b: str) -> int:
-            ratios = log_ratios(self.trials[a], self.trials[b], str(by_id[a]["boundary"]), str(by_id[a]["clock"]))
-            return int(np.sign(np.mean(ratios))) if ratios else 0
-
-        places = {id: k for k, id in enumerate(sorted(by_id, key=cmp_to_key(compare_trials)))}
-        return ordered.sort_values("trial", key=lambda ids: ids.map(places))
 
     def ranked(self, speed: str) -> pd.DataFrame:
         """Return the ranking by LATENCY or THROUGHPUT."""
@@ -299,7 +316,10 @@ class Contention:
         if not self.compared:
             doubt = "those latencies are inflated; measure again on a quiet machine"
         elif not self.alone:
-            doubt = "absolute latencies are inflated; rankings were measured interleaved and hold under this load"
+            doubt = (
+                "absolute latencies are inflated; rankings were measured interleaved and hold under this load, "
+                "which may slow engines unequally"
+            )
         else:
             doubt = "those latencies are inflated and their order may be wrong; measure again on a quiet machine"
         return f"{busy.capitalize()}: {doubt}."
@@ -321,7 +341,6 @@ def cpu_contention(results: Iterable[TrialResult], compared: bool = True) -> Con
 # How many times faster one trial is than another: paired where they measured in turns, else between processes.
 
 LEAST_ROUNDS = 2  # that both took turns in; fewer have no spread
-MAY_BE_AS_FAST = (stats.UNDECIDED, stats.EQUIVALENT, stats.SLOWER)  # verdicts on the winner against another
 
 
 def make_rule(settings: Mapping[str, Any], equivalent: float | None = None) -> stats.Rule:
@@ -377,21 +396,93 @@ def estimate_speedup(
     return stats.decide(gather_evidence(own, reference, boundary, clock, rule), rule)
 
 
-def find_rivals(ranked: pd.DataFrame, run: RunData) -> pd.DataFrame:
-    """Return the rows behind the winner and its runner-up that may be as fast as the winner, of a ranking by latency.
+def compare_rows(
+    own: TrialResult, other: TrialResult, row: pd.Series, of_other: pd.Series, speed: str, rule: stats.Rule | None
+) -> stats.Evidence | None:
+    """Collect the evidence on how much faster a trial is, by LATENCY or THROUGHPUT; `row` and `of_other` are the rows.
 
-    The winner is compared with every other row, which are one family: a claim to be the fastest is a claim against each
-    (multiple comparisons with the best, Hsu 1981; here by Holm's procedure). Pairs with one round show nothing.
+    Where throughput was not measured, it is that of one batch after another.
     """
-    rows = [row for _, row in ranked.iterrows()]
-    if len(rows) <= PLACES:
-        return ranked.iloc[:0]
-    first, *others = rows
-    winner, boundary, clock = run.trials[first["trial"]], str(first["boundary"]), str(first["clock"])
-    family = [gather_evidence(winner, run.trials[row["trial"]], boundary, clock, run.rule) for row in others]
+    if speed == LATENCY:
+        return gather_evidence(own, other, str(row["boundary"]), str(row["clock"]), rule)
+    logs = log_ratios(own, other, "throughput")
+    if len(logs) >= LEAST_ROUNDS:
+        found = stats.paired(logs, are_rounds=max(list_builds(own), list_builds(other)) < 2)
+    else:
+        found = stats.unpaired(image_costs(own.good, row), image_costs(other.good, of_other))
+    return found and of_rounds(found, own, other, min(len(own.good), len(other.good)))
+
+
+def image_costs(rounds: Iterable[Round], row: pd.Series) -> list[float]:
+    """Return the seconds of an image in each of the rounds, or in each build."""
+    rounds = list(rounds)
+    if rates := [(r, v) for r in rounds if (v := r.value("throughput", "throughput"))]:
+        return by_build((r, 1 / rate) for r, rate in rates)
+    medians = [(r, m) for r in rounds if (m := r.median(str(row["boundary"]), str(row["clock"]))) is not None]
+    return by_build((r, m / float(row["batch"])) for r, m in medians)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A ranking's first row, and the speed-up of that row over each further one.
+
+    A claim to be the fastest is a claim against each row, so they are one family (multiple comparisons with the best,
+    Hsu 1981; here by Holm's procedure). A pair that the table decides keeps the table's verdict.
+    """
+
+    ranked: pd.DataFrame
+    leads: tuple[stats.Speedup, ...]
+
+    @property
+    def rivals(self) -> list[tuple[pd.Series, stats.Speedup]]:
+        """The rows that may be the fastest as well, each with the first row's speed-up over it."""
+        further = (row for _, row in self.ranked.iloc[1:].iterrows())
+        return [(row, lead) for row, lead in zip(further, self.leads, strict=True) if lead.verdict != stats.FASTER]
+
+    @property
+    def is_one_round(self) -> bool:
+        """Whether every pair has one round alone, which proves nothing."""
+        return bool(self.leads) and all(lead.verdict == stats.ONE_ROUND for lead in self.leads)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether every rival is as fast for practical purposes."""
+        return bool(self.rivals) and all(lead.verdict == stats.EQUIVALENT for _, lead in self.rivals)
+
+
+def compare_first(ranked: pd.DataFrame, speed: str, run: RunData) -> Contest:
+    """Compare the first row of a ranking by LATENCY or THROUGHPUT with every other one."""
+    if ranked.empty:
+        return Contest(ranked, ())
+    first, *others = (row for _, row in ranked.iterrows())
+    own = run.trials[first["trial"]]
+    family = [compare_rows(own, run.trials[row["trial"]], first, row, speed, run.rule) for row in others]
     found = stats.decide_family(family, run.rule)
-    open_ids = [row["trial"] for row, each in zip(others, found, strict=True) if each.verdict in MAY_BE_AS_FAST]
-    return ranked.iloc[PLACES:][ranked.iloc[PLACES:]["trial"].isin(open_ids)]
+    if speed == LATENCY:
+        found = [_read_lead(first, row) or lead for row, lead in zip(others, found, strict=True)]
+    return Contest(ranked, tuple(found))
+
+
+def _read_lead(first: pd.Series, row: pd.Series) -> stats.Speedup | None:
+    """Return the first row's speed-up over another as the table has it; None where neither is the other's reference."""
+    if first["reference"] == row["trial"]:
+        return read_speedup(first)
+    return read_speedup(row).inverse if row["reference"] == first["trial"] else None
+
+
+def read_speedup(row: pd.Series) -> stats.Speedup:
+    """Return a row's speed-up over its reference, with its verdict."""
+    return stats.Speedup(
+        row["speedup"],
+        row["speedup_low"],
+        row["speedup_high"],
+        row["verdict"],
+        row["measured"],
+        more=None if missing(row["more_rounds"]) else int(row["more_rounds"]),
+        builds=0 if missing(row["builds"]) or row["builds"] < 2 else int(row["builds"]),
+        rejected=0 if missing(row["rounds_left_out"]) else int(row["rounds_left_out"]),
+        unfiltered=row["speedup_all_rounds"],
+    )
 
 
 # Which pairs further rounds are for: those that matter and that are undecided.
@@ -435,15 +526,13 @@ def _find_close_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPa
 
     Rivals behind the runner-up get no further rounds: `--until every-row` is for them.
     """
-    rows = ranked.iloc[:PLACES]
-    first, *others = (run.trials[id] for id in rows["trial"]) if len(rows) else (None,)
-    if first is None or not others or others[0].group != first.group:
+    contest = compare_first(ranked, LATENCY, run)
+    if not contest.leads or contest.leads[0].verdict != stats.UNDECIDED:
         return
-    row = rows.iloc[0]
-    speedup = estimate_speedup(first, others[0], str(row["boundary"]), str(row["clock"]), run.rule)
-    if speedup.verdict == stats.UNDECIDED:
-        pair = frozenset((first.id, others[0].id))
-        yield UndecidedPair(pair, str(row["boundary"]), _count_rounds(speedup.more))
+    row, second = (ranked.iloc[k] for k in range(PLACES))
+    if run.trials[row["trial"]].group == run.trials[second["trial"]].group:
+        pair = frozenset((str(row["trial"]), str(second["trial"])))
+        yield UndecidedPair(pair, str(row["boundary"]), _count_rounds(contest.leads[0].more))
 
 
 def _count_rounds(more: float | None) -> int:

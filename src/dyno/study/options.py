@@ -49,7 +49,7 @@ def settings(group: type[Group]) -> type[Group]:
 
 MODEL_HELP = (
     "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, FILE.xml, "
-    "FILE.cfg, FILE.pt2, FILE.torchscript or FILE.engine"
+    "FILE.cfg, FILE.pt2, FILE.torchscript, FILE.jit or FILE.engine"
 )
 
 

@@ -367,15 +367,18 @@ def _model_facts(study: Study, inspection: Inspection, dims: Dims, model: ModelS
     """Return facts about the model, where known.
 
     They are the operations of one image at this size, the parameters, a file's name and signature, and whether the
-    normalisation of images is a guess.
+    size and the normalisation of images are guesses.
     """
     counts = {"flops": inspection.flops.get(dims.size, 0), "parameters": inspection.parameters or 0}
     file_facts = (
         {"file": Path(model.file).name, "signature": to_json(inspection.signature)} if inspection.signature else {}
     )
-    guessed = (study.data or study.calibration) and not study.mean and inspection.preprocess_guessed
+    guesses = {
+        "preprocess_guessed": (study.data or study.calibration) and not study.mean and inspection.preprocess_guessed,
+        "size_guessed": not study.sizes and inspection.size_guessed,
+    }
     counted = {name: int(count) for name, count in counts.items() if count}
-    return {**counted, **file_facts, **({"preprocess_guessed": True} if guessed else {})}
+    return {**counted, **file_facts, **{name: True for name, is_guess in guesses.items() if is_guess}}
 
 
 def _build_trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec) -> Trial:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from dyno.worker.system import versions
+
 EXTRAS = {
     **dict.fromkeys(("torch", "torchvision", "timm", "safetensors"), "torch"),
     **dict.fromkeys(("onnx", "onnxscript", "onnxruntime", "onnxconverter-common", "onnxslim"), "onnx"),
@@ -21,6 +23,12 @@ EXTRAS = {
     "tritonclient": "serve",
     "ultralytics": "ultralytics",
 }
+# Builds of ONNX Runtime. All of them install the same files, so there is at most one in an environment.
+ONNX_RUNTIME_BUILDS = "|".join(
+    ("onnxruntime", *(f"onnxruntime-{build}" for build in ("gpu", "openvino", "qnn", "migraphx", "rocm")))
+)
+# Extras and libraries that need a version of PyTorch: without a word on it, pip would take the newest.
+NEED_TORCH = {"torch", "ultralytics", "torch_tensorrt"}
 # What some libraries are called where they are imported, by themselves or by another.
 IMPORTED = {
     "PIL": "pillow",
@@ -32,11 +40,20 @@ IMPORTED = {
 
 
 def install(*libraries: str) -> str:
-    """Return the command to install the libraries: by their extras, or by name where no extra has them."""
+    """Return the command to install the libraries: by their extras, or by name where no extra has them.
+
+    It replaces no engine: it takes what fits the PyTorch and the build of ONNX Runtime that are installed.
+    """
     names = [distribution(library) for library in libraries]
-    extras = sorted({EXTRAS[name] for name in names if name in EXTRAS})
+    extras = {EXTRAS[name] for name in names if name in EXTRAS}
     alone = [name for name in dict.fromkeys(names) if name not in EXTRAS]
-    return " ".join([_find_install_command(), *([f"'inference-dyno[{','.join(extras)}]'"] if extras else []), *alone])
+    present = versions(("torch", ONNX_RUNTIME_BUILDS))
+    if "torch" in present and NEED_TORCH & {*extras, *alone}:
+        alone.append(f"torch=={present['torch'].partition('+')[0]}")
+    if "onnxruntime" not in present and present.keys() - {"torch"}:
+        extras = {"onnx_files" if extra == "onnx" else extra for extra in extras}
+    chosen = [f"'inference-dyno[{','.join(sorted(extras))}]'"] if extras else []
+    return " ".join([_find_install_command(), *chosen, *alone])
 
 
 def _find_install_command() -> str:

@@ -28,7 +28,8 @@ class Purpose(Sparse):
 class Inspection(Purpose):
     """What Dyno needs to know of a model before it lists trials.
 
-    `size` [h, w] is the model's own, (0, 0) without an image, and `fixed_size` says that its file takes no other.
+    `size` [h, w] is the model's own, (0, 0) without an image; `fixed_size` says that its file takes no other, and
+    `size_guessed` that the file leaves it free and names none.
     `batch` is the one that it takes (0: any) and `batch_reason` why, `usual_batch` that of its example inputs or of
     its file's metadata, and `batches` an engine's smallest, best and largest. `inputs` are as `ModelSpec.inputs`.
     `shapes` are as `Dims.shapes`, and `declared` as `ModelSpec.outputs`.
@@ -40,6 +41,7 @@ class Inspection(Purpose):
 
     size: tuple[int, int] = (0, 0)
     fixed_size: bool = False
+    size_guessed: bool = False
     batch: int = 0
     batch_reason: str = ""
     usual_batch: int | None = None

@@ -256,6 +256,8 @@ def main(folder: Path) -> int:
     begin = time.perf_counter()
     # Run by hand there is no launcher; the current parent takes its place.
     launcher = int(os.environ.pop("DYNO_LAUNCHER", os.getppid()))
+    for name, value in system.SILENCE.items():
+        os.environ.setdefault(name, value)
     if launcher != system.UNDER_TOOL:  # which ends with the job, and may start it from a thread that ends before
         system.die_with_parent(launcher)
     data = read_json(folder / "job.json")

@@ -33,7 +33,7 @@ ROUNDS = 5
 DECIDED, EVERY_ROW, FIXED = "decided", "every-row", "rounds"  # what a study goes on until
 LOOKS = (DECIDED, EVERY_ROW)  # further rounds follow the first look
 PARTS = ("enqueue", "h2d", "compute", "d2h")  # of one inference from host to host on a GPU
-SAVED = (".pt2", ".torchscript")  # modules as PyTorch stores them, by torch.export.save and torch.jit.save
+SAVED = (".pt2", ".torchscript", ".jit")  # modules as PyTorch stores them, by torch.export.save and torch.jit.save
 PHASES = ("min", "opt", "max", "random")  # batches of the stress test, by name
 BUILD = (
     "build"  # option of backends whose builder times kernels, by which equal builds differ; of a job, the one it ran

@@ -39,6 +39,16 @@ PR_SET_PDEATHSIG = 1
 # Variables of one interpreter that would break another one.
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # any of them names the user
+# Libraries that look for updates, hubs or telemetry hosts when imported or run.
+SILENCE = {
+    "YOLO_OFFLINE": "1",
+    "YOLO_AUTOINSTALL": "False",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "ORT_DISABLE_TELEMETRY": "1",  # since 1.29; after the import, disable_telemetry_events() is too late
+    "NO_ALBUMENTATIONS_UPDATE": "1",
+    "MPLBACKEND": "agg",  # there is no screen, and a user's own setting may need one
+}
 
 
 def cache_dir() -> Path:

@@ -90,14 +90,16 @@ def test_sizes_make_a_chart(tmp_path: Path) -> None:
     assert "throughput" in throughput.get_ylabel()
 
 
-def test_what_has_no_bound_is_named_and_not_drawn(tmp_path: Path) -> None:
+def test_what_lies_beyond_the_axis_ends_in_an_arrow(tmp_path: Path) -> None:
     frame = trial_table.read_trials(
         synthetic.write_run(tmp_path / "r", [Way("pytorch"), Way("a"), Way("b")], samples=5)
     )
     rows = frame.frame.copy()
     rows.loc[rows["backend"] == "b", ["speedup", "speedup_low", "speedup_high"]] = 742.0, 38.0, 14260.0
     (axes,) = charts.draw_speedup(replace(frame, frame=rows)).axes
-    assert "uncertain" in [t.get_text() for t in axes.texts]
+    assert {"≥38.00x", "speed-up"} <= {t.get_text() for t in axes.texts}
+    arrows = [line for line in axes.lines if line.get_marker() == ">"]
+    assert arrows and all(line.get_xdata()[0] == axes.get_xlim()[1] for line in arrows)
     assert axes.get_xscale() == "linear" and axes.get_xlim()[1] < 10
     assert charts.draw_speedup(replace(frame, frame=rows[rows["backend"] != "a"])) is None
 

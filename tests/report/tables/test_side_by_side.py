@@ -159,7 +159,7 @@ def test_every_table_is_exported_in_every_format(every: dict[str, Table]) -> Non
         read = pd.read_csv(io.StringIO(export([table], "csv")))
         assert list(read.columns) == [column.name for column in table.columns] and len(read) == len(table.rows)
         assert json.loads(export([table], "json"))["rows"][0].keys() == set(read.columns)
-        assert export([table], "html").count("<tr>") >= 1 + len(table.rows)
+        assert export([table], "html").count("<tr") >= 1 + len(table.rows)
     assert list(json.loads(export(list(every.values()), "json"))["tables"]) == list(every)
     assert " 701,466 |" in export([every["layers"]], "markdown")
     with pytest.raises(UserError, match="unknown format"):
@@ -183,7 +183,7 @@ def test_every_declared_table_is_listed_with_a_sentence() -> None:
 def test_the_report_writes_and_shows_them(tmp_path: Path) -> None:
     one = trial_table.read_trials(with_peak(study(tmp_path / "pair", models=("one",))))
     page = report.write_report([one], tmp_path).read_text(encoding="utf-8")
-    assert "<summary>Latency/model, ms per batch: mean</summary>" in page
+    assert "<option>Latency/model, ms per batch: mean</option>" in page
     assert (tmp_path / "tables.md").read_text(encoding="utf-8").startswith("# Tables of pair\n")
     assert {p.stem for p in (tmp_path / "tables").glob("*.csv")} == set(printed.every(one))
     assert {"speedup-size.png", "tflops-batch.png"} <= {p.name for p in tmp_path.glob("charts/*")}

@@ -70,7 +70,9 @@ def test_numbers_are_those_of_the_samples(demo: Results, frame: pd.DataFrame) ->
     assert r["latency_model_ms_median"] == pytest.approx(r["latency_ms"])
     assert r["latency_model_ms_p99"] == pytest.approx(statistics.geometric_mean(np.percentile(x, 99) for x in rounds))
     assert r["latency_model_ms_max"] == pytest.approx(max(map(max, rounds)))
-    assert r["throughput_ips"] == pytest.approx(t.value("throughput", "throughput"))
+    rates = [x.value("throughput", "throughput") for x in t.rounds]
+    assert r["throughput_ips"] == pytest.approx(statistics.geometric_mean(rates))
+    assert r["throughput_low"] < r["throughput_ips"] < r["throughput_high"]
     assert r["size_mb"] == 1.45
     assert (r["layers"], r["parameters"], r["images"]) == (21, 701_466, 360)
     assert r["top1_low"] < r["top1"] < r["top1_high"]
@@ -185,11 +187,52 @@ def test_text_fits_hides_what_is_empty_and_names_failures(whole: RunData) -> Non
     rows = [line for line in text.splitlines() if not line.startswith("  ")]
     assert max(map(len, rows)) <= 100
     assert "digits, size 64, batch 8" in text
-    assert "median ms" in text
+    assert "latency ms" in text and "median" not in text
     assert "gpu" not in text
     assert "  fake bf16 timeout: run: no sign of life for 600 s" in text
-    assert "change, points" not in text.splitlines()[2]
-    assert "change, points" in printed.trials(whole, width=200).splitlines()[2]
+    piped = printed.trials(whole)
+    assert max(map(len, piped.splitlines())) <= 120 and len(re.split(" {2,}", piped.splitlines()[2])) == 8
+    assert piped.count("more columns: dyno show --columns all") == 1
+    assert "change, points" not in piped
+    every = export([tables.named(whole, "trials")[0]], only="all")
+    assert "change, points" in every.splitlines()[2] and "more columns" not in every
+    chosen = export([tables.named(whole, "trials")[0]], only="backend, latency_ms").splitlines()[2]
+    assert chosen.split() == ["backend", "latency", "ms"]
+    with pytest.raises(UserError, match="there is no column 'latency'"):
+        export([tables.named(whole, "trials")[0]], only="latency")
+
+
+def test_rows_are_printed_by_speed_and_the_first_is_bold(whole: RunData, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [line.split() for line in printed.trials(whole).splitlines()[4:16]]
+    assert [" ".join(row[:2]) for row in rows[:3]] == ["openvino bf16", "openvino fp32", "onnxruntime fp32"]
+    assert rows[-1][-1] in ("skipped", "timeout", "oom", "crashed"), "what has no latency is last"
+    open_row = next(row for row in rows if row[:2] == ["openvino", "int8"])
+    assert "images" in open_row and "?" in open_row, "undecided under the budget, it can't come first"
+    assert "\x1b" not in printed.trials(whole)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    bold = [line for line in printed.trials(whole, width=120).splitlines() if line.startswith("\x1b[1m")]
+    assert len(bold) == 2 and all(line.startswith("\x1b[1mopenvino") for line in bold), "one of each batch"
+    assert "\x1b" not in printed.trials(whole, "markdown", width=120)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"verdict": "undecided", "more_rounds": 4.0}, "? 4 rounds"),
+        ({"verdict": "undecided", "more_rounds": 1.0, "builds": 3}, "? 1 build"),
+        ({"verdict": "undecided", "more_rounds": 101.0}, "? >100 rounds"),
+        ({"verdict": "equivalent", "equivalent": 2.0}, "equal ±2 %"),
+        ({"verdict": "one round only"}, "? one round"),
+        ({"verdict": "wrong outputs: off by 20 %"}, "wrong outputs"),
+        ({"verdict": "faster", "budget": "over"}, "over budget"),
+        ({"verdict": "faster", "budget": "undecided", "more_images": 25}, "? 25 images"),
+        ({"verdict": "faster", "budget": "within"}, "faster"),
+        ({"status": "oom", "verdict": ""}, "oom"),
+    ],
+)
+def test_a_row_s_outcome_is_a_few_letters(row: dict[str, object], text: str) -> None:
+    assert trial_table.outcome({"status": "ok", **row}) == text
 
 
 def test_grouping(whole: RunData) -> None:
@@ -264,7 +307,7 @@ def test_a_percentile_of_few_samples_stands_in_parentheses(tmp_path: Path) -> No
     assert list(few.frame["samples_model"]) == [100, 100]
     for run, marked in ((few, True), (enough, False)):
         text = printed.trials(run, "markdown")
-        assert bool(re.search(r"\(\d+\.\d+\)", text)) == marked and ("130 for p95" in text) == marked
+        assert bool(re.search(r"\(\d+\.\d+\)", text)) == marked and ("p95 needs 130" in text) == marked
         row = run.frame.iloc[0]
         for name in ("p90", "p95", "p99"):
             ends = [row[f"latency_model_ms_{name}{end}"] for end in ("_low", "", "_high")]

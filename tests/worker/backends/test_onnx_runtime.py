@@ -205,10 +205,14 @@ def test_memory_that_runs_out_is_a_memory_error(onnx_file: Callable[..., Path]) 
     path = onnx_file("""(float[batch, 2] x) => (float[batch, 2] output) {
         huge = ConstantOfShape(size) sum = ReduceSum<keepdims = 0>(huge) output = Add(x, sum)
     }""", size=np.array([1 << 44]))  # fmt: skip
-    session = OnnxRuntime().load(file_trial(path), None)
-    session.bind({"x": np.zeros((1, 2), np.float32)})
-    with pytest.raises(MemoryError, match="could not allocate memory"):
+
+    def load_and_run() -> None:  # old versions compute constants when they load them
+        session = OnnxRuntime().load(file_trial(path), None)
+        session.bind({"x": np.zeros((1, 2), np.float32)})
         session.run()
+
+    with pytest.raises(MemoryError, match="could not allocate memory"):
+        load_and_run()
 
 
 def test_bad_files_and_feeds_are_one_line(digits: Any, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.inputs.input_data import Images, batches, fingerprint
-from dyno.worker.inputs.specs import axes, channels_first, channels_last, fitted, static_shapes
+from dyno.worker.inputs.specs import axes, channels_first, channels_last, fitted, image_of, static_shapes
 from dyno.worker.jobs.inspect_model import batch_axes, described_shapes, fixed_batch
 from dyno.worker.spec import DataSpec, Dims, Preprocess, Tensor, UserError
 
@@ -227,3 +227,12 @@ def test_a_pipeline_reads_them_into_its_own_memory(data: DataSpec, dtype: type) 
 def test_pixels_count_as_what_their_normalisation_makes_of_them(data: DataSpec) -> None:
     raw, usual = ([{"x": fed(data, True, dtype)}] for dtype in ("uint8", "float32"))
     assert fingerprint(raw, PREPROCESS) == fingerprint(usual, PREPROCESS)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("input", ("batch_size", 3, "frames", 160)), ("degraded_audio", ("n", 1, 400, 257)), ("mel", ("n", 1, 80, "w"))],
+)
+def test_sounds_are_no_images(name: str, shape: tuple[int | str, ...]) -> None:
+    assert image_of([Tensor(name, "float32", shape)]) is None
+    assert image_of([Tensor("frames", "float32", ("frames", 3, "height", "width"))]) is not None

@@ -122,8 +122,12 @@ def test_products_that_pytorch_s_counter_does_not_know(
     net: torch.nn.Module, shape: tuple[int, ...], by_hand: int, tmp_path: Path
 ) -> None:
     example = torch.zeros(shape)
-    torch.onnx.export(net, (example,), tmp_path / "net.onnx", dynamo=True, opset_version=20, verbose=False)
-    assert flops.of_module(net, example) == flops.of_onnx(str(tmp_path / "net.onnx"), {}) == by_hand
+    assert flops.of_module(net, example) == by_hand
+    try:
+        torch.onnx.export(net, (example,), tmp_path / "net.onnx", dynamo=True, opset_version=20, verbose=False)
+    except torch.onnx.OnnxExporterError as e:
+        pytest.skip(f"PyTorch {torch.__version__} can't export it: {str(e).splitlines()[0]}")
+    assert flops.of_onnx(str(tmp_path / "net.onnx"), {}) == by_hand
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dyno.formatting import NO_IMAGE, bounded, limits, ratio, short, show, significant, sized
+from dyno.formatting import NO_IMAGE, bounded, limits, ratio, short, short_bound, show, significant, sized
 from dyno.report.style import HATCHES, INK, LINES, WIDTH, Chart, color, logarithmic, marker, styled, tip
 from dyno.results import ranking
 from dyno.results.metrics import accuracy
@@ -156,7 +156,6 @@ MOST_BARS = 80  # rows in one figure; what is beyond stands in results.csv
 MOST_ACCURACY_PANELS = 6
 MOST_NAMED = 4
 ROW = 0.27  # inches a bar takes
-UNCERTAIN = "uncertain"  # in place of a speed-up that has no bound
 LOGARITHMIC = 10  # times by which the largest exceeds the smallest, from which an axis is logarithmic
 
 SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("throughput_low", "throughput_high")}
@@ -165,28 +164,34 @@ SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("th
 def draw_latency(run: RunData) -> Any:
     """Draw bars of latency per batch with its interval between processes, a panel per model, size and batch (R15)."""
     rows = run.frame.dropna(subset=[LATENCY])
-    return rows_figure(rows, _latency_panel, "latency per batch, ms", lambda r: show(r[LATENCY] * 1e-3, "duration"))
+    value = "latency", lambda r: show(r[LATENCY] * 1e-3, "duration")
+    return rows_figure(run, rows, _latency_panel, "latency per batch, ms", *value)
 
 
 def draw_speedup(run: RunData) -> Any:
     """Draw speed-ups over the reference with their intervals.
 
-    One panel per model, size and batch in which any speed-up has a bound; None without such a panel.
+    One panel per model, size and batch in which any speed-up has an interval; None without such a panel.
     """
     rows = compared(run.frame.dropna(subset=["speedup"]))
-    return rows_figure(rows, _speedup_panel, "times as fast as the reference", times) if len(rows) else None
+    title = "times as fast as the reference"
+    return rows_figure(run, rows, _speedup_panel, title, "speed-up", times) if len(rows) else None
 
 
 def compared(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of every reference against which any speed-up has a bound."""
-    told = [r["reference"] for _, r in rows.iterrows() if r["verdict"] != "reference" and times(r) != UNCERTAIN]
+    told = [r["reference"] for _, r in rows.iterrows() if r["verdict"] != "reference" and is_sure(r)]
     return rows[rows["reference"].isin(told)]
 
 
+def is_sure(r: pd.Series) -> bool:
+    """Return whether the speed-up is known within a factor of two, or has no interval."""
+    return bool(r["speedup_low"] != r["speedup_low"] or bounded(r["speedup_low"], r["speedup_high"]))
+
+
 def times(r: pd.Series) -> str:
-    """Return the speed-up as text, or UNCERTAIN where its interval is too wide for any digits."""
-    low, high = r["speedup_low"], r["speedup_high"]
-    return f"{r['speedup']:.2f}x" if low != low or bounded(low, high) else UNCERTAIN
+    """Return the speed-up as text, or the useful limit of a wide interval."""
+    return f"{r['speedup']:.2f}x" if is_sure(r) else short_bound(r["speedup_low"], r["speedup_high"])
 
 
 def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
@@ -199,19 +204,18 @@ def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
             hatch = HATCHES.get(r["precision"], "")
             (bar,) = axes.barh(y, r[LATENCY], 0.72, color=color(r["backend"]), hatch=hatch, edgecolor="white", lw=0)
             tip(bar, _describe_row(r))
-        if bounded(r["latency_ms_low"], r["latency_ms_high"]):
-            _draw_whisker(axes, r["latency_ms_low"], r["latency_ms_high"], y, limit)
+        _draw_whisker(axes, r["latency_ms_low"], r["latency_ms_high"], y, limit)
 
 
 def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
     axes.axvline(1, color=INK, lw=1)
-    shown = [(y, r) for y, (_, r) in enumerate(rows.iterrows()) if times(r) != UNCERTAIN]
-    intervals = [r["speedup_high"] for _, r in shown if bounded(r["speedup_low"], r["speedup_high"])]
-    limit = set_scale(axes, [*(r["speedup"] for _, r in shown), 1], max(intervals, default=float("nan")))
-    for y, r in shown:
-        _plot_point(axes, r, r["speedup"], y)
-        if bounded(r["speedup_low"], r["speedup_high"]):
-            _draw_whisker(axes, r["speedup_low"], r["speedup_high"], y, limit)
+    sure = [r for _, r in rows.iterrows() if is_sure(r)]  # a wild estimate must not squeeze the others
+    intervals = [r["speedup_high"] for r in sure if bounded(r["speedup_low"], r["speedup_high"])]
+    limit = set_scale(axes, [*(r["speedup"] for r in sure), 1], max(intervals, default=float("nan")))
+    for y, (_, r) in enumerate(rows.iterrows()):
+        hollow = {} if is_sure(r) else {"mfc": "white", "mec": color(r["backend"]), "mew": 1.3}
+        _plot_point(axes, r, r["speedup"], y, **hollow)
+        _draw_whisker(axes, r["speedup_low"], r["speedup_high"], y, limit)
 
 
 def _plot_point(axes: Any, r: pd.Series, x: float, y: float, **looks: Any) -> None:
@@ -252,14 +256,19 @@ def _choose_axis_end(value: float, high: float) -> float:
 
 
 def _draw_whisker(axes: Any, low: float, high: float, y: float, limit: float) -> None:
-    axes.plot([low, min(high, limit)], [y, y], color=INK, lw=1.1)
-    axes.plot([low], [y], "|", color=INK, ms=5, mew=1.1)
+    if low != low:
+        return
+    left = axes.get_xlim()[0]
+    begin, end = (min(max(each, left), limit) for each in (low, high))
+    axes.plot([begin, end], [y, y], color=INK, lw=1.1)
     # An arrow where the interval goes on beyond the axis: an end drawn there would be read as its end.
-    axes.plot([min(high, limit)], [y], "|" if high <= limit else ">", color=INK, ms=5, mew=1.1, clip_on=False)
+    for place, value in ((begin, low), (end, high)):
+        shape = "<" if value < left else ">" if value > limit else "|"
+        axes.plot([place], [y], shape, color=INK, ms=5, mew=1.1, clip_on=False)
 
 
-def rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
-    """Draw panels of horizontal rows, best first, with names on the left and numbers on the right to avoid overlaps.
+def rows_figure(run: RunData, rows: pd.DataFrame, draw: Any, axis: str, heading: str, value: Any) -> Any:
+    """Draw panels of rows in the order of the table of trials: names on the left, numbers below a heading on the right.
 
     Return None without rows.
     """
@@ -276,10 +285,12 @@ def rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
             left=0.3, right=0.88, top=1 - 0.3 / total, bottom=0.5 / total,
         )  # fmt: skip
         for i, (title, group) in enumerate(groups):
-            ordered = ranking.rank_trials(group)
+            ordered = ranking.order_group(group, run.trials)
             axes = figure.add_subplot(grid[i])
             draw(axes, ordered)
             _name_rows(axes, ordered, value)
+            place = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
+            axes.annotate(heading, (1.015, 0), (0, -3), **place)  # above it would meet the title
             axes.set_title(title, x=0 if len(title) < 60 else -0.4)
         axes.set_xlabel(axis)
         if left_out:
@@ -300,9 +311,9 @@ def draw_accuracy(run: RunData, speed: str = LATENCY) -> Any:
     """Draw accuracy against latency or throughput with 95 % intervals on both axes and the frontier.
 
     Sizes share a panel where a budget lets them compete; all batches share one where images per second are compared.
-    None without a panel of at least two rows.
+    None without a panel of at least two accuracies.
     """
-    panels = [p for p in _accuracy_panels(run, speed) if len(p[1]) > 1][:MOST_ACCURACY_PANELS]
+    panels = [*_accuracy_panels(run, speed)][:MOST_ACCURACY_PANELS]
     if not panels:
         return None
     with styled() as figure_class:
@@ -324,7 +335,9 @@ def _accuracy_panels(run: RunData, speed: str) -> Iterator[tuple[str, pd.DataFra
             continue
         rows = ranking.list_usable(contest.group).dropna(subset=[speed, metric.column])
         keys = ["model", *([] if contest.sizes else ["size"]), *(["batch"] if speed == LATENCY else []), "device"]
-        yield from ((title_of(keys, v), g, metric) for v, g in rows.groupby(keys, sort=False))
+        for values, group in rows.groupby(keys, sort=False):
+            if group[metric.column].nunique() > 1:  # equal accuracies are a line in the table
+                yield title_of(keys, values), group, metric
 
 
 def _named_frontier(edge: pd.DataFrame, group: pd.DataFrame) -> str:
@@ -382,15 +395,14 @@ def _choose_groups(groups: list[Panel]) -> tuple[list[Panel], int]:
 
 LATENCIES = Chart(
     "latency",
-    "Latency per batch: the median over the rounds, and as whiskers the 95 % interval between processes, unless it is "
-    "wider than a factor of two.",
+    "Latency per batch over the rounds; whiskers are the 95 % interval between processes, an arrow goes on beyond.",
     draw_latency,
     1,
 )
 SPEEDUP = Chart(
     "speedup",
-    "Speed-up over the reference of the same model, size and batch, with its 95 % interval. What is uncertain by more "
-    "than a factor of two is not drawn.",
+    "Speed-up over the reference of the same model, size and batch, with its 95 % interval; an arrow goes on "
+    "beyond the axis. Hollow: uncertain by more than a factor of two.",
     draw_speedup,
     2,
 )
@@ -478,7 +490,7 @@ def draw_speedups(run: RunData, axis: str) -> Any:
     Speed-ups without a bound are not drawn.
     """
     rows = compared(ranking.list_usable(run.frame).dropna(subset=["speedup"]))
-    rows = rows.loc[[times(r) != UNCERTAIN for _, r in rows.iterrows()]]
+    rows = rows.loc[[is_sure(r) for _, r in rows.iterrows()]]
     figure = draw_lines(rows, axis, {"speedup": "times as fast as the reference"})
     for axes in figure.axes if figure else ():
         axes.axhline(1, color=INK, lw=0.9, zorder=1)
@@ -552,7 +564,8 @@ def rounds(run: RunData) -> Any:
     """Draw a dot for the median latency of each round, a row for each trial; None where no trial has several rounds."""
     rows = run.frame[run.frame["rounds"] > 1].dropna(subset=[LATENCY])
     spread = partial(_draw_panel, trials=run.trials)
-    return rows_figure(rows, spread, "median latency of each round, ms", partial(_format_range, trials=run.trials))
+    value = "slowest over fastest", partial(_format_range, trials=run.trials)
+    return rows_figure(run, rows, spread, "median latency of each round, ms", *value)
 
 
 def _draw_panel(axes: Any, rows: pd.DataFrame, trials: dict[str, TrialResult]) -> None:
@@ -639,7 +652,8 @@ def _draw_matrix(axes: Any, matrix: Confusion) -> None:
     axes.pcolormesh(matrix.counts / total, cmap=_make_colormap(), vmin=0, vmax=1, rasterized=count > MOST_SQUARES)
     axes.set_aspect("equal")
     axes.invert_yaxis()
-    axes.set_xlabel("answer")
+    unnamed = "" if count <= MOST_LABELLED else f", {count:,} classes in the order of the CSV file"
+    axes.set_xlabel("answer" + unnamed)
     axes.set_ylabel("label")
     ticks = range(count) if count <= MOST_LABELLED else []
     names = [short(name, LONGEST_CLASS) for name in matrix.names]

@@ -18,9 +18,27 @@ function sorted(table, head, column) {
 // What is shown of a table, in its present order.
 function asMarkdown(table) {
   const line = cells => "| " + cells.map(text => text.trim().replaceAll("|", "\\|")).join(" | ") + " |";
-  const heads = [...table.tHead.rows[0].cells], rows = [...table.tBodies[0].rows].filter(row => !row.hidden);
-  return [line(heads.map(head => head.textContent)), line(heads.map(head => head.className === "n" ? "---:" : "---")),
-    ...rows.map(row => line([...row.cells].map(cell => cell.textContent)))].join("\n") + "\n";
+  const shown = row => [...row.cells].filter(cell => !cell.hidden);
+  const heads = shown(table.tHead.rows[0]), rows = [...table.tBodies[0].rows].filter(row => !row.hidden);
+  return [line(heads.map(head => head.textContent)), line(heads.map(head => head.classList.contains("n") ? "---:" : "---")),
+    ...rows.map(row => line(shown(row).map(cell => cell.textContent)))].join("\n") + "\n";
+}
+
+// A list of a table's columns, of which each can be shown or hidden.
+function picker(table) {
+  const made = document.createElement("details");
+  made.className = "picker";
+  made.append(Object.assign(document.createElement("summary"), { textContent: "columns" }));
+  [...table.tHead.rows[0].cells].forEach((head, column) => {
+    const box = Object.assign(document.createElement("input"), { type: "checkbox", checked: !head.hidden });
+    box.addEventListener("change", () => {
+      for (const row of table.rows) row.cells[column].hidden = !box.checked;
+    });
+    const label = document.createElement("label");
+    label.append(box, ` ${head.textContent}`);
+    made.append(label);
+  });
+  return made;
 }
 
 function button(text, title, action) {
@@ -43,10 +61,11 @@ function copied(table, pressed) {
 for (const table of all("table.sortable")) {
   [...table.tHead.rows[0].cells].forEach((head, column) =>
     head.querySelector("button").addEventListener("click", () => sorted(table, head, column)));
+  if (table.querySelector("th[hidden]")) table.closest(".box").after(picker(table));
   table.closest(".table").prepend(button("Markdown", "Copy this table as Markdown", pressed => copied(table, pressed)));
 }
 
-for (const chart of all(".chart")) {
+for (const chart of all(".chart:not(.narrow)")) {
   let zoom = null;
   chart.before(button("zoom", "Zoom with the wheel, move by dragging", pressed => {
     if (zoom) { zoom.destroy(); zoom = null; pressed.textContent = "zoom"; return; }
@@ -55,6 +74,11 @@ for (const chart of all(".chart")) {
     zoom = svgPanZoom(drawing, { controlIconsEnabled: true, maxZoom: 40 });
     pressed.textContent = "done";
   }));
+}
+
+for (const select of all(".part > select")) {
+  const panels = [...select.parentElement.querySelectorAll(":scope > .panel")];
+  select.addEventListener("change", () => panels.forEach((panel, place) => panel.hidden = place !== select.selectedIndex));
 }
 
 // Rows and trials with all of the words; a heading above a table counts as part of its rows.
@@ -70,7 +94,7 @@ words.addEventListener("input", () => {
     const title = table.closest(".table")?.querySelector("h3")?.textContent ?? "";
     if (!table.closest(".trial")) for (const row of table.tBodies[0].rows) filter(row, `${title} ${row.textContent}`);
   }
-  for (const trial of all("details.trial")) filter(trial, trial.querySelector("summary").textContent);
+  for (const option of all("select[aria-label=trial] option")) filter(option, option.textContent);
   count.textContent = wanted.length ? `${shown} of ${rows} rows` : "";
 });
 
@@ -81,7 +105,7 @@ follow();
 // On paper nothing can be unfolded; what was folded is so again afterwards.
 let unfolded = [];
 addEventListener("beforeprint", () => {
-  unfolded = [...unfolded, ...all("details:not(.trial):not([open])")];
+  unfolded = [...unfolded, ...all("details:not(.picker):not([open])")];
   for (const each of unfolded) each.open = true;
 });
 addEventListener("afterprint", () => {

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import NO_IMAGE, UNCLEAR, bound, bounded, significant, sized
+from dyno.formatting import NO_IMAGE, UNCLEAR, bounded, short_bound, significant, sized
 from dyno.report.table_kind import TableKind
 from dyno.report.tables.accuracy_tables import MOST_PAIRS
 from dyno.report.tables.trial_table import FEW, STATISTICS, few, outcome, parenthesised, pick
@@ -99,7 +99,7 @@ def _choose_substitute(row: pd.Series, statistic: str) -> str:
     """Return the text in place of a number: the trial's status, or the useful limit of an interval that is wide."""
     low, high = row["speedup_low"], row["speedup_high"]
     if statistic in LIMITS and not missing(low) and not bounded(low, high):
-        return bound(low, high) if statistic == LIMITS[0] else UNCLEAR
+        return short_bound(low, high) if statistic == LIMITS[0] else UNCLEAR
     return str(row["status"]) if row["status"] != "ok" else ""
 
 

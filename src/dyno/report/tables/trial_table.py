@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import WIDEST, images_tested, significant, sized
+from dyno.formatting import WIDEST, counting, images_tested, significant, sized
 from dyno.report.table_kind import TableKind
 from dyno.results import correctness, metrics, ranking, remarks, stats
 from dyno.results.correctness import (
@@ -30,9 +30,9 @@ from dyno.results.metrics.metric import in_percent
 from dyno.results.metrics.precision import named, truth
 from dyno.results.rounds import LATENCIES, Round
 from dyno.results.run_data import RunData
-from dyno.results.stats import EQUIVALENT, MOST_ROUNDS, UNDECIDED, samples_for
+from dyno.results.stats import EQUIVALENT, MOST_ROUNDS, ONE_ROUND, UNDECIDED, samples_for
 from dyno.results.trial_result import Results, TrialResult, by_build, clock_of, load_run
-from dyno.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table, missing
+from dyno.table import COUNT, FIRST, PERCENT, RANK, RATIO, TEXT, Column, Row, Table, missing
 from dyno.worker.facts.engine import STORED
 from dyno.worker.spec import UserError
 
@@ -47,11 +47,11 @@ STATISTICS = {
     "max": "largest", "std": "standard deviation", "trimmed": "mean without the fastest and slowest 10 %",
 }  # fmt: skip
 PERCENTILES = {"p90": 0.9, "p95": 0.95, "p99": 0.99}
-FEW = (
-    "in parentheses: too few samples in a round for that percentile, which needs "
-    + ", ".join(f"{samples_for(q)} for {name}" for name, q in PERCENTILES.items())
-    + " (MLPerf's floors)"
+FEW = "in parentheses: too few samples in a round, of which " + ", ".join(
+    f"{name} needs {samples_for(q)}" for name, q in PERCENTILES.items()
 )
+OPEN = "?: undecided; about as many more would settle it"
+MOST_COLUMNS = 8  # in a terminal
 BOUNDARIES = {"all": "host memory to host memory", "model": "inputs and outputs on the device"}
 STAGES = ("decode", "preprocess", "inference", "postprocess")  # of an evaluation, per image
 LIMITS = {"low": "lower", "high": "upper"}
@@ -63,17 +63,22 @@ def format_precision(row: Row) -> str:
 
 
 def outcome(row: Row) -> str:
-    """Return a row's verdict, or its status where it failed."""
-    return str(row["status"]) if row["status"] != "ok" else verdict(row)
-
-
-def verdict(row: Row) -> str:
-    """Return a row's verdict with its details: the margin of an equivalence, or the rounds that would settle it."""
-    if row["verdict"] == EQUIVALENT:
-        return within(row["equivalent"])
-    if row["verdict"] == UNDECIDED and not missing(row["more_rounds"]):
-        return f"{UNDECIDED}: {rounds_needed(row['more_rounds'], over_builds(row))}"
-    return str(row["verdict"])
+    """Return what a row came to, in a few letters: its status, its budget, or its verdict on speed."""
+    if row["status"] != "ok":
+        return str(row["status"])
+    text = str(row["verdict"]).partition(":")[0]
+    if row.get("budget") == accuracy.OVER:
+        return "over budget"
+    if row.get("budget") == accuracy.UNDECIDED:
+        return "? budget" if missing(row["more_images"]) else f"? {counting(int(row['more_images']), 'image')}"
+    if text == EQUIVALENT:
+        return f"equal ±{row['equivalent']:g} %"
+    if text == ONE_ROUND:
+        return "? one round"
+    if text == UNDECIDED and not missing(row["more_rounds"]):
+        more, what = int(row["more_rounds"]), "build" if over_builds(row) else "round"
+        return f"? {counting(more, what)}" if more <= MOST_ROUNDS else f"? >{MOST_ROUNDS} {what}s"
+    return text
 
 
 def within(percent: float) -> str:
@@ -99,8 +104,7 @@ def _make_limit_columns(name: str, of: str, unit: str, kind: str) -> tuple[Colum
 
 
 def _make_latency_columns(boundary: str, where: str) -> tuple[Column, ...]:
-    titles = {"latency_model_ms_median": ("median ms", 0), "latency_model_ms_p95": ("p95 ms", 4),
-             "latency_all_ms_median": ("all ms", 3)}  # fmt: skip
+    titles = {"latency_model_ms_p95": ("p95 ms", 2), "latency_all_ms_median": ("all ms", 4)}
     columns = []
     for name, words in STATISTICS.items():
         column = f"latency_{boundary}_ms_{name}"
@@ -156,11 +160,11 @@ COLUMNS = (
     Column("options", "of the backend", kind=TEXT, identity=True),
     Column("reference", "id of the trial that it is compared with", kind=TEXT),
     Column("boundary", "at which speeds are compared: model or all", kind=TEXT),
-    Column("latency_ms", "geometric mean of the undisturbed rounds' medians", "ms", title="latency ms", interval=True),
+    Column("latency_ms", "geometric mean of the undisturbed rounds' medians", "ms", title="latency ms"),
     *_make_limit_columns("latency_ms", "the 95 % interval of latency_ms", "ms", "number"),
     Column("rounds", "that succeeded", kind=COUNT),
     Column("images", "that the accuracy is from", kind=COUNT),
-    Column("budget", "within, over or undecided", kind=TEXT),
+    Column("budget", "within, over or undecided", kind=TEXT, rank=3),
     Column("more_images", "about how many more would decide it", kind=COUNT),
     Column("ran_as", "compute layers by the type they ran in", kind=TEXT, title="ran as", rank=7),
     Column("asked_share", "of compute layers that ran as requested, 0 to 1"),
@@ -183,7 +187,7 @@ COLUMNS = (
     Column("throttle", "what limited the clock, with its share", kind=TEXT, title="clock limited by", rank=9),
     Column("throttled_samples", "latencies taken while the GPU was throttled", kind=COUNT, title="throttled samples"),
     Column("gpu_others", "most processes of others on the GPU while timing", kind=COUNT, title="others"),
-    Column("pipeline_ips", "of the whole evaluation, decoding left out", "images/s", title="pipeline images/s", rank=3),
+    Column("pipeline_ips", "of the whole evaluation, decoding left out", "images/s", title="pipeline images/s", rank=4),
     *(Column(f"{stage}_ms", f"{stage} of an image", "ms") for stage in STAGES),
     *_make_limit_columns("throughput", "the 95 % interval of throughput_ips", "images/s", "number"),
     Column("budget_reference", "id of the trial that the accuracy is compared with", kind=TEXT),
@@ -219,7 +223,7 @@ COLUMNS = (
 IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
 _ACCURACY = [name for metric in known().values() for name in metric.printed_columns]
 PRINTED = (
-    *IDENTITY, "latency_model_ms_median", "latency_model_ms_p95", "latency_all_ms_median", "throughput_ips",
+    *IDENTITY, "latency_ms", "latency_model_ms_p95", "latency_all_ms_median", "throughput_ips",
     "pipeline_ips", "speedup", "verdict", *(name for name in _ACCURACY if not name.endswith("_diff")),
     *(name for name in _ACCURACY if name.endswith("_diff")), "budget", "size_mb",
     "build_s", "energy_j", "gpu_memory_mb", "gpu_util", "throttle", "ran_as",
@@ -409,7 +413,7 @@ def _read_values(t: TrialResult) -> dict[str, Any]:
     size = t.value("file_size")
     rate = stats.center(by_build((r, v) for r in t.good if (v := r.value("throughput", "throughput"))))
     return {
-        "throughput_ips": t.value("throughput", "throughput"),
+        "throughput_ips": rate.value,
         "throughput_low": rate.low,
         "throughput_high": rate.high,
         "size_mb": _scale_value(t.artifact.bytes if size is None and t.artifact else size, 1e-6),
@@ -553,18 +557,44 @@ def _scale_value(value: Any, factor: float) -> float:
 
 def _make_trials_table(run: RunData) -> Table:
     several = ("device",) if run.frame["device"].nunique() > 1 else ()
-    rows = run.frame.to_dict("records")
-    return TRIALS.of(COLUMNS, rows, group=("model", "size", "batch", *several), printed=PRINTED, below=list_notes_below)
+    group = ("model", "size", "batch", *several)
+    ranks: dict[str, Row] = {}
+    for _, rows in run.frame.groupby(list(group), sort=False):
+        is_comparison = any(run.trials[id].side for id in rows["trial"])  # each of its pairs is a question of its own
+        ordered = rows if is_comparison else ranking.order_group(rows, run.trials)
+        for place, id in enumerate(ordered["trial"]):
+            ranks[id] = {RANK: len(ranks), FIRST: place == 0 and len(rows) > 1 and not is_comparison}
+    cells = [row | ranks[row["trial"]] for row in run.frame.to_dict("records")]
+    return TRIALS.of(
+        COLUMNS,
+        cells,
+        notes=make_footnote(cells),
+        group=group,
+        printed=PRINTED,
+        below=_list_unranked,
+        most=MOST_COLUMNS,
+    )
 
 
-def list_notes_below(rows: list[Row]) -> list[str]:
-    """Return the notes below trials: images without accuracy, doubts about a percentile, and reasons of failures."""
+def make_footnote(rows: list[Row]) -> tuple[str, ...]:
+    """Return one note on images without accuracy, doubtful percentiles and open rows; empty without any."""
     judged = [r for r in rows if not all(missing(r.get(m.column)) for m in metrics.known().values())]
     tested = [(r["images"], r["set_aside"]) for r in judged if not missing(r.get("set_aside")) and r["set_aside"]]
-    failed = [r for r in rows if r["status"] != "ok"]
     notes = [f"accuracy is on {images_tested(*counts)}" for counts in dict.fromkeys(tested)]
     notes += [FEW] if any(few("p95", r.get("samples_model")) for r in rows) else []
-    return [*notes, *(f"{r['backend']} {r['precision']} {r['status']}: {r['reason']}" for r in failed)]
+    notes += [OPEN] if any(outcome(r).startswith("?") for r in rows) else []
+    return ("; ".join(notes),) if notes else ()
+
+
+def list_reasons(rows: list[Row]) -> list[str]:
+    """Return why rows failed."""
+    return [f"{r['backend']} {r['precision']} {r['status']}: {r['reason']}" for r in rows if r["status"] != "ok"]
+
+
+def _list_unranked(rows: list[Row]) -> list[str]:
+    """Return why rows failed, gave wrong outputs, or can't be compared."""
+    words = [r for r in rows if r["status"] == "ok" and ": " in str(r["verdict"])]
+    return [*list_reasons(rows), *(f"{r['backend']} {r['precision']}: {r['verdict']}" for r in words)]
 
 
 TRIALS = TableKind(

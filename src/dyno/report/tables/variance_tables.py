@@ -25,7 +25,7 @@ PARTS = 10  # a round without blocks is cut into this many consecutive parts of 
 OTHER_LENGTH = 2.0  # a round's length is advised where it differs by at least this factor
 LATENCY, PAIR = "latency", "ratio to the reference"
 SURE = 0.05  # significance level of the difference between builds
-PRINTED = (*IDENTITY, "layers", "parameters", "size_mb", "build_s", "latency_model_ms_median", "latency_model_ms_p95")
+PRINTED = (*IDENTITY, "layers", "parameters", "size_mb", "build_s", "latency_ms", "latency_model_ms_p95")
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ def good(results: Results) -> list[TrialResult]:
 def _make_builds_table(run: RunData) -> Table | None:
     if not any(BUILD in t.options for t in run.records):
         return None
-    rows, notes = run.frame.to_dict("records"), tuple(sentences(run.records))
+    rows = run.frame.to_dict("records")
+    notes = (*sentences(run.records), *trial_table.make_footnote(rows))
     return BUILDS.of(COLUMNS, rows, notes=notes, group=("model", "size", "batch"), printed=PRINTED,
-                     below=trial_table.list_notes_below)  # fmt: skip
+                     below=trial_table.list_reasons)  # fmt: skip
 
 
 def spread(builds: Sequence[TrialResult]) -> BuildSpread | None:

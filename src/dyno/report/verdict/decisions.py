@@ -22,7 +22,7 @@ from dyno.formatting import (
     significant,
 )
 from dyno.report.tables import frontier_table
-from dyno.report.tables.trial_table import over_builds
+from dyno.report.tables.trial_table import rounds_needed, within
 from dyno.report.verdict.findings import (
     BEST,
     FAILURE,
@@ -31,18 +31,15 @@ from dyno.report.verdict.findings import (
     Decision,
     Figure,
     Finding,
-    equivalent,
     ms,
-    settled,
     spread,
 )
 from dyno.results import ranking as results_ranking
 from dyno.results import stats
-from dyno.results.blocks import log_ratios
 from dyno.results.correctness import distance
 from dyno.results.metrics.accuracy import OVER, UNDECIDED
 from dyno.results.metrics.precision import NO, UNCONFIRMED, YES
-from dyno.results.ranking import LATENCY, LEAST_ROUNDS, THROUGHPUT, Ranking, cpu_contention, winners
+from dyno.results.ranking import LATENCY, THROUGHPUT, Contest, Ranking, cpu_contention, winners
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
 from dyno.results.stats import EQUIVALENT, FASTER, MOST_ROUNDS, ONE_ROUND, Speedup
@@ -61,6 +58,8 @@ RAN_AS = {
     UNCONFIRMED: "whether it ran in the requested type is not confirmed",
 }
 ENOUGH = 3  # rounds that a study has by default
+MOST_NAMED = 4  # rows of a set that a sentence names
+DECIDED = "decided"
 
 
 def reference_name(ranking: Ranking, reference: TrialResult) -> str:
@@ -78,97 +77,111 @@ def find_gain(ranking: Ranking, run: RunData) -> Speedup | None:
     if reference is None or reference.id == winner["trial"]:
         return None
     if winner["reference"] == reference.id:
-        limits = winner["speedup"], winner["speedup_low"], winner["speedup_high"]
-        more = None if missing(winner["more_rounds"]) else int(winner["more_rounds"])
-        builds = int(winner["builds"]) if over_builds(winner.to_dict()) else 0
-        rejected = 0 if missing(winner["rounds_left_out"]) else int(winner["rounds_left_out"])
-        left_out = {"rejected": rejected, "unfiltered": winner["speedup_all_rounds"]}
-        return Speedup(*limits, winner["verdict"], winner["measured"], more=more, builds=builds, **left_out)
+        return results_ranking.read_speedup(winner)
     return _compare_pair(winner, run.trials[winner["trial"]], reference, run)
-
-
-def find_lead(ranking: Ranking, run: RunData) -> Speedup | None:
-    """Return the winner's speed-up over the runner-up; None without one, or where that is the reference."""
-    ranked = ranking.fastest
-    if len(ranked) < 2:
-        return None
-    first, second = (run.trials[ranked.iloc[i]["trial"]] for i in (0, 1))
-    reference = ranking.reference(ranked.iloc[0])
-    if reference is not None and reference.id == second.id:
-        return None
-    return _compare_pair(ranked.iloc[0], first, second, run)
 
 
 def _compare_pair(winner: pd.Series, own: TrialResult, other: TrialResult, run: RunData) -> Speedup:
     return results_ranking.estimate_speedup(own, other, str(winner["boundary"]), str(winner["clock"]), run.rule)
 
 
+def name_row(ranking: Ranking, row: pd.Series, speed: str) -> str:
+    """Return a row's name in a sentence, with its batch where batches compete."""
+    return ranking.configuration(row) + (f" at batch {row['batch']}" if speed == THROUGHPUT else "")
+
+
+def name_set(names: Sequence[str], contest: Contest, run: RunData) -> str:
+    """Return the rows that may be the best as text: `one of A, B and C (undecided)`."""
+    known = within(100 * run.rule.margin).replace(EQUIVALENT, "equal") if contest.is_tied else stats.UNDECIDED
+    return f"one of {_join_first(names)} ({known})"
+
+
+def _join_first(names: Sequence[str]) -> str:
+    """Join the first MOST_NAMED names, and say how many more there are."""
+    more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return join_names([*names[:MOST_NAMED], *more])
+
+
 def describe_reality(
-    ranking: Ranking,
-    own: Speedup | None,
-    over: Speedup | None,
-    run: RunData,
-    doubted: bool,
-    rivals: Sequence[str] = (),
+    ranking: Ranking, contest: Contest, gain: Speedup | None, run: RunData, doubted: bool, speed: str = LATENCY
 ) -> str:
     """Describe whether the winner is the fastest beyond noise, how that was measured, and reasons for doubt.
 
-    `doubted`: its confirmation is one of these reasons. `rivals` are configurations that may be as fast.
+    `doubted`: its confirmation is one of these reasons.
     """
-    pairs = [each for each in (own, over) if each is not None]
-    if not pairs:
+    if gain is None and not contest.leads:
         if run.budget:
             return f"nothing else is {'shown to be ' if awaiting_images(ranking) else ''}within the budget"
         return "there is nothing to compare it with"
-    winner = ranking.fastest.iloc[0]
-    how = f"{counting(int(winner['rounds']), 'round')}, measured {pairs[0].measured}"
-    opening = _choose_opening(pairs, own, how)
-    if rivals and opening.startswith("yes"):
-        opening = opening.replace("yes", "one of the fastest", 1)
-    parts = [opening]
-    trials = [run.trials[winner["trial"]], ranking.reference(winner)]
-    if over is not None:
-        parts.append(_describe_lead(ranking.configuration(ranking.fastest.iloc[1]), over, run))
-        trials.append(run.trials[ranking.fastest.iloc[1]["trial"]])
-    if rivals:
-        parts.append(f"not shown to be faster than {join_names(rivals)}")
-    return "; ".join(
-        [
-            *parts,
-            *_list_rejected(pairs),
-            *_lower_median(ranking, run),
-            *_describe_builds(trials, pairs),
-            *_find_doubts(run, doubted),
-        ]
-    )
+    winner, reference = contest.ranked.iloc[0], ranking.reference(contest.ranked.iloc[0])
+    pairs = [*([gain] if gain else []), *contest.leads[:1]]
+    how = counting(int(winner["rounds"]), "round") + (f", measured {pairs[0].measured}" if speed == LATENCY else "")
+    parts = [_choose_opening(contest, gain, how, "" if reference is None else reference_name(ranking, reference))]
+    trials = [run.trials[winner["trial"]], *([reference] if gain else [])]
+    if contest.rivals and not contest.is_one_round:
+        rivals = [f"{name_row(ranking, row, speed)}{_format_lead(lead)}" for row, lead in contest.rivals]
+        how_sure = "as fast as" if contest.is_tied else "not decided against"
+        parts.append(f"{how_sure} {_join_first(rivals)}{_format_needed(contest)}")
+    elif not contest.rivals and contest.leads:
+        second, lead = contest.ranked.iloc[1], contest.leads[0]
+        if gain is None or reference is None or second["trial"] != reference.id:  # else it is the headline's ratio
+            shown = ratio(lead.value, lead.low, lead.high)
+            by = "" if shown == UNCLEAR else f", by {shown}"
+            parts.append(f"ahead of the runner-up, {name_row(ranking, second, speed)}{by}")
+            trials.append(run.trials[second["trial"]])
+    parts += _describe_builds(trials, pairs)
+    parts += ["on a busy machine"] * (cpu_contention(run.records) is not None)
+    return "; ".join([*parts, *(["not all of it held when measured again"] * doubted)])
 
 
-def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> str:
-    """Describe as `real` does, for the most images per second, which are compared with the runner-up's."""
-    best, second = (ranking.most_images.iloc[i] for i in (0, 1))
-    opening = _choose_opening([over], None, counting(int(best["rounds"]), "round"))
-    name = f"{ranking.configuration(second)} at batch {second['batch']}"
-    trials = [run.trials[row["trial"]] for row in (best, second)]
-    parts = [opening, _describe_lead(name, over, run), *_list_rejected([over])]
-    return "; ".join([*parts, *_describe_builds(trials, [over]), *_find_doubts(run, doubted)])
+def _choose_opening(contest: Contest, gain: Speedup | None, how: str, reference: str) -> str:
+    verdicts = {each.verdict for each in (gain, *contest.leads) if each is not None}
+    if verdicts == {stats.FASTER}:
+        return f"yes, in {how}"
+    if stats.ONE_ROUND in verdicts:
+        return f"not known from {how}: it may be noise"
+    if contest.is_tied:
+        return f"no difference that matters, in {how}"
+    faster = gain is not None and gain.verdict == stats.FASTER
+    return f"faster than {reference} in {how}" if faster else f"undecided after {how}"
 
 
-def _list_rejected(pairs: Sequence[Speedup]) -> Iterator[str]:
+def _format_lead(lead: Speedup) -> str:
+    shown = in_brackets(ratio(lead.value, lead.low, lead.high))
+    return f"{shown}, which is faster where both measured in turns" if lead.verdict == stats.SLOWER else shown
+
+
+def _format_needed(contest: Contest) -> str:
+    """Return how many more rounds, or builds, would decide the undecided pairs, as text; "" without any."""
+    undecided = [lead for _, lead in contest.rivals if lead.verdict == stats.UNDECIDED]
+    if not undecided:
+        return ""
+    hardest = max(undecided, key=_count_more)
+    needed = rounds_needed(_count_more(hardest), hardest.builds > 0)
+    return f": {needed} would settle it" if _count_more(hardest) <= MOST_ROUNDS else f": it would take {needed}"
+
+
+def _count_more(pair: Speedup) -> int:
+    return MOST_ROUNDS + 1 if pair.more is None else pair.more
+
+
+def list_rejected(pairs: Sequence[Speedup]) -> Iterator[Finding]:
     """Yield which pairs leave out disturbed rounds, with their ratio over all rounds."""
     for pair in pairs:
         if pair.rejected:
             were = "was" if pair.rejected == 1 else "were"
-            yield (
+            yield Finding(
+                NOTE,
                 f"{counting(pair.rejected, 'round')} {were} disturbed and left out "
-                f"({pair.value:.2f}x; {pair.unfiltered:.2f}x with all rounds)"
+                f"({pair.value:.2f}x; {pair.unfiltered:.2f}x with all rounds).",
             )
 
 
-def _lower_median(ranking: Ranking, run: RunData) -> Iterator[str]:
+def explain_lower_latency(ranking: Ranking, run: RunData) -> Iterator[Finding]:
     """Explain why the table shows a lower latency than the winner's.
 
-    Between rounds a machine changes its speed, so medians over different rounds tell less than a ratio within the same
-    ones.
+    Between rounds a machine changes its speed, so latencies over different rounds tell less than a ratio within the
+    same ones.
     """
     winner = ranking.fastest.iloc[0]
     lower = ranking.fastest[ranking.fastest[LATENCY] < winner[LATENCY]]
@@ -180,8 +193,9 @@ def _lower_median(ranking: Ranking, run: RunData) -> Iterator[str]:
         return
     rounds = f" over {counting(int(row['rounds']), 'round')}" if row["rounds"] != winner["rounds"] else ""
     shown = ratio(pair.value, pair.low, pair.high)
-    compared = "the winner is ahead" if shown == UNCLEAR else f"the winner is {shown} as fast"
-    yield f"{ranking.configuration(row)} has a lower median, {ms(row[LATENCY])}{rounds}, but in turns {compared}"
+    compared = f"{ranking.configuration(winner)} is {'ahead' if shown == UNCLEAR else f'{shown} as fast'}"
+    name = ranking.configuration(row)
+    yield Finding(NOTE, f"{name} has a lower latency, {ms(row[LATENCY])}{rounds}, but in turns {compared}.")
 
 
 def _describe_builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speedup]) -> Iterator[str]:
@@ -193,44 +207,6 @@ def _describe_builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speed
         yield f"holds for builds, of which {min(counts)} were measured"
     elif counts:
         yield f"over {min(counts)} builds"
-
-
-def _find_doubts(run: RunData, doubted: bool) -> Iterator[str]:
-    contention = cpu_contention(run.records)
-    if contention is not None:
-        unequal = "" if contention.alone else ", which may slow engines unequally"
-        yield f"{contention.disturbed} of {contention.jobs} jobs ran beside other programs{unequal}"
-    if doubted:
-        yield "not all of it held when measured again"
-
-
-def _choose_opening(pairs: list[Speedup], own: Speedup | None, how: str) -> str:
-    verdicts = {each.verdict for each in pairs}
-    if verdicts == {stats.FASTER}:
-        return f"yes, in {how}"
-    if stats.ONE_ROUND in verdicts:
-        return f"not known from {how}: it may be noise"
-    if own is None:
-        return how
-    if own.verdict == stats.UNDECIDED:
-        return f"undecided after {how}: {settled(own)}"
-    return (
-        f"{'no difference that matters' if own.verdict == stats.EQUIVALENT else 'against the reference yes'}, in {how}"
-    )
-
-
-def _describe_lead(name: str, over: Speedup, run: RunData) -> str:
-    shown = ratio(over.value, over.low, over.high)
-    if over.verdict == stats.FASTER:
-        by = "" if shown == UNCLEAR else f", by {shown}"
-        return f"ahead of the runner-up, {name}{by}"
-    if over.verdict == stats.EQUIVALENT:
-        return f"it is {equivalent(f'the runner-up, {name},', run.rule)} ({shown})"
-    if over.verdict == stats.UNDECIDED:
-        return f"whether it is faster than the runner-up, {name}, is undecided{in_brackets(shown)}: {settled(over)}"
-    if over.verdict == stats.SLOWER:  # the rounds' latencies and the ratio within blocks may disagree
-        return f"the runner-up, {name}, is faster where both measured in turns ({shown})"
-    return f"the runner-up is {name} ({shown})"
 
 
 def describe_correctness(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
@@ -264,29 +240,42 @@ def _format_accuracy(ranking: Ranking, winner: pd.Series) -> str:
     return text if isnan(ranking.metric.change_in(winner)[0]) else f"{text}, {change} points [{low}, {high}]"
 
 
-def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunData) -> str:
+def next_step(ranking: Ranking, contest: Contest, gain: Speedup | None, run: RunData) -> str:
     """Describe how to decide an undecided result, with the command that writes the winner's file."""
-    winner, pairs = ranking.fastest.iloc[0], [each for each in (own, over) if each is not None]
+    winner, pairs = ranking.fastest.iloc[0], [*([gain] if gain else []), *contest.leads]
     steps = []
     if any(each.verdict == stats.ONE_ROUND for each in pairs):
         settings = run.records.settings
         asked = settings.get("rounds", 2 if settings.get("until") in LOOKS else 1)
         others = "the same command measures the other rounds"
         steps.append(others if asked > 1 else f"measure with --rounds {ENOUGH} or more")
-    elif more := [each.more or 0 for each in pairs if each.verdict == stats.UNDECIDED]:
-        steps.append(_more_rounds(max(more), max(each.builds for each in pairs), run))
-    elif own is not None and own.verdict == stats.EQUIVALENT:
+    elif undecided := [each for each in pairs if each.verdict == stats.UNDECIDED]:
+        goes_on = any(each is pair for each in undecided for pair in (gain, *contest.leads[:1]))
+        steps.append(_more_rounds(max(undecided, key=_count_more), goes_on, int(winner["rounds"]), run))
+    elif contest.is_tied or (gain is not None and gain.verdict == stats.EQUIVALENT):
         steps.append("choose by something other than speed")
     id = f" {winner['trial']}" if len(list(winners(run))) > 1 else ""
-    steps.append(f"take it: dyno export {shlex.quote(str(run.records.folder))}{id}")
+    chosen = (
+        f"take {ranking.configuration(winner)}, the first of them"
+        if contest.rivals and not contest.is_one_round
+        else "take it"
+    )
+    steps.append(f"{chosen}: dyno export {shlex.quote(str(run.records.folder))}{id}")
     return "; ".join([*steps, *filter(None, [_undecided_budget(ranking, run)])])
 
 
-def _more_rounds(more: int, builds: int, run: RunData) -> str:
+def _more_rounds(pair: Speedup, goes_on: bool, rounds: int, run: RunData) -> str:
+    """Describe how to get the rounds that would decide the pair; without `goes_on` a study itself gives none.
+
+    Further rounds are for the winner with its reference and with its runner-up.
+    """
+    more = _count_more(pair)
     if more > MOST_ROUNDS:
         return "the difference is too small, or the machine too restless, for more rounds to settle it"
-    if builds:
-        return f"measure with --builds {builds + more} and another --out"
+    if pair.builds:
+        return f"measure with --builds {pair.builds + more} and another --out"
+    if not goes_on:
+        return f"measure with --rounds {rounds + more}"
     if run.rule.first:
         return "the same command with more --minutes goes on"
     return "the same command without --rounds goes on until decided"
@@ -400,11 +389,9 @@ def _make_cost_figure(winner: pd.Series) -> Iterator[Figure]:
 NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
 
 
-def list_confirmations(ranking: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
+def list_confirmations(ranking: Ranking, contest: Contest, speed: str, run: RunData) -> Iterator[Finding]:
     """Yield the confirmation of the winner by LATENCY or THROUGHPUT, and whether it agrees with the selection."""
-    ranked, trials = ranking.ranked(speed), run.trials
-    if ranked.empty:
-        return
+    ranked, trials = contest.ranked, run.trials
     row = ranked.iloc[0]
     winner, reference = trials[row["trial"]], ranking.reference(row)
     if not winner.confirmations:
@@ -424,21 +411,18 @@ def list_confirmations(ranking: Ranking, speed: str, run: RunData) -> Iterator[F
         unit = "as fast as" if speed == LATENCY else "the images per second of"
         text += f"; the ratio to {name} is {UNCLEAR}" if shown == UNCLEAR else f", {shown} {unit} {name}"
     yield Finding(NOTE, text + ".")
-    yield from _find_disagreements(ranking, speed, trials, own, gain)
-
-
-def find_confirmed_lead(ranking: Ranking, speed: str, run: RunData) -> stats.Speedup | None:
-    """Return the winner's speed over the runner-up's in the rounds that selected it; None where either has none."""
-    first, second = (row for _, row in ranking.ranked(speed).iloc[:2].iterrows())
-    own, other = (run.trials[row["trial"]] for row in (first, second))
-    faster = _compare_speed(own, other, first, second, speed, run.rule)
-    return None if math.isnan(faster.value) else faster
+    yield from _find_disagreements(ranking, contest, speed, trials, own, gain)
 
 
 def _find_disagreements(
-    ranking: Ranking, speed: str, trials: Mapping[str, TrialResult], own: list[float], gain: stats.Speedup | None
+    ranking: Ranking,
+    contest: Contest,
+    speed: str,
+    trials: Mapping[str, TrialResult],
+    own: list[float],
+    gain: stats.Speedup | None,
 ) -> Iterator[Finding]:
-    ranked = ranking.ranked(speed)
+    ranked = contest.ranked
     row = ranked.iloc[0]
     now = stats.speedup(own, _list_costs(trials[row["trial"]].good, row, speed))
     name = ranking.configuration(row)  # a warning stands alone where notes are folded away
@@ -449,67 +433,36 @@ def _find_disagreements(
     was_faster = speed == LATENCY and not ranking.sizes and row["verdict"] == stats.FASTER
     if gain is not None and gain.verdict in NO_GAIN and was_faster:
         yield Finding(WARNING, f"Measured again, {name} is not shown to be faster than the reference.")
-    if len(ranked) < 2:
+    if not contest.leads:
         return
+    lead = contest.leads[0]
     first, second = (_keep_confirmations(trials[ranked.iloc[k]["trial"]]) for k in (0, 1))
-    ahead = _compare_speed(first, second, row, ranked.iloc[1], speed)
+    ahead = stats.decide(results_ranking.compare_rows(first, second, row, ranked.iloc[1], speed, None))
     if ahead.value < 1:
-        sure = "and the difference is real" if ahead.verdict == stats.SLOWER else "if not beyond noise"
+        is_real = ahead.verdict == stats.SLOWER
         other = ranking.configuration(ranked.iloc[1])
-        text = f"Measured again, the runner-up {other} is ahead, {sure}"
-        yield Finding(WARNING, f"{text}: {ratio(ahead.value, ahead.low, ahead.high)}.")
+        text = f"Measured again, the runner-up {other} is ahead, "
+        text += "and the difference is real" if is_real else "if not beyond noise"
+        expected = not is_real and lead.verdict != stats.FASTER  # which of the two is faster was undecided before
+        yield Finding(NOTE if expected else WARNING, f"{text}: {ratio(ahead.value, ahead.low, ahead.high)}.")
 
 
 def _list_costs(rounds: Sequence[Round], row: pd.Series, speed: str) -> list[float]:
     """Return the seconds of each successful round (or build): per batch, or per image where images/s are compared."""
     good = [r for r in rounds if r.ok]
-    if speed == LATENCY:
-        return by_build((r, m) for r in good if (m := r.median(row["boundary"], row["clock"])) is not None)
-    rates = [(r, v) for r in good if (v := r.value("throughput", "throughput"))]
-    if rates:
-        return by_build((r, 1 / rate) for r, rate in rates)
-    seconds = [(r, m) for r in good if (m := r.median(row["boundary"], row["clock"])) is not None]
-    return by_build((r, m / float(row["batch"])) for r, m in seconds)
+    if speed == THROUGHPUT:
+        return results_ranking.image_costs(good, row)
+    return by_build((r, m) for r in good if (m := r.median(row["boundary"], row["clock"])) is not None)
 
 
 def _keep_confirmations(trial: TrialResult) -> TrialResult:
     return replace(trial, rounds=trial.confirmations, companions=[])
 
 
-def _compare_speed(
-    own: TrialResult,
-    other: TrialResult,
-    row: pd.Series,
-    of_other: pd.Series,
-    speed: str,
-    rule: stats.Rule | None = None,
-) -> stats.Speedup:
-    """Return how many times faster the trial of `row` is than the other, paired where both took turns twice or more."""
-    boundary, clock = str(row["boundary"]), str(row["clock"])
-    if speed == LATENCY:
-        logs = log_ratios(other, own, boundary, clock)
-    else:
-        logs = log_ratios(own, other, "throughput")
-    if len(logs) >= LEAST_ROUNDS:
-        found = stats.paired(
-            logs, are_rounds=max(results_ranking.list_builds(own), results_ranking.list_builds(other)) < 2
-        )
-    else:
-        found = stats.unpaired(
-            _list_costs(own.rounds, row, speed), _list_costs(other.rounds, _replace_batch(row, of_other), speed)
-        )
-    rounds = min(len(own.good), len(other.good))
-    return stats.decide(found and results_ranking.of_rounds(found, own, other, rounds), rule)
-
-
-def _replace_batch(row: pd.Series, other: pd.Series) -> pd.Series:
-    """Return the winner's boundary and clock with the other's batch."""
-    return row.copy() if row["batch"] == other["batch"] else row.where(row.index != "batch", other["batch"])
-
-
 def _compute_gain(winner: TrialResult, reference: TrialResult, row: pd.Series, speed: str) -> stats.Speedup | None:
     of_reference = row.where(row.index != "batch", reference.batch)
-    gain = _compare_speed(_keep_confirmations(winner), _keep_confirmations(reference), row, of_reference, speed)
+    again = _keep_confirmations(winner), _keep_confirmations(reference)
+    gain = stats.decide(results_ranking.compare_rows(*again, row, of_reference, speed, None))
     return None if math.isnan(gain.value) else gain
 
 
@@ -519,7 +472,20 @@ def _format_spread(own: list[float], row: pd.Series, speed: str) -> str:
     return spread(interval, latency) + (f" at batch {row['batch']}" if latency else "")
 
 
-OPEN = stats.UNDECIDED, stats.ONE_ROUND, stats.SLOWER  # verdicts on a winner that leave it unproven
+CLOSE = 1.005  # lower limit of a lead that is printed as 1.00
+
+
+def choose_badge(contest: Contest, gain: Speedup | None, run: RunData, doubted: bool) -> str:
+    """Return how sure a decision is, in one or two words."""
+    pairs = [*([gain] if gain else []), *contest.leads]
+    tied = contest.is_tied or (gain is not None and gain.verdict == stats.EQUIVALENT)
+    if doubted or any(each.verdict not in (stats.FASTER, stats.EQUIVALENT) for each in pairs):
+        return "open"
+    if tied or contest.rivals:
+        return "tie"
+    if cpu_contention(run.records) is not None:
+        return "busy machine"
+    return "close" if any(each.low < CLOSE for each in contest.leads) else DECIDED
 
 
 def decide_run(ranking: Ranking, run: RunData) -> Iterator[Decision]:
@@ -562,55 +528,60 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
     if ranked.empty:
         return Decision(NOTE, ranking.where, "no latency was measured.", findings=others)
     winner = ranked.iloc[0]
-    gain, ahead = find_gain(ranking, run), find_lead(ranking, run)
-    confirmed = tuple(list_confirmations(ranking, LATENCY, run))
+    gain, contest = find_gain(ranking, run), results_ranking.compare_first(ranked, LATENCY, run)
+    confirmed = tuple(list_confirmations(ranking, contest, LATENCY, run))
     doubted = any(each.kind == WARNING for each in confirmed)
-    open_still = any(each is not None and each.verdict in OPEN for each in (gain, ahead)) or doubted
-    rivals = [ranking.configuration(row) for _, row in results_ranking.find_rivals(ranked, run).iterrows()]
-    open_still = open_still or bool(rivals) or awaiting_images(ranking)
-    alone = gain is None and ahead is None and not run.budget
+    alone = gain is None and not contest.leads and not run.budget
+    badge = choose_badge(contest, gain, run, doubted or awaiting_images(ranking))
+    badge = "not compared" if alone else badge
     return Decision(
-        WARNING if open_still else NOTE if alone else BEST,
+        NOTE if alone else BEST if badge == DECIDED else WARNING,
         ranking.where,
-        _write_headline(ranking, winner, gain, run, rivals, alone),
+        _write_headline(ranking, contest, gain, run, alone),
         (
-            ("real", describe_reality(ranking, gain, ahead, run, doubted, rivals)),
+            ("real", describe_reality(ranking, contest, gain, run, doubted)),
             ("right", describe_correctness(ranking, winner, run)),
-            ("next", next_step(ranking, gain, ahead, run)),
+            ("next", next_step(ranking, contest, gain, run)),
         ),
         (
             *confirmed,
+            *list_rejected([*([gain] if gain else []), *contest.leads[:1]]),
+            *explain_lower_latency(ranking, run),
             *_describe_latency(ranking, winner),
             *_describe_accuracy(ranking, winner),
             *_describe_preparation(ranking, winner),
             *others,
         ),
-        card_figures(ranking, gain, "open" if open_still else "not compared" if alone else "decided", run),
+        card_figures(ranking, gain, badge, run),
+        badge,
     )
 
 
-def _write_headline(
-    ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData, rivals: Sequence[str], alone: bool
-) -> str:
+def _write_headline(ranking: Ranking, contest: Contest, gain: Speedup | None, run: RunData, alone: bool) -> str:
+    winner = contest.ranked.iloc[0]
+    name, time = ranking.configuration(winner), f"{ms(winner[LATENCY])} at batch {winner['batch']}"
     if alone:
-        return f"{ranking.configuration(winner)} takes {ms(winner[LATENCY])} at batch {winner['batch']}."
+        return f"{name} takes {time}."
     limit = f" within the budget {run.budget}" if run.budget and winner["budget"] else ""
-    text = f"fastest{limit} is {ranking.configuration(winner)}, {ms(winner[LATENCY])} at batch {winner['batch']}"
-    others = f"; {join_names(rivals)} may be as fast" if rivals else ""
+    if contest.is_one_round:
+        return f"ahead{limit} after one round is {name}, {time}: one round proves nothing."
     reference = ranking.reference(winner)
-    if gain is None or reference is None:
-        return f"{text}{', the reference' * (reference is not None)}{others}."
-    name, shown = reference_name(ranking, reference), ratio(gain.value, gain.low, gain.high)
-    if gain.verdict == stats.EQUIVALENT:
-        return f"{text}; it is {equivalent(name, run.rule)} ({shown})."
-    if gain.verdict == stats.UNDECIDED:
-        return f"{text}; whether it is faster than {name} is undecided{in_brackets(shown)}."
-    if gain.verdict == stats.ONE_ROUND:
-        return f"{text}; one round can't prove that it is faster than {name}."
-    if gain.verdict == stats.SLOWER:
-        return f"{text}; but {name} is faster where both measured in turns ({shown})."
+    if gain is not None and reference is not None:
+        against = _format_gain(gain, reference_name(ranking, reference))
+    else:
+        against = ", the reference" if reference is not None else ""
+    if not contest.rivals:
+        return f"fastest{limit} is {name}, {time}{against}."
+    names = [name, *(ranking.configuration(row) for row, _ in contest.rivals)]
+    return f"fastest{limit} is {name_set(names, contest, run)}; {name} takes {time}{against}."
+
+
+def _format_gain(gain: Speedup, name: str) -> str:
+    shown = ratio(gain.value, gain.low, gain.high)
+    if shown == UNCLEAR:
+        return f", undecided against {name}"
     best = "" if bounded(gain.low, gain.high) else f" (best estimate {significant(gain.value)}x)"
-    return f"{text}: {shown} as fast as {name}{best}{others}."
+    return f": {shown} as fast as {name}{best}"
 
 
 def _describe_latency(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
@@ -669,20 +640,24 @@ def _left_out(ranking: Ranking, run: RunData) -> Iterator[Finding]:
 
 
 def _most_images(ranking: Ranking, run: RunData) -> Decision:
-    ranked, confirmed = ranking.most_images, tuple(list_confirmations(ranking, THROUGHPUT, run))
+    contest = results_ranking.compare_first(ranking.most_images, THROUGHPUT, run)
+    confirmed = tuple(list_confirmations(ranking, contest, THROUGHPUT, run))
     doubted = any(each.kind == WARNING for each in confirmed)
-    shown = [("right", describe_correctness(ranking, ranked.iloc[0], run))]
-    over = find_confirmed_lead(ranking, THROUGHPUT, run) if len(ranked) > 1 else None
-    if over is not None:
-        shown.insert(0, ("real", real_rate(ranking, over, run, doubted)))
-    open_still = over is None or over.verdict in OPEN or doubted
-    return Decision(WARNING if open_still else BEST, ranking.where, _describe_rate(ranking), tuple(shown), confirmed)
+    shown = [("right", describe_correctness(ranking, contest.ranked.iloc[0], run))]
+    if contest.leads:
+        shown.insert(0, ("real", describe_reality(ranking, contest, None, run, doubted, THROUGHPUT)))
+    badge = choose_badge(contest, None, run, doubted)
+    kind = BEST if badge == DECIDED else WARNING
+    findings = (*confirmed, *list_rejected(contest.leads[:1]))
+    return Decision(kind, ranking.where, _describe_rate(ranking, contest, run), tuple(shown), findings, (), badge)
 
 
-def _describe_rate(ranking: Ranking) -> str:
-    best = ranking.most_images.iloc[0]
-    text = f"most images per second with {ranking.configuration(best)} at batch {best['batch']}: "
-    text += f"{significant(best[THROUGHPUT])}/s"
+def _describe_rate(ranking: Ranking, contest: Contest, run: RunData) -> str:
+    best = contest.ranked.iloc[0]
+    name, rate = name_row(ranking, best, THROUGHPUT), f"{significant(best[THROUGHPUT])}/s"
+    names = [name, *(name_row(ranking, row, THROUGHPUT) for row, _ in contest.rivals)]
+    text = f"{name_set(names, contest, run)}; {name} reaches {rate}" if contest.rivals else f"{name}: {rate}"
+    text = f"most images per second with {text}"
     line = results_ranking.configuration_of(best), best["size"], best["batch"]
     same = [
         s for s in results_ranking.find_saturation(ranking.group) if (s.configuration, s.size, s.best_batch) == line

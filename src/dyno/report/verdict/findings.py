@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dyno.formatting import UNCLEAR, limits, points, ratio, show, significant
-from dyno.report.tables.trial_table import rounds_needed, within
 from dyno.results import ranking, remarks, stats
 from dyno.results.metrics import accuracy, known, quality
 from dyno.results.metrics.accuracy import OVER, UNDECIDED, WITHIN
 from dyno.results.notes import KEPT, AnchorDevices, Attempt, RouteAttempt, attempts, center, devices, percent_slower
 from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
-from dyno.results.stats import MOST_ROUNDS, Interval, Rule, Speedup
+from dyno.results.stats import Interval, Speedup
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.files import AVERAGED, IN_SINGLE
 from dyno.worker.tasks.classify import AMBIGUOUS, UNSCORED
@@ -51,7 +50,7 @@ class Decision:
     """One sentence on what wins and by how much, of which model and size (`where`), and its kind as a finding's.
 
     `answers` are short ones, by what they answer: whether it is real, whether it is right, what to do next. `findings`
-    are what else there is to say of it, `figures` its numbers for a card.
+    are what else there is to say of it, `figures` its numbers for a card, and `badge` says in a word how sure it is.
     """
 
     kind: str
@@ -60,6 +59,7 @@ class Decision:
     answers: tuple[tuple[str, str], ...] = ()
     findings: tuple[Finding, ...] = ()
     figures: tuple[Figure, ...] = ()
+    badge: str = ""
 
     @property
     def sentence(self) -> str:
@@ -70,18 +70,6 @@ class Decision:
 def ms(value: float) -> str:
     """Format milliseconds as a duration."""
     return show(value * 1e-3, "duration")
-
-
-def equivalent(name: str, rule: Rule) -> str:
-    """Return the verdict of being as fast as `name`, within the rule's margin."""
-    return within(100 * rule.margin).replace("equivalent", f"equivalent to {name}")
-
-
-def settled(speedup: Speedup) -> str:
-    """Describe how many more rounds, or builds, would decide an undecided pair."""
-    more = MOST_ROUNDS + 1 if speedup.more is None else speedup.more
-    needed = rounds_needed(more, speedup.builds > 0)
-    return f"{needed} would settle it" if more <= MOST_ROUNDS else f"it would take {needed}"
 
 
 def spread(interval: Interval, latency: bool) -> str:
@@ -250,11 +238,18 @@ def list_weight_findings(results: Results) -> Iterator[Finding]:
     yield from (Finding(WARNING, text) for text in averaged)
 
 
-# Images that were normalised by a guess, since a file doesn't say how its network was trained.
+# Images whose size or normalisation is a guess, since a file doesn't say how its network was trained.
 
 
 def list_pixel_findings(results: Results) -> Iterator[Finding]:
-    """Yield a warning for each model whose images were normalised by a guess."""
+    """Yield a warning for each model whose images have a guessed size, or were normalised by a guess."""
+    sized = {
+        t.given: t.size for t in results if t.good and results.models.get((t.given, t.size), {}).get("size_guessed")
+    }
+    for model, size in sized.items():
+        yield Finding(
+            WARNING, f"{model}: the file leaves the image's size free; {size} was chosen: give --size, or --shapes."
+        )
     sentences = dict.fromkeys(f"{t.given}: {text}" for t in results if t.good and (text := is_guessed(t, results)))
     yield from (Finding(WARNING, sentence) for sentence in sentences)
 

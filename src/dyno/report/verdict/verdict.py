@@ -59,11 +59,14 @@ class Verdict:
 
     @property
     def lines(self) -> list[str]:
-        """The same for a terminal: next steps too, but no notes, which the report has."""
+        """The same for a terminal: next steps too, but no notes, which the report has, and details last."""
         lines = [each.text for each in self.wrong]
         for decision in self.decisions:
             lines += [decision.sentence, *(f"  {name}: {text}" for name, text in decision.answers)]
-            lines += [each.text for each in decision.findings if each.kind != NOTE]
+        several = len({decision.where for decision in self.decisions}) > 1
+        for decision in self.decisions:
+            where = f"{decision.where}: " if several else ""
+            lines += [where + each.text.removeprefix(where) for each in decision.findings if each.kind != NOTE]
         lines += [each.text for each in self.findings if each.kind != NOTE]
         rest = [*self.findings, *(each for decision in self.decisions for each in decision.findings)]
         notes = sum(each.kind == NOTE for each in rest)

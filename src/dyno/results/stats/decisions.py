@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dyno.results.stats import rejection
 from dyno.results.stats.evidence import ALONE, Evidence, paired, unpaired
@@ -130,6 +130,14 @@ class Speedup(Interval):
     def decided(self) -> bool:
         """Whether more rounds are of no use."""
         return self.verdict in (FASTER, SLOWER, EQUIVALENT)
+
+    @property
+    def inverse(self) -> Speedup:
+        """How many times faster B is than A."""
+        verdict = {FASTER: SLOWER, SLOWER: FASTER}.get(self.verdict, self.verdict)
+        value, low, high, unfiltered = (1 / each if each else math.inf for each in (
+            self.value, self.high, self.low, self.unfiltered))  # fmt: skip
+        return replace(self, value=value, low=low, high=high, unfiltered=unfiltered, verdict=verdict)
 
 
 def decide(evidence: Evidence | None, rule: Rule | None = None) -> Speedup:

@@ -12,6 +12,7 @@ import numpy as np
 from dyno.results.stats.summaries import at
 
 CONFIDENCE = 0.95
+WINDOW = 5  # autocorrelation times after which correlations are noise
 FLOOR_CONFIDENCE = 0.99  # of MLPerf's early stopping
 
 
@@ -27,8 +28,9 @@ class Interval:
 def median_interval(samples: np.ndarray) -> Interval:
     """Compute the percentile bootstrap interval of the median within one process, exactly instead of by resampling.
 
-    The chance that a resample's median is at most the k-th smallest sample is a binomial tail (Maritz and Jarrett
-    1978), so the limit of endless resamples costs one pass. Needs three samples; fewer give NaN limits.
+    `samples` are in the order of time; a resample has as many as they are worth (`independent_count`). The chance that
+    its median is at most the k-th smallest sample is a binomial tail (Maritz and Jarrett 1978), so the limit of endless
+    resamples costs one pass. Needs three samples; fewer give NaN limits.
     """
     from scipy.special import bdtr
 
@@ -36,27 +38,50 @@ def median_interval(samples: np.ndarray) -> Interval:
     n = len(x)
     if n < 3:
         return Interval(float(np.median(x)) if n else math.nan, math.nan, math.nan)
+    size = max(3, round(independent_count(samples, 0.5)))
     k = np.arange(1, n + 1)
     # This many of the resample at or below x[k-1] put its median there; of an even count's two middle ones the lower
     # serves the lower limit and the upper the upper, so that the interval is no narrower than asked.
-    lower, upper = (1.0 - bdtr(need - 1, n, k / n) for need in ((n + 1) // 2, n // 2 + 1))
+    lower, upper = (1.0 - bdtr(need - 1, size, k / n) for need in ((size + 1) // 2, size // 2 + 1))
     tail = (1 - CONFIDENCE) / 2
     low, high = int(np.searchsorted(lower, tail)), int(np.searchsorted(upper, 1 - tail))
     return Interval(at(x, 0.5), float(x[low]), float(x[min(high, n - 1)]))
 
 
 def percentile_interval(samples: np.ndarray, q: float) -> Interval:
-    """Compute a percentile (q = 0.99: the 99th) within one process, with an exact interval of two order statistics.
+    """Compute a percentile (q = 0.99: the 99th) within one process, with an interval of two order statistics.
 
-    The number of samples below the true percentile is binomial whatever their distribution (David and Nagaraja 2003,
-    7.1), if they are independent. A limit is NaN where there are too few samples for one.
+    `samples` are in the order of time. The number of independent samples below the true percentile is binomial whatever
+    their distribution (David and Nagaraja 2003, 7.1); dependent ones count as the independent ones that they are worth.
+    A limit is NaN where there are too few samples for one.
     """
     x = np.sort(samples)
     n = len(x)
     if not n:
         return Interval(math.nan, math.nan, math.nan)
-    low, high = _find_ranks(n, q)
-    return Interval(at(x, q), float(x[low - 1]) if low else math.nan, float(x[high - 1]) if high <= n else math.nan)
+    count = max(1, round(min(independent_count(samples, each) for each in (0.5, q))))  # what slows a block moves all
+    low, high = _find_ranks(count, q)
+    step = n / count
+    first, last = math.ceil(low * step), n - math.ceil((count + 1 - high) * step)
+    return Interval(at(x, q), float(x[first - 1]) if low else math.nan, float(x[last]) if high <= count else math.nan)
+
+
+def independent_count(samples: np.ndarray, q: float) -> float:
+    """Return how many independent samples tell as much of the percentile q as these, which are in the order of time.
+
+    It is n / tau, with tau the integrated autocorrelation time of being below the percentile, summed up to the first
+    lag of at least five tau (Sokal 1997, "Monte Carlo Methods in Statistical Mechanics", 3.3).
+    """
+    below = (samples <= np.quantile(samples, q)).astype(float)
+    below -= below.mean()
+    n = len(below)
+    if not below.any():
+        return n
+    power = np.abs(np.fft.rfft(below, 2 * n)) ** 2
+    correlation = np.fft.irfft(power)[:n]
+    times = 2 * np.cumsum(correlation / correlation[0]) - 1  # by the lag at which the sum ends
+    enough = np.arange(n) >= WINDOW * times
+    return n / max(1.0, float(times[np.argmax(enough)] if enough.any() else times.max()))
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
-from dyno.worker.extras import install
+from dyno.worker.extras import ONNX_RUNTIME_BUILDS, install
 from dyno.worker.facts.engine import STORED, EngineFacts, Probe, precision_truth
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.calibration import missing_data
@@ -60,7 +60,7 @@ class OnnxRuntime(Backend):
     """
 
     name = "onnxruntime"
-    requires = ("onnxruntime|onnxruntime-gpu",)
+    requires = (ONNX_RUNTIME_BUILDS,)
     precisions = ("fp32", "tf32", "fp16", "int8", *STORED)
     devices = ("cpu", "cuda")
     profiled = ("cpu",)
@@ -96,7 +96,7 @@ class OnnxRuntime(Backend):
         return Probe(version=ort.__version__, devices=tuple(devices), detail=", ".join(ort.get_available_providers()))
 
     def prepare(self, trial: Trial) -> None:
-        """Import ONNX Runtime, with its telemetry off."""
+        """Import ONNX Runtime."""
         _import_library()
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
@@ -306,9 +306,6 @@ def _import_library() -> Any:
         import onnxruntime
     except ImportError as e:
         raise Unavailable(f"onnxruntime is not installed in this Python; {install('onnxruntime')}") from e
-    # From 1.31 on the library looks up a telemetry host unless that is disabled.
-    if hasattr(onnxruntime, "disable_telemetry_events"):
-        onnxruntime.disable_telemetry_events()
     return onnxruntime
 
 

@@ -28,6 +28,11 @@ LENGTH = re.compile(
     re.IGNORECASE,
 )
 CACHE = re.compile(r"past|present|cache|(^|[._/])kv([._/\d]|$)|(^|[./])(key|value|state)s?([._/\d]|$)", re.IGNORECASE)
+# Frames are lengths too, but on the first axis, where they are a video's images; and sounds are no images.
+FRAMES = re.compile(r"(^|[_\W])(n|num)?_?frames?\d*($|[_\W])", re.IGNORECASE)
+SOUND = re.compile(
+    r"audio|sound|speech|wave?form|(^|[_\W])(wav|mel|mels|pcm|fbank|mfcc)\d*($|[_\W])|spectro", re.IGNORECASE
+)
 PICTURE = re.compile("image|img|pixel|photo|frame", re.IGNORECASE)
 
 
@@ -37,13 +42,15 @@ def is_length(axis: int | str) -> bool:
 
 
 def is_image(tensor: Tensor) -> bool:
-    """Return whether shape, type and name are an image's: four axes, none a sequence's length, and no cache."""
+    """Return whether shape, type and name are an image's: four axes, none a sequence's length, no cache, no sound."""
     return (
         len(tensor.shape) == 4
         and 0 not in tensor.shape
         and tensor.dtype.startswith(("float", "bfloat", "uint8"))
         and not CACHE.search(tensor.name)
+        and not SOUND.search(tensor.name)
         and not any(map(is_length, tensor.shape))
+        and not any(isinstance(axis, str) and FRAMES.search(axis) for axis in tensor.shape[1:])
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.backend import Maker, derived
+from dyno.worker.extras import ONNX_RUNTIME_BUILDS
 from dyno.worker.facts.engine import Calibration
 from dyno.worker.facts.files import MakerFacts, OutputCheck
 from dyno.worker.inputs.calibration import CalibrationImages, example
@@ -52,7 +53,7 @@ class OnnxModelopt(Maker):
     the rest in FP16, of a detector in FP32."""
 
     name = "onnx_modelopt"
-    requires = ("nvidia-modelopt", "onnx", "onnxruntime|onnxruntime-gpu")
+    requires = ("nvidia-modelopt", "onnx", ONNX_RUNTIME_BUILDS)
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Quantise the parent's file, calibrated on the recipe's data, and run it once beside its parent.

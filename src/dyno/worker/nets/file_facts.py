@@ -48,13 +48,15 @@ def find_image_facts(
     fixed = [_read_length(image.shape[side]) for side in sides]
     given = shapes.get(image.name, ())
     requested = [_read_length(given[side]) for side in sides] if len(given) == 4 else [0, 0]
-    default = _parse_size(metadata.get("imgsz")) or [DEFAULT_SIZE, DEFAULT_SIZE]
+    usual_size = _parse_size(metadata.get("imgsz"))
+    default = usual_size or [DEFAULT_SIZE, DEFAULT_SIZE]
     height, width = (side or shape or own for side, shape, own in zip(fixed, requested, default, strict=True))
     usual = metadata.get("batch")
     _check_sizes(model, sizes, requested, metadata.get("stride"))
     return Inspection(
         size=(height, width),
         fixed_size=all(fixed) or all(requested),
+        size_guessed=not (usual_size or all(side or own for side, own in zip(fixed, requested, strict=True))),
         channels=_read_length(image.shape[channel]) or None,
         usual_batch=usual if isinstance(usual, int) and not _read_length(image.shape[0]) else None,
     )

@@ -35,7 +35,13 @@ def unflattened(path: str) -> Any:
     """Return a stored program as modules with their names from before the export."""
     from torch.export import unflatten
 
-    return unflatten(_load_program(path))
+    program = _load_program(path)
+    module = unflatten(program)
+    if not hasattr(module, "type_name"):  # before PyTorch 2.8 the parts alone have it
+        stacks = (node.meta.get("nn_module_stack", {}) for node in program.graph.nodes)
+        kind = next((kind for stack in stacks for name, kind in stack.values() if not name), None)
+        module.type_name = lambda: kind
+    return module
 
 
 def unguarded() -> dict[str, Any]:

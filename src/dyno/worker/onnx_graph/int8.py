@@ -6,6 +6,7 @@ depends on the engine that will read the file: see `SCHEMES`.
 
 from __future__ import annotations
 
+import copy
 import platform
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -82,7 +83,6 @@ def to_int8(
 
     The facts have scheme, target, calibration, number of nodes in float and warnings.
     """
-    target, method = str(recipe.options.get("target", "")), str(recipe.options.get("method", METHOD))
     data = calibration_of(recipe, parent)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         seen = observed(model, recipe, data, Path(scratch))
@@ -95,13 +95,12 @@ def to_int8(
             if higher:
                 # The tool quantises the outputs of a layer too, and so the inputs of a kept one.
                 extra["OpTypesToExcludeOutputQuantization"] = sorted(seen.types)
-            settings = {"reduce_range": seen.narrow, "extra_options": extra}
-            made = _quantise_graph(Path(scratch), METHODS[method], sorted(seen.types), sorted(excluded), **settings)
+            made = _quantise_graph(Path(scratch) / "prepared.onnx", seen, excluded, extra)
             _reading_floats(made, higher)
     return made, MakerFacts(
         scheme=seen.scheme.text + (", weights in 7 bits because this CPU has no VNNI" if seen.narrow else ""),
-        target=target,
-        calibration=replace(data.facts, method=method),
+        target=str(recipe.options.get("target", "")),
+        calibration=replace(data.facts, method=str(recipe.options.get("method", METHOD))),
         kept_float=len(excluded),
         warnings=(*seen.warnings, *data.warnings),
     )
@@ -109,8 +108,8 @@ def to_int8(
 
 @dataclass(frozen=True)
 class CalibratedGraph:
-    """A calibrated graph with named nodes: the range of each tensor, the operators that are quantised, the nodes that
-    aren't, whether it is a transformer, whether weights get seven bits, and warnings."""
+    """A calibrated graph with named nodes: the operators that are quantised, the nodes that aren't, whether it is a
+    transformer, the range of each tensor, as onnxruntime has it too, whether weights get seven bits, and warnings."""
 
     model: Any
     scheme: Scheme
@@ -118,6 +117,7 @@ class CalibratedGraph:
     excluded: set[str]
     transformer: bool
     ranges: Ranges
+    collected: Any
     narrow: bool
     warnings: tuple[str, ...]
 
@@ -133,9 +133,11 @@ def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> Ca
     excluded |= decoding(prepared.graph, recipe.model)
     fused = (*OBSERVED, *(MOVES if JOINTS in recipe.options else ()))
     types = fused if scheme.fused else LINEAR if transformer else _every_type()
-    ranges = _calibrate_ranges(scratch, types, data, recipe)
+    ranges, collected = _calibrate_ranges(scratch, types, data, recipe)
     narrow = target != "tensorrt" and _can_saturate()
-    return CalibratedGraph(prepared, scheme, frozenset(types), excluded, transformer, ranges, narrow, tuple(notes))
+    return CalibratedGraph(
+        prepared, scheme, frozenset(types), excluded, transformer, ranges, collected, narrow, tuple(notes)
+    )
 
 
 def _reading_floats(model: Any, higher: Sequence[str]) -> None:
@@ -149,26 +151,29 @@ def _reading_floats(model: Any, higher: Sequence[str]) -> None:
                 node.input[k] = quantised.input[0]
 
 
-def _quantise_graph(scratch: Path, method: str, types: list[str], excluded: list[str], **settings: Any) -> Any:
-    """Quantise statically with onnxruntime, with the ranges that were calibrated before."""
-    import onnx
-    from onnxruntime import quantization
+def _quantise_graph(prepared: Path, seen: CalibratedGraph, excluded: Iterable[str], extra: dict[str, Any]) -> Any:
+    """Quantise with onnxruntime, with the ranges that were calibrated before.
 
-    kinds = quantization.QuantType
-    quantization.quantize_static(
-        scratch / "prepared.onnx",
-        scratch / "quantised.onnx",
-        quant_format=quantization.QuantFormat.QDQ,
-        op_types_to_quantize=types,
-        nodes_to_exclude=excluded,
-        activation_type=kinds.QUInt8,
-        weight_type=kinds.QInt8,
+    `quantize_static` takes ranges from version 1.27 on; what it then calls does in every version.
+    """
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+    from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
+
+    quantizer = QDQQuantizer(
+        load_model_with_shape_infer(prepared),
         per_channel=True,
-        calibrate_method=quantization.CalibrationMethod[method],
-        calibration_cache_path=scratch / "ranges.json",
-        **settings,
+        reduce_range=seen.narrow,
+        weight_qType=QuantType.QInt8,
+        activation_qType=QuantType.QUInt8,
+        tensors_range=copy.deepcopy(seen.collected),  # which it adjusts
+        nodes_to_quantize=[],
+        nodes_to_exclude=sorted(excluded),
+        op_types_to_quantize=sorted(seen.types),
+        extra_options=extra,
     )
-    quantised = onnx.load(scratch / "quantised.onnx")
+    quantizer.quantize_model()
+    quantised = quantizer.model.model
     order(quantised)  # the tool's own overlooks what branches and loops read
     return quantised
 
@@ -203,10 +208,10 @@ def _find_attention(model: Any) -> tuple[set[str], bool]:
     return {n.name for n in products}, attention or any(n.op_type == "LayerNormalization" for n in model.graph.node)
 
 
-def _calibrate_ranges(scratch: Path, types: Iterable[str], data: Calibration, recipe: Recipe) -> Ranges:
-    """Collect the ranges of all tensors into ranges.json; returns the lowest and highest value of each."""
+def _calibrate_ranges(scratch: Path, types: Iterable[str], data: Calibration, recipe: Recipe) -> tuple[Ranges, Any]:
+    """Collect the ranges of all tensors; return the lowest and highest value of each, and onnxruntime's own object."""
     from onnxruntime.quantization import CalibrationMethod
-    from onnxruntime.quantization.calibrate import create_calibrator, save_tensors_data
+    from onnxruntime.quantization.calibrate import create_calibrator
 
     method = METHODS[str(recipe.options.get("method", METHOD))]
     percentile = {"percentile": float(recipe.options.get("percentile", PERCENTILE))} if method == "Percentile" else {}
@@ -223,8 +228,8 @@ def _calibrate_ranges(scratch: Path, types: Iterable[str], data: Calibration, re
         end = min(start + HISTOGRAM_BATCHES, len(data))
         calibrator.collect_data(reader(data.feeds(start, end)))
     collected = calibrator.compute_data()
-    save_tensors_data(collected, scratch / "ranges.json")
-    return {name: (float(np.min(s.range_value[0])), float(np.max(s.range_value[1]))) for name, s in collected.items()}
+    ranges = ((name, collected[name].range_value) for name in collected)
+    return {name: (float(np.min(low)), float(np.max(high))) for name, (low, high) in ranges}, collected
 
 
 def _extra_options(scheme: Scheme, ranges: Ranges) -> dict[str, Any]:

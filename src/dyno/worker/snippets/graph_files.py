@@ -81,7 +81,10 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
     }
     needs = ("numpy", "onnxruntime-gpu" if on_gpu else "onnxruntime")
     code = ONNX_RUNTIME.format(preload=PRELOAD if on_gpu else "")
-    return ScriptPart(needs, "import onnxruntime\n", constants, code)
+    imports = (
+        'import os\n\nos.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # before the import\nimport onnxruntime\n'
+    )
+    return ScriptPart(needs, imports, constants, code)
 
 
 def _parse_device_index(trial: Trial) -> int:
