@@ -2,7 +2,7 @@
 
     python benchmarks/devices.py --device-list cuda:0,cuda:1 --out runs/devices [--threads 16]
     python benchmarks/devices.py … --only many; python benchmarks/devices.py … --only one     # in two calls
-    python benchmarks/devices.py --models torchvision:squeezenet1_1 --size 64 --batch 1,2 --backends pytorch
+    python benchmarks/devices.py --models torchvision:squeezenet1_1 --size 64 --batch 1,2 --backend pytorch
 
 Eight small classifiers at two batches in three configurations are 48 trials. Each half is a `dyno run`, first on all
 devices, then on the first alone, with a cache of its own: both make all files. What is timed is the whole command,
@@ -70,7 +70,7 @@ def half(asked: argparse.Namespace, which: str, found: list[Place]) -> float:
     words = [
         "--batch",
         asked.batch,
-        "--backends",
+        "--backend",
         asked.backends,
         "--precision",
         asked.precision,
@@ -140,7 +140,9 @@ def main() -> None:
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--batch", default="1,32")
     parser.add_argument("--size", default="")
-    parser.add_argument("--backends", help="default: pytorch, and on processors onnxruntime and openvino, too")
+    parser.add_argument(
+        "--backend", dest="backends", help="default: pytorch, and on processors onnxruntime and openvino, too"
+    )
     parser.add_argument("--precision", help="default: fp32, and on GPUs fp16 and bf16, too")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0)

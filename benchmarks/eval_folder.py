@@ -152,7 +152,7 @@ def evaluate(
     out = place / f"run-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "dyno", "eval", f"torchvision:{args.model}", "--data", str(photos),
                "--weights", str(weights), "--batch", str(args.batch),
-               "--backends", args.backend, "--precision", args.precision, "--device", args.device,
+               "--backend", args.backend, "--precision", args.precision, "--device", args.device,
                "--threads", str(args.threads), "--classes", "4", "--out", str(out)]  # fmt: skip
     run([*command, *args.dyno.split()], {**os.environ, "DYNO_CACHE": str(place / "cache")}, side)
     (trial,) = trial_result.load_run(out)

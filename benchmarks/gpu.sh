@@ -67,7 +67,7 @@ fi
 if wanted benchmarks; then
   dyno export torchvision:resnet18 -o "$runs/r18.onnx"
   for batch in 1 256; do
-    dyno build "$runs/r18.onnx" -o "$runs/r18-$batch.engine" --precision fp16 --batch "$batch" "${pythons[@]:0:2}"
+    dyno export "$runs/r18.onnx" -o "$runs/r18-$batch.engine" --precision fp16 --batch "$batch" "${pythons[@]:0:2}"
   done
   {
     "$trt" benchmarks/gpu_loop.py "$runs"/r18-*.engine
@@ -77,7 +77,7 @@ if wanted benchmarks; then
 fi
 
 if wanted matrix; then
-  python3 benchmarks/matrix.py "$runs/matrix" --device cuda:0 --backends pytorch,tensorrt@optimization=1 --batch 8 --threads 1 \
+  python3 benchmarks/matrix.py "$runs/matrix" --device cuda:0 --backend pytorch,tensorrt@optimization=1 --batch 8 --threads 1 \
     --jobs "${MATRIX_JOBS:-3}" --minutes "${MATRIX_MINUTES:-9}" --limit 300 "${pythons[@]:0:2}" --rows "$out" | cut -c1-200
 fi
 
@@ -105,7 +105,7 @@ verdicts() { python3 benchmarks/verdicts.py --minutes "${VERDICT_MINUTES:-9}" "$
 if wanted verdicts; then
   backends=pytorch
   [ -n "${DYNO_TENSORRT_PYTHON:-}" ] && backends=tensorrt,pytorch
-  verdicts --until 3 --slowdown 0.01 --alone --device cuda:0 --backends "$backends" "${pythons[@]:0:2}" --store "$out/verdicts-gpu" 2>&1 |
+  verdicts --until 3 --slowdown 0.01 --alone --device cuda:0 --backend "$backends" "${pythons[@]:0:2}" --store "$out/verdicts-gpu" 2>&1 |
     tee "$out/verdicts-gpu.txt" | tail -n 30
 fi
 

@@ -1,6 +1,6 @@
 """Which networks run where: every network on every backend in every precision, one short round each, as one table.
 
-    python benchmarks/matrix.py OUT [--backends pytorch,onnxruntime,openvino] [--precision fp32,fp16,int8]
+    python benchmarks/matrix.py OUT [--backend pytorch,onnxruntime,openvino] [--precision fp32,fp16,int8]
         [--networks torchvision:resnet18,timm:levit_128s] [--device cuda:0] [--python tensorrt=PATH] [--limit 900]
         [--jobs 6] [--minutes 9]
 
@@ -62,7 +62,7 @@ def networks() -> list[str]:
 def measure(source: str, asked: argparse.Namespace, cache: str, limit: float) -> list[dict[str, str]]:
     """The rows of one network; one row with a reason where the study gave none."""
     folder = asked.out / "runs" / source.replace(":", "-")
-    command = [sys.executable, "-m", "dyno", "run", source, "--backends", asked.backends, "--device", asked.device]
+    command = [sys.executable, "-m", "dyno", "run", source, "--backend", asked.backends, "--device", asked.device]
     command += ["--precision", asked.precision, "--batch", str(asked.batch), "--data", str(asked.out / "photos")]
     command += ["--rounds", "1", "--seconds", "0.2", "--warmup", "0.2", "--out", str(folder)]
     command += [word for python in asked.python for word in ("--python", python)]
@@ -155,7 +155,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--backends", default="pytorch,onnxruntime,openvino")
+    parser.add_argument("--backend", dest="backends", default="pytorch,onnxruntime,openvino")
     parser.add_argument("--precision", default="fp32,fp16,int8")
     parser.add_argument("--rows", type=Path, help="folder of matrix.csv and matrix.md (default: OUT)")
     parser.add_argument("--networks", default="", help="comma-separated sources instead of the whole list")

@@ -1,4 +1,4 @@
-"""`dyno train`'s loop against a plain PyTorch loop, side by side: at least 0.95 of its images per second.
+"""`dyno data train`'s loop against a plain PyTorch loop, side by side: at least 0.95 of its images per second.
 
     python benchmarks/train_loop.py [--device cuda:0] [--model torchvision:resnet18] [--size 224] [--batch 32] …
 

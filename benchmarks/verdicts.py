@@ -1,12 +1,12 @@
 """Are verdicts right? Studies of processes whose difference is known: equal ones, and some slowed down by 2 and 5 %.
 
-    python benchmarks/verdicts.py [--minutes 10] [--backends onnxruntime,openvino] [--csv verdicts.csv --run NAME]
+    python benchmarks/verdicts.py [--minutes 10] [--backend onnxruntime,openvino] [--csv verdicts.csv --run NAME]
     python benchmarks/verdicts.py --until 5 --minutes 60 [--threads 2] [--slowdown 0.01] [--beside]
-    python benchmarks/verdicts.py --device cuda:0 --backends pytorch,tensorrt --python tensorrt=PATH --alone
+    python benchmarks/verdicts.py --device cuda:0 --backend pytorch,tensorrt --python tensorrt=PATH --alone
     python benchmarks/verdicts.py --store FOLDER [...]; python benchmarks/verdicts.py --read FOLDER
     python benchmarks/verdicts.py --short
 
-The same as `dyno calibrate`, for longer, with more equal pairs, and twice for each backend: as the machine is, and
+The same as `dyno selftest`, for longer, with more equal pairs, and twice for each backend: as the machine is, and
 beside the programs of a person, which `beside.py` plays. Prints how many studies of three, five and ten rounds called
 equal processes faster or slower (with the one-sided upper 95 % limit), how many intervals hold the true ratio, and in
 how many studies a slow-down was seen. --store keeps the self-tests, and --read prints the tables of all that a folder
@@ -211,8 +211,8 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="of measuring, over all backends and conditions")
-    parser.add_argument("--backends", default="onnxruntime")
-    parser.add_argument("--model", default="", help="a source, as dyno calibrate has it (default: the demo's network)")
+    parser.add_argument("--backend", dest="backends", default="onnxruntime")
+    parser.add_argument("--model", default="", help="a source, as dyno selftest has it (default: the demo's network)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--python", action="append", default=[], help="NAME=PATH, as dyno run has it")
     conditions = parser.add_mutually_exclusive_group()

@@ -1,4 +1,4 @@
-"""`dyno video` against a plain loop of the same steps, side by side: frames per second end to end.
+"""`dyno bench video` against a plain loop of the same steps, side by side: frames per second end to end.
 
     python benchmarks/video.py [--rounds 5] [--frames 600] [--size 128] [--model ultralytics:yolov8n.yaml]
     python benchmarks/video.py --predictions [--frames 600] [--model ultralytics:yolov8n.yaml]
@@ -7,7 +7,8 @@
 
 The loop is what tutorials show: OpenCV reads a frame, letterboxes it, ONNX Runtime answers it with as many threads,
 OpenCV suppresses boxes, draws them and writes the frame, one after the other. Both run the same ONNX file on the same
-video of 960 x 540 and write MPEG-4; the loop has all threads on a frame, `dyno video` one on each of as many frames.
+video of 960 x 540 and write MPEG-4; the loop has all threads on a frame, `dyno bench video` one on each of as many
+frames.
 In each round both run in fresh processes, in shuffled order. Only the reading to the closed file counts, not the start
 of either. Memory is held against that of half-way through the video, so give more frames to see whether it is flat.
 
@@ -112,7 +113,7 @@ def detections(rows: np.ndarray, scale: float) -> list[tuple[float, float, float
 def pipeline(
     video: str, model: str, output: str, folder: str, *, threads: int, engine: str = "", streams: int = 1
 ) -> dict[str, float]:
-    """`dyno video`; its frames and seconds, how much of its bound it reached, how its memory grew, how far its
+    """`dyno bench video`; its frames and seconds, how much of its bound it reached, how its memory grew, how far its
     prediction was off, and both factors of that."""
     import dyno
     from dyno.videos import figures
@@ -228,7 +229,7 @@ def repeated(video: str, film: str) -> str:
 
 
 def decoding(video: str, gpu: str) -> dict[str, float]:
-    """Frames per second of a loop that decodes the file as `dyno video` does, and does nothing else."""
+    """Frames per second of a loop that decodes the file as `dyno bench video` does, and does nothing else."""
     from dyno.worker.video.opening import open_source, prepare_libraries
     from dyno.worker.video.options import VideoOptions
 
@@ -242,7 +243,7 @@ def decoding(video: str, gpu: str) -> dict[str, float]:
 
 def device(video: str, folder: str, preload: str, frames: str, model: str, size: str, engine: str, gpu: str,
            batch: str, python: str, prepare: str, decode: str) -> dict[str, Any]:  # fmt: skip
-    """`dyno video` without an output; what it reached, and what inference alone does."""
+    """`dyno bench video` without an output; what it reached, and what inference alone does."""
     import dyno
     from dyno.videos import figures
     from dyno.worker.video.options import VideoOptions
@@ -260,7 +261,7 @@ def device(video: str, folder: str, preload: str, frames: str, model: str, size:
 
 
 def rounds(chosen: argparse.Namespace, scratch: str, video: str, threads: str) -> None:
-    """The loop and `dyno video`, in shuffled order in each round."""
+    """The loop and `dyno bench video`, in shuffled order in each round."""
     rates: dict[str, list[float]] = {"loop": [], "pipeline": []}
     shares, growths, errors = list[float](), list[float](), list[float]()
     model = exported(chosen.model, chosen.size, scratch)
@@ -277,11 +278,11 @@ def rounds(chosen: argparse.Namespace, scratch: str, video: str, threads: str) -
                 factors = shown_factors(found)
         ours, theirs = rates["pipeline"][-1], rates["loop"][-1]
         of_bound = f"{shares[-1]:.0f} % of its bound, prediction off by {errors[-1]:.0f} % ({factors})"
-        both = f"loop {theirs:.1f} frames/s, dyno video {ours:.1f}, {ours / theirs:.2f}x"
+        both = f"loop {theirs:.1f} frames/s, dyno bench video {ours:.1f}, {ours / theirs:.2f}x"
         print(f"round {number + 1}: {both}, {of_bound}", flush=True)
     ratios = [a / b for a, b in zip(rates["pipeline"], rates["loop"], strict=True)]
     middle = [statistics.median(each) for each in (ratios, shares, errors, growths)]
-    print(f"dyno video is {middle[0]:.2f}x as fast (median of {len(ratios)} rounds, from {min(ratios):.2f} to "
+    print(f"dyno bench video is {middle[0]:.2f}x as fast (median of {len(ratios)} rounds, from {min(ratios):.2f} to "
           f"{max(ratios):.2f}), at {middle[1]:.0f} % of its bound, its prediction off by {middle[2]:.0f} %; "
           f"memory grew by {middle[3]:.1f} MiB in the last half")  # fmt: skip
 

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "agree": (lambda: DYNO.agree_layers("no.onnx", rtol=None), "rtol is None; it must be a number"),
     "least": (lambda: DYNO.agree_layers("no.onnx", batch=np.int64(0)), "batch is 0; it must be at least 1"),
     "calibrate": (lambda: DYNO.calibrate(minutes=None), "minutes is None; it must be a number"),
-    "train": (lambda: DYNO.train("digits", model=Path("no.py")), "model 'no.py' "),
+    "train": (lambda: DYNO.train("digits", model=Path("no.py")), "there is no Python file no.py"),
 }
 
 

@@ -118,22 +118,22 @@ def test_what_is_missing_is_listed() -> None:
         (["report", "{golden}", "-o", "page"], "report"),
         (["demo"], "data,onnx,openvino,report,torch"),
         (["run", "torchvision:resnet18"], "onnx,openvino,torch"),
-        (["run", "torchvision:resnet18", "--backends", "pytorch"], "torch"),
-        (["run", "timm:resnet18", "--backends", "pytorch"], "torch"),
-        (["run", "m.onnx", "--backends", "onnxruntime"], "onnx"),
-        (["run", "m.xml", "--backends", "openvino"], "openvino"),
-        (["run", "fake:n", "--channels", "1", "--backends", "fake", "--data", "digits"], "data"),
-        (["run", "fake:n", "--backends", "fake", "--data", "photos"], "data"),
+        (["run", "torchvision:resnet18", "--backend", "pytorch"], "torch"),
+        (["run", "timm:resnet18", "--backend", "pytorch"], "torch"),
+        (["run", "m.onnx", "--backend", "onnxruntime"], "onnx"),
+        (["run", "m.xml", "--backend", "openvino"], "openvino"),
+        (["run", "fake:n", "--channels", "1", "--backend", "fake", "--data", "digits"], "data"),
+        (["run", "fake:n", "--backend", "fake", "--data", "photos"], "data"),
         (["export", "torchvision:resnet18", "-o", "r.onnx"], "torch"),
-        (["build", "m.onnx", "-o", "m2.xml"], "openvino"),
+        (["export", "m.onnx", "-o", "m2.xml"], "openvino"),
         (["time", "m.onnx"], "onnx"),
         (["explain", "m.onnx", "onnxruntime", "openvino", "--save", "w.svg"], "report"),
         (["profile", "m.onnx", "--roofline", "--save", "r.roofline.svg"], "report"),
-        (["agree", "m.onnx", "torchvision:resnet18"], "onnx"),
+        (["diff", "m.onnx", "torchvision:resnet18"], "onnx"),
         (["eval", "torchvision:resnet18", "--data", "photos"], "torch"),
-        (["train", "digits", "--model", "torchvision:resnet18"], "torch"),
+        (["data", "train", "digits", "--model", "torchvision:resnet18"], "torch"),
         (["data", "imagenet-val", "flat", "-o", "sorted"], "torch"),
-        (["take", "{golden}", "pytorch"], "torch"),
+        (["export", "{golden}", "pytorch"], "torch"),
     ],
 )
 def test_what_is_missing_is_one_line_with_its_extra(
@@ -164,7 +164,7 @@ def test_what_needs_no_extra_works(bare: Bare, root: Path, tmp_path: Path) -> No
         done = bare(*words)
         assert done.returncode == 0 and "Traceback" not in done.stderr and done.stdout, done.stderr
     done = bare(
-        "run", "fake:net", "--channels", "1", "--backends", "fake", "--rounds", "1", "--seconds", "0.05", "--out", "r"
+        "run", "fake:net", "--channels", "1", "--backend", "fake", "--rounds", "1", "--seconds", "0.05", "--out", "r"
     )
     assert done.returncode == 0, done.stderr
     assert (

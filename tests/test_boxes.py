@@ -28,7 +28,7 @@ OBJECTS = ((0, 4, 6, 20, 16), (2, 34, 20, 24, 22), (1, 8, 28, 14, 18))
 BOXES = np.array([[x, y + MARGIN, x + w, y + h + MARGIN] for _, x, y, w, h in OBJECTS], np.float32)
 LABELS, SCORES = np.array([o[0] for o in OBJECTS]), np.array([0.9, 0.8, 0.7], np.float32)
 CENTRES = np.concatenate([(BOXES[:, :2] + BOXES[:, 2:]) / 2, BOXES[:, 2:] - BOXES[:, :2]], 1)
-QUICK = "--rounds 1 --seconds 0.03 --block 0.01 --warmup 0.01 --boundaries model --backends onnxruntime".split()
+QUICK = "--rounds 1 --seconds 0.03 --block 0.01 --warmup 0.01 --boundaries model --backend onnxruntime".split()
 
 
 def write(path: Path, metadata: dict[str, str], **outputs: np.ndarray) -> Path:
@@ -131,14 +131,14 @@ def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
     words = (
         "--json",
         tmp_path / "boxes.jsonl",
-        "--backends",
+        "--backend",
         "onnxruntime",
         "--rounds",
         1,
         "--out",
         tmp_path / "video",
     )
-    code, _, errors = call("video", data.parent / "images/val", "--model", file, *words)
+    code, _, errors = call("bench", "video", data.parent / "images/val", "--model", file, *words)
     assert code == 2 and reason in errors.splitlines()[-1]
 
 
@@ -152,8 +152,8 @@ def test_a_number_of_classes_that_the_outputs_contradict(refused: Callable[..., 
 @pytest.mark.usefixtures("preloaded")
 def test_a_video_has_the_boxes_that_are_left(call: Call, data: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "net.onnx", ULTRALYTICS, output0=rows(300))
-    words = ("--json", tmp_path / "boxes.jsonl", "--rounds", 1, "--backends", "onnxruntime", "--out", tmp_path / "run")
-    call("video", data.parent / "images/val", "--model", file, *words, code=0)
+    words = ("--json", tmp_path / "boxes.jsonl", "--rounds", 1, "--backend", "onnxruntime", "--out", tmp_path / "run")
+    call("bench", "video", data.parent / "images/val", "--model", file, *words, code=0)
     frames = [json.loads(line) for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
     assert len(frames) == 3
     for frame in frames:
@@ -163,7 +163,7 @@ def test_a_video_has_the_boxes_that_are_left(call: Call, data: Path, tmp_path: P
 
 Arrays = dict[str, np.ndarray]
 QUICK_SUPPRESSED = "--rounds 1 --seconds 0.03 --block 0.01 --warmup 0.01 --boundaries model --routes usual".split()
-ENGINES = ("--backends", "onnxruntime,openvino")
+ENGINES = ("--backend", "onnxruntime,openvino")
 
 
 def rows_of(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
@@ -256,7 +256,7 @@ def test_torchvision_s_detectors_run_one_image_at_a_time_and_as_onnx(
     assert "one image at a time; omit the batch, 8" in line
     drawn.photographs(tmp_path / "photos", count=5, height=64, width=64, block=8)
     words = [*QUICK_SUPPRESSED, "--size", 96, "--batch", 1, "--data", tmp_path / "photos", "--out", tmp_path / "run"]
-    call("run", name, *words, "--backends", "pytorch,onnxruntime", code=0)
+    call("run", name, *words, "--backend", "pytorch,onnxruntime", code=0)
     table = {backend: row for (_, backend), row in rows_of(tmp_path / "run").items()}
     assert table["onnxruntime"]["outputs"] == "agree" and table["pytorch"]["status"] == "ok"
     assert table["onnxruntime"]["route"].startswith("torchscript")
@@ -281,7 +281,7 @@ def test_a_planted_graph_is_said_first_and_never_ranked(dyno: Any, tmp_path: Pat
              "--warmup", 0.02, "--routes", "usual", "--out", tmp_path / "r")  # fmt: skip
     environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
     done = dyno(
-        "run", f"{tmp_path / 'net.py'}:net", "--backends", ",".join([*honest, *planted]), *words, env=environment
+        "run", f"{tmp_path / 'net.py'}:net", "--backend", ",".join([*honest, *planted]), *words, env=environment
     )
     assert done.returncode == 3, done.stderr
     shown = dyno("show", tmp_path / "r", "--format", "csv", env=environment)

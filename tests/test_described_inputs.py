@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 onnx = pytest.importorskip("onnx")
 
 ENGINES = ("pytorch", "onnxruntime", "openvino")
-QUICK = ("--routes", "usual", "--inputs", 4, "--threads", 1,
+QUICK = ("--routes", "usual", "--compared", 4, "--threads", 1,
          "--rounds", 1, "--seconds", 0.02, "--block", 0.01, "--warmup", 0.01)  # fmt: skip
 Call = Callable[..., tuple[int, str, str]]
 
@@ -55,7 +55,7 @@ def outputs(folder: Path) -> dict[str, dict[str, np.ndarray]]:
 def test_every_engine_runs_it_and_agrees(
     call: Call, nets: Path, name: str, words: tuple[Any, ...], batch: int, size: str, shape: tuple[int, ...]
 ) -> None:
-    call("run", f"nets.py:{name}", "--backends", ",".join(ENGINES), *QUICK, "--out", "r", *words, code=0)
+    call("run", f"nets.py:{name}", "--backend", ",".join(ENGINES), *QUICK, "--out", "r", *words, code=0)
     rows = table(Path("r"))
     assert sorted(rows.index) == sorted(ENGINES) and set(rows["status"]) == {"ok"}
     assert set(rows["batch"]) == {batch} and set(rows["size"].astype(str)) == {size or "0"}
@@ -70,7 +70,7 @@ def test_every_engine_runs_it_and_agrees(
 
 
 def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Call, nets: Path) -> None:
-    call("run", "nets.py:quantised", "--backends", "pytorch,onnxruntime", *QUICK, "--size", 8, "--out", "r", code=3)
+    call("run", "nets.py:quantised", "--backend", "pytorch,onnxruntime", *QUICK, "--size", 8, "--out", "r", code=3)
     rows = table(Path("r"))
     assert dict(rows["status"]) == {"pytorch": "ok", "onnxruntime": "failed"}
     assert "quantised dynamically by PyTorch, and such layers have no ONNX form" in rows["reason"]["onnxruntime"]
@@ -79,7 +79,7 @@ def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Cal
 
 
 def test_what_pytorch_quantised_with_its_activations_is_held_to_eight_bits(call: Call, nets: Path) -> None:
-    backends = ("--backends", "pytorch,onnxruntime,openvino")
+    backends = ("--backend", "pytorch,onnxruntime,openvino")
     call("run", "nets.py:statically", *backends, *QUICK, "--size", 8, "--out", "r", code=0)
     rows = table(Path("r"))
     assert set(rows["status"]) == {"ok"} and rows["outputs"].tolist() == ["", "agree", "agree"]
@@ -87,7 +87,7 @@ def test_what_pytorch_quantised_with_its_activations_is_held_to_eight_bits(call:
 
 
 def test_compiled_with_several_inputs_and_keywords(call: Call, nets: Path) -> None:
-    call("run", "nets.py:tokens", "--backends", "pytorch,compile", *QUICK, "--out", "r", code=0)
+    call("run", "nets.py:tokens", "--backend", "pytorch,compile", *QUICK, "--out", "r", code=0)
     found = outputs(Path("r"))
     np.testing.assert_allclose(found["compile"]["output"], found["pytorch"]["output"], 1e-3, 1e-4)
 
@@ -98,8 +98,8 @@ def test_an_export_has_the_inputs_by_name_and_a_free_batch(call: Call, nets: Pat
     assert [value.name for value in inputs] == ["input_ids", "attention_mask"]
     assert {value.type.tensor_type.elem_type for value in inputs} == {onnx.TensorProto.INT64}
     assert {value.type.tensor_type.shape.dim[0].dim_param for value in inputs} == {"batch"}
-    alike = ("--inputs", 4, "--threads", 1, "--least", 1)
-    call("agree", "nets.py:tokens", "t.onnx", "--input", "input_ids=0..49", *alike, code=0)
+    alike = ("--compared", 4, "--threads", 1, "--least", 1)
+    call("diff", "nets.py:tokens", "t.onnx", "--input", "input_ids=0..49", *alike, code=0)
 
 
 def test_only_what_follows_the_batch_is_free(call: Call, nets: Path) -> None:
@@ -110,7 +110,7 @@ def test_only_what_follows_the_batch_is_free(call: Call, nets: Path) -> None:
 
 
 def test_a_batch_that_the_model_does_not_take_is_refused(call: Call, refused: Any, nets: Path) -> None:
-    usual = ("nets.py:fixed", "--backends", "pytorch", *QUICK)
+    usual = ("nets.py:fixed", "--backend", "pytorch", *QUICK)
     assert "the model takes a batch of 2 alone, and not 3" in refused("run", *usual, "--batch", 3)
     assert call("run", *usual, "--out", "r")[0] == 0
     assert set(table(Path("r"))["batch"]) == {2}
@@ -121,7 +121,7 @@ def test_arrays_of_a_file_are_what_is_fed(call: Call, nets: Path) -> None:
     x = rng.standard_normal((4, 1, 400)).astype(np.float32)
     np.savez("feeds.npz", x=x)
     words = ("--input", "feeds.npz", "--input", "sr=16000", "--batch", 2)
-    call("run", "nets.py:rate", "--backends", "pytorch", *QUICK, *words, "--out", "r", code=0)
+    call("run", "nets.py:rate", "--backend", "pytorch", *QUICK, *words, "--out", "r", code=0)
     import torch
 
     from dyno.worker.nets import models
@@ -146,7 +146,7 @@ def test_arrays_of_a_file_are_what_is_fed(call: Call, nets: Path) -> None:
     ],
 )  # fmt: skip
 def test_inputs_that_can_not_be_known_are_one_line(refused: Any, nets: Path, words: tuple[str, ...], line: str) -> None:
-    assert line in refused("run", *words, "--backends", "pytorch", *QUICK)
+    assert line in refused("run", *words, "--backend", "pytorch", *QUICK)
 
 
 TYPES = {
@@ -174,7 +174,7 @@ def test_inputs_of_every_type_take_values_and_arrays(call: Call, tmp_path: Path)
     fixed = [
         word for name, value in TYPES.items() for word in ("--input", f"{name}={value if name != 'bool' else 'true'}")
     ]
-    run = ("run", "types.onnx", "--backends", "onnxruntime,openvino", *QUICK)
+    run = ("run", "types.onnx", "--backend", "onnxruntime,openvino", *QUICK)
     call(*run, *fixed, "--out", "r", code=0)
     for backend, found in outputs(Path("r")).items():
         np.testing.assert_allclose(found["y"], want.repeat(4, axis=0), 1e-6, err_msg=backend)
@@ -191,7 +191,7 @@ def test_a_boolean_argument_of_a_module_is_what_it_is_given(call: Call, tmp_path
         "def build_inputs():\n    return {'x': torch.rand(2, 8) + 1, 'flag': torch.tensor(True)}\n"
     )
     for value, zero in (("true", False), ("false", True)):
-        words = ("--input", f"flag={value}", "--backends", "pytorch", *QUICK, "--out", value)
+        words = ("--input", f"flag={value}", "--backend", "pytorch", *QUICK, "--out", value)
         call("run", "flag.py:build", *words, code=0)
         assert (outputs(Path(value))["pytorch"]["output"] == 0).all() == zero
 
@@ -261,12 +261,12 @@ def test_a_recurrent_network_that_takes_time_first_has_the_batch_behind_it(
     import torch
 
     (tmp_path / "first.py").write_text(TIME_FIRST)
-    call("run", f"first.py:{name}", "--backends", "pytorch", *QUICK, "--out", "r", code=0)
+    call("run", f"first.py:{name}", "--backend", "pytorch", *QUICK, "--out", "r", code=0)
     assert [trial.batch for trial in dyno.load("r").records] == [4]
     arrays = np.random.default_rng(1).standard_normal((7, 9, 3)).astype(np.float32)
     np.savez("x.npz", x=arrays)
-    words = ("--input", "x.npz", "--shapes", "x:7xbatchx3", "--batch", 3, "--inputs", 9, "--out", "named")
-    call("run", f"first.py:{name}", "--backends", "pytorch,onnxruntime", *QUICK, *words, code=0)
+    words = ("--input", "x.npz", "--shapes", "x:7xbatchx3", "--batch", 3, "--compared", 9, "--out", "named")
+    call("run", f"first.py:{name}", "--backend", "pytorch,onnxruntime", *QUICK, *words, code=0)
     nets: dict[str, Any] = {}
     exec(TIME_FIRST, nets)
     with torch.no_grad():
@@ -286,7 +286,7 @@ def test_a_module_in_memory_that_takes_time_first_counts_sequences(tmp_path: Pat
 
 def test_a_module_that_merges_its_batch_fails_at_larger_ones(call: Call, tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text(TIME_FIRST)
-    words = ("--backends", "pytorch", *QUICK, "--size", 8, "--batch", "1,4", "--out", "r")
+    words = ("--backend", "pytorch", *QUICK, "--size", 8, "--batch", "1,4", "--out", "r")
     code, _, err = call("run", "first.py:merged", *words)
     rows = dyno.load("r").to_pandas().set_index("batch")
     assert code == 3 and rows["status"].to_dict() == {1: "ok", 4: "failed"}, err

@@ -88,8 +88,10 @@ def wrong(words: list[str]) -> list[str]:
         return [] if program in OTHER_PROGRAMS else [program]
     if not rest or rest[0] not in commands():
         return [" ".join(words[:2])]
-    if rest[0] == "data":  # a group of commands
+    if hasattr(command(rest[0]), "commands"):  # a group
         rest = [" ".join(rest[:2]), *rest[2:]]
+        if command(rest[0]) is None:
+            return [f"dyno {rest[0]}"]
     asked = [word.partition("=")[0] for word in rest[1:] if re.match("--?[a-z]", word)]
     return [f"{rest[0]} {option}" for option in asked if option not in options(rest[0])]
 
@@ -120,6 +122,9 @@ def test_a_wrong_command_is_seen(line: str, bad: list[str]) -> None:
 def test_every_command_is_on_a_page() -> None:
     shown = {w[1] for page in PAGES for block in blocks(page, "bash") for w in lines(block) if len(w) > 1}
     assert commands() and commands() <= shown
+    pairs = {" ".join(w[1:3]) for page in PAGES for block in blocks(page, "bash") for w in lines(block)}
+    below = {f"{group} {name}" for group in commands() for name in getattr(command(group), "commands", {})}
+    assert below and below <= pairs
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name)

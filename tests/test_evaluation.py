@@ -52,7 +52,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, preloaded: str, photos: Pa
     place = tmp_path_factory.mktemp("cli")
 
     def run(*words: object) -> str:
-        asked = ["eval", "fake:net", "--data", photos, "--backends", "fake@latency_ms=0.1", *SHORT, *words]
+        asked = ["eval", "fake:net", "--data", photos, "--backend", "fake@latency_ms=0.1", *SHORT, *words]
         done = forked.command(preloaded, [*map(str, asked)], place, os.environ, 1200)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -274,7 +274,7 @@ def test_class_scores_are_found_or_it_is_said_that_there_are_none(
     }}"""
     weights = np.eye(256, 3, dtype=np.float32)
     onnx_text.write(tmp_path / "net.onnx", text, weights=weights, form=np.array(shape, np.int64))
-    asked = ["run", "net.onnx", "--backends", "onnxruntime", "--data", str(photos), "--budget", "top1=1",
+    asked = ["run", "net.onnx", "--backend", "onnxruntime", "--data", str(photos), "--budget", "top1=1",
              "--rounds", "1", "--confirm", "0", "--seconds", "0.05", "--threads", "1"]  # fmt: skip
     done = forked.command(preloaded, asked, tmp_path, os.environ, 1200)
     assert done.returncode == (0 if scored else 3), done.stderr

@@ -33,7 +33,7 @@ Call = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., str]
 ROOT = Path(__file__).resolve().parents[1]
 BRACKETS = "[" * 100_000
-FAKE = ["run", "fake:net", "--channels", "1", "--backends", "fake@latency_ms=0.1"]
+FAKE = ["run", "fake:net", "--channels", "1", "--backend", "fake@latency_ms=0.1"]
 SHORT = "--rounds 2 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
 
 
@@ -299,12 +299,13 @@ def content(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", [
     FAKE, ["time", *FAKE[1:]], ["eval", *FAKE[1:], "--data", "digits"],
-    ["agree", *FAKE[1:], "--backends", "fake,fake@noise=1"],
-    ["stress", *FAKE[1:]], ["compare", "fake:net", "fake:other", *FAKE[2:]],
-    ["video", "clip.png", "--model", *FAKE[1:]],
-    ["serve-test", *FAKE[1:], "--rate", "5"], ["train", "digits", "--model", "torchvision:resnet18"], ["demo"],
+    ["diff", *FAKE[1:], "--backend", "fake,fake@noise=1"],
+    ["bench", "stress", *FAKE[1:]], ["compare", "fake:net", "fake:other", *FAKE[2:]],
+    ["bench", "video", "clip.png", "--model", *FAKE[1:]],
+    ["bench", "serve", *FAKE[1:], "--rate", "5"],
+    ["data", "train", "digits", "--model", "torchvision:resnet18"], ["demo"],
     ["report", "golden"],
-], ids=lambda words: words[0])  # fmt: skip
+], ids=lambda words: " ".join(words[:2]))  # fmt: skip
 @pytest.mark.usefixtures("golden")
 def test_a_folder_of_the_user_s_is_refused(refused: Refused, theirs: Path, tmp_path: Path, command: list[str]) -> None:
     """`dyno run` wrote over a results.csv and a lock that it hadn't made."""
@@ -348,7 +349,7 @@ def test_a_lock_that_is_a_hard_link_is_refused(refused: Refused, golden: Path, t
     for folder in (golden, tmp_path / "begun"):
         (folder / "lock").unlink(missing_ok=True)
         (folder / "lock").hardlink_to(tmp_path / "precious")
-    for words in (["rm", "golden"], [*FAKE, "--out", "begun"]):
+    for words in (["runs", "rm", "golden"], [*FAKE, "--out", "begun"]):
         assert "lock is a hard link to another file" in refused(*words)
     assert (tmp_path / "precious").read_text() == "2026"
 
@@ -365,7 +366,7 @@ def test_all_that_dyno_wrote_into_a_run_is_removed(call: Call, golden: Path) -> 
     for name in ("explained", "stress"):
         (golden / name).mkdir()
         (golden / name / "a--b.json").write_text("{}")
-    code, out, _ = call("rm", golden)
+    code, out, _ = call("runs", "rm", golden)
     assert code == 0 and not golden.exists(), out
 
 
@@ -391,7 +392,7 @@ def test_a_number_that_no_table_holds_hides_no_other_row(call: Call, golden: Pat
     code, out, err = call("show", "golden", "--format", "csv")
     assert code == 0 and out.count("\n") == rows - 1
     assert "'batch'" in err and "is left out" in err
-    code, out, _ = call("list", ".")
+    code, out, _ = call("runs", "list", ".")
     assert code == 0 and "golden" in out and "whole" in out
 
 
@@ -409,15 +410,17 @@ LONG = "a" * 300
 
 @pytest.mark.parametrize("words", [
     [*FAKE, "--out", LONG], ["run", f"{LONG}.onnx"], ["run", f"{LONG}.py:net"], ["run", f"{LONG}.toml"], ["time", LONG],
-    [*FAKE, "--data", LONG], [*FAKE, "--weights", LONG], [*FAKE, "--calibration", LONG], ["show", LONG], ["list", LONG],
-    ["rm", LONG], ["open", LONG], ["report", LONG], ["report", "golden", "--out", LONG], ["inspect", f"{LONG}.onnx"],
-    ["take", "golden", "--out", LONG], ["show", "golden", "--over-time", f"{LONG}.svg"], ["compare", LONG, "golden"],
+    [*FAKE, "--data", LONG], [*FAKE, "--weights", LONG], [*FAKE, "--calibration", LONG], ["show", LONG],
+    ["runs", "list", LONG], ["runs", "rm", LONG], ["report", LONG], ["report", "golden", "--out", LONG],
+    ["inspect", f"{LONG}.onnx"],
+    ["export", "golden", "--out", LONG], ["show", "golden", "--over-time", f"{LONG}.svg"], ["compare", LONG, "golden"],
     ["profile", "fake:net", "--save", f"{LONG}.trace.json"], ["explain", LONG, "a", "b"],
-    ["video", LONG, "--model", "fake:net"],
-    ["train", LONG, "--model", "torchvision:resnet18"], ["export", "torchvision:resnet18", "--out", f"{LONG}.onnx"],
+    ["bench", "video", LONG, "--model", "fake:net"],
+    ["data", "train", LONG, "--model", "torchvision:resnet18"],
+    ["export", "torchvision:resnet18", "--out", f"{LONG}.onnx"],
     ["data", "imagenet-val", LONG, "--out", "x"],
     [*FAKE, "--python", f"fake={LONG}"],
-    ["calibrate", LONG], ["eval", "fake:net", "--data", LONG], ["stress", "fake:net", "--out", LONG],
+    ["selftest", LONG], ["eval", "fake:net", "--data", LONG], ["bench", "stress", "fake:net", "--out", LONG],
 ])  # fmt: skip
 @pytest.mark.usefixtures("golden")
 def test_a_name_that_is_too_long_is_one_line(refused: Refused, words: list[str]) -> None:
@@ -560,7 +563,7 @@ def test_a_killed_job_is_measured_again_by_the_same_command(
         f"        if not os.path.exists({str(marker)!r}):\n            Path({str(marker)!r}).touch()\n"
         "            os.kill(os.getpid(), signal.SIGKILL)\n        return super().load(trial, artifact)\n",
     )
-    words = ["run", "fake:net", "--channels", "1", "--backends", "backend:Victim@latency_ms=0.1", *SHORT, "--no-turns"]
+    words = ["run", "fake:net", "--channels", "1", "--backend", "backend:Victim@latency_ms=0.1", *SHORT, "--no-turns"]
     code, out, _ = call(*words, "--out", "run")
     said = " ".join(out.split())
     assert code == 3 and "the same `dyno run` measures that round again" in said and "--retry-failed" in said

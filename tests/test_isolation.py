@@ -81,7 +81,7 @@ def test_two_pythons_in_one_study(other_python: str, onnx_file: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_another_python_from_flags(other_python: str, onnx_file: Path, tmp_path: Path, dyno: Command) -> None:
-    usual = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --backends onnxruntime".split()
+    usual = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --backend onnxruntime".split()
     done = dyno("run", onnx_file, *usual, "--python", f"onnxruntime={other_python}", "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     ((job, record, _),) = found(tmp_path / "run").values()

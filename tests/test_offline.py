@@ -110,7 +110,7 @@ def test_a_yolo_network_looks_nothing_up_and_leaves_the_home_alone(
     for library in ("ultralytics", "onnxruntime"):
         pytest.importorskip(library)
     short = ("--size", 32, "--seconds", 0.03, "--block", 0.01, "--warmup", 0.02, "--rounds", 1)
-    ways = ("--backends", "onnxruntime@exporter=torchscript")  # the one that takes less time
+    ways = ("--backend", "onnxruntime@exporter=torchscript")  # the one that takes less time
     offline("run", "ultralytics:yolov8n-cls.yaml", *short, *ways, "--out", tmp_path / "run")
     logs = "".join(log.read_text() for log in (tmp_path / "run").rglob("std*.log"))
     assert "ltralytics" not in logs
@@ -129,7 +129,7 @@ def test_a_study_over_every_backend_looks_nothing_up(
     short = ("--rounds", 1, "--seconds", 0.03, "--block", 0.01, "--warmup", 0.02)
     every = installed("cpu")
     ways = [f"{name}@precision=int8" if name == "onnxruntime" else name for name in every]  # it calibrates too
-    words = ("run", *model, "--data", "digits", "--backends", ",".join(ways), *short, "--out", tmp_path / "run")
+    words = ("run", *model, "--data", "digits", "--backend", ",".join(ways), *short, "--out", tmp_path / "run")
     for command in (words, ("doctor",), ("show", tmp_path / "run")):
         offline(*command)
     rows = [line.split(",") for line in (tmp_path / "run/results.csv").read_text().splitlines()[1:]]

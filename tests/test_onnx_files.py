@@ -26,7 +26,7 @@ import onnx_text
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --backends onnxruntime,openvino".split()
+QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --backend onnxruntime,openvino".split()
 KINDS = onnx.TensorProto
 Call = Callable[..., tuple[int, str, str]]
 
@@ -133,7 +133,7 @@ def test_the_size_is_the_shapes_or_the_metadata_s(call: Call) -> None:
     onnx.save(model, "net.onnx")
 
     def dry(*words: object) -> tuple[int, str]:
-        code, out, err = call("run", "net.onnx", "--backends", "onnxruntime", "--dry-run", *words)
+        code, out, err = call("run", "net.onnx", "--backend", "onnxruntime", "--dry-run", *words)
         return code, " ".join((out + err).split())
 
     assert " 2 16x32 " in dry()[1]
@@ -186,7 +186,7 @@ def drawing(operator: str) -> Any:
 @pytest.mark.parametrize("operator", ["Dropout", "RandomNormalLike"])
 def test_what_draws_random_numbers_is_not_called_wrong(call: Call, operator: str) -> None:
     onnx.save(drawing(operator), "net.onnx")
-    backends = ("--backends", "onnxruntime,onnxruntime@optimization=disable")
+    backends = ("--backend", "onnxruntime,onnxruntime@optimization=disable")
     code, out, err = call("run", "net.onnx", *QUICK[:-2], *backends, "--out", "run")
     first, second = rows(Path("run"))
     assert (first["status"], second["status"], code) == ("ok", "ok", 0), (out, err)
@@ -289,7 +289,7 @@ def test_weights_of_eight_bits_that_are_widened_are_not_called_int8(call: Call) 
 
 def test_what_lies_in_branches_is_quantised_by_nothing_and_each_row_says_so(call: Call) -> None:
     onnx.save(branching(random_weights(2)), "net.onnx")
-    words = ("--precision", "fp32,fp16,int8", "--input", "x=-3..3", *QUICK, "--backends", "onnxruntime", "--out", "run")
+    words = ("--precision", "fp32,fp16,int8", "--input", "x=-3..3", *QUICK, "--backend", "onnxruntime", "--out", "run")
     code, _, _ = call("run", "net.onnx", *words)
     full, half, eight = rows(Path("run"))
     assert (code, full["ran_as"], full["parameters"]) == (3, "2 fp32", str(4 * 64 * 64))
@@ -299,7 +299,7 @@ def test_what_lies_in_branches_is_quantised_by_nothing_and_each_row_says_so(call
 
 def test_a_part_that_lies_in_branches_is_named_where_the_rest_is_quantised(call: Call) -> None:
     model = branching(random_weights(3), before=2)
-    (row,) = measured(call, model, "--precision", "int8", "--input", "x=-3..3", "--backends", "onnxruntime")
+    (row,) = measured(call, model, "--precision", "int8", "--input", "x=-3..3", "--backend", "onnxruntime")
     assert row["precision"] == "int8" and "int8" in row["ran_as"] and "fp32" in row["ran_as"]
     job = json.loads(next(Path("run").glob("trials/*/r0/job.json")).read_text())
     warning = "2 of 4 layers with weights are not in int8 (2 are inside If operators)"
@@ -356,7 +356,7 @@ def test_files_in_the_hub_s_cache_run_under_their_own_names(call: Call, tmp_path
     hashes = []
     for name in ("single", "apart"):
         for place, out in ((snapshot, f"linked-{name}"), (tmp_path, f"plain-{name}")):
-            words = ("--input", "linked.npz", "--inputs", 3, "--out", out)
+            words = ("--input", "linked.npz", "--compared", 3, "--out", out)
             call("run", place / f"{name}.onnx", *QUICK, "--no-turns", *words, code=0)
             results = dyno.load(out).records
             assert {trial.model for trial in results} == {name}
@@ -403,8 +403,8 @@ def test_a_class_map_s_changed_pixels_are_labels_in_every_comparison(call: Call,
     for name in "bc":
         differs = float((maps[name] != maps["a"]).mean())
         assert differs < 0.05 if name == "b" else differs > 0.3
-        words = ("--input", "feeds.npz", "--inputs", 4, "--threads", 1, "--format", "json")
-        _, out, err = call("agree", "a.onnx", f"{name}.onnx", *words)
+        words = ("--input", "feeds.npz", "--compared", 4, "--threads", 1, "--format", "json")
+        _, out, err = call("diff", "a.onnx", f"{name}.onnx", *words)
         (row,) = json.loads(out)["rows"] if isinstance(json.loads(out), dict) else json.loads(out)
         assert row["close"] == pytest.approx(1 - differs, abs=1e-3), err
         assert row["labels_changed"] == pytest.approx(100 * differs, abs=0.1)
@@ -434,7 +434,7 @@ def test_the_batch_is_the_axis_that_the_file_names(call: Call, last: bool) -> No
     model = recurrent(last)
     steps = np.random.default_rng(1).standard_normal((6, 8, 3)).astype(np.float32)
     np.savez("x.npz", x=steps)
-    call("run", "net.onnx", *QUICK, "--input", "x.npz", "--batch", 2, "--inputs", 8, "--out", "run", code=0)
+    call("run", "net.onnx", *QUICK, "--input", "x.npz", "--batch", 2, "--compared", 8, "--out", "run", code=0)
     (want,) = onnx.reference.ReferenceEvaluator(model).run(None, {"x": steps})
     found = list(dyno.load("run").records)
     assert [trial.batch for trial in found] == [2, 2]
@@ -506,7 +506,7 @@ def test_a_size_is_for_the_images_of_a_study_alone(call: Call) -> None:
     weights = np.random.default_rng(0).standard_normal((12, 5)).astype(np.float32)
     saved("(float[batch, 12] x) => (float[batch, 5] y) { y = MatMul(x, g) }", g=weights)
     onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
-    words = ("--backends", "onnxruntime", "--rounds", 1, "--seconds", 0.02, "--size", 16)
+    words = ("--backend", "onnxruntime", "--rounds", 1, "--seconds", 0.02, "--size", 16)
     call("run", "net.onnx", "image.onnx", *words, "--out", "run", code=0)
     assert {(row["model"], row["size"], row["status"]) for row in rows(Path("run"))} == {
         ("net", "0", "ok"), ("image", "16", "ok"),
@@ -517,7 +517,7 @@ def test_a_size_is_for_the_images_of_a_study_alone(call: Call) -> None:
 
 def test_a_size_that_nobody_gave_is_a_warning(call: Call) -> None:
     onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
-    words = ("run", "image.onnx", "--backends", "onnxruntime", "--rounds", 1, "--seconds", 0.02)
+    words = ("run", "image.onnx", "--backend", "onnxruntime", "--rounds", 1, "--seconds", 0.02)
     for size, is_warned in ((), True), (("--size", "24x32"), False), (("--shapes", "image:batchx3x24x32"), False):
         _, out, _ = call(*words, *size, "--out", "run" + "".join(size)[2:6], code=0)
         assert ("the file leaves the image's size free; 224 was chosen" in " ".join(out.split())) == is_warned, out

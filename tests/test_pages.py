@@ -34,19 +34,19 @@ FENCE = re.compile(
 HERE = {"ultralytics": find_spec("ultralytics") is not None}  # what a block may need that a machine may have
 # Flag: what it is set to, and the commands that get it where a page doesn't give it.
 SHORT = {
-    "--rounds": ("1", ("run", "serve-test", "explain")),
-    "--seconds": ("0.05", ("run", "serve-test", "time", "eval", "profile", "explain")),
-    "--warmup": ("0.02", ("run", "serve-test", "time", "profile", "explain")),
-    "--epochs": ("1", ("train",)),
+    "--rounds": ("1", ("run", "bench serve", "explain")),
+    "--seconds": ("0.05", ("run", "bench serve", "time", "eval", "profile", "explain")),
+    "--warmup": ("0.02", ("run", "bench serve", "time", "profile", "explain")),
+    "--epochs": ("1", ("data train",)),
     "--confirm": ("0", ("run",)),
     "--routes": ("usual", ("run",)),
-    "--inputs": ("4", ("run", "agree")),
-    "--iterations": ("5", ("stress",)),
-    "--duration": ("1s", ("serve-test",)),
-    "--rate": ("10", ("serve-test",)),  # tests/serving/test_serve_test.py searches the highest
+    "--compared": ("4", ("run", "diff")),
+    "--iterations": ("5", ("bench stress",)),
+    "--duration": ("1s", ("bench serve",)),
+    "--rate": ("10", ("bench serve",)),  # tests/serving/test_serve_test.py searches the highest
     "--threads": (
         "1",
-        ("run", "serve-test", "time", "stress", "eval", "agree", "train", "profile", "explain"),
+        ("run", "bench serve", "time", "bench stress", "eval", "diff", "data train", "profile", "explain"),
     ),  # several wait for each other on a busy machine
 }
 SMALL = {
@@ -124,29 +124,34 @@ def blocks(page: str) -> list[Block]:
 
 def shortened(words: list[str]) -> list[str]:
     """The command with short measurements and trainings of small images, whatever it asked for."""
-    kept = [smaller(word) for word in words]
+    kept, name = [smaller(word) for word in words], name_of(words)
     for flag, (value, commands) in SHORT.items():
         if flag in kept:
             kept[kept.index(flag) + 1] = value
-        elif words[1] in commands:
+        elif name in commands:
             kept += [flag, value]
     for flag, values in SMALL.items():
         if flag in kept:
             value = kept[kept.index(flag) + 1]
             kept[kept.index(flag) + 1] = values.get(value, value)
-    if words[1] == "run" and ":" in words[2] and "--backends" not in kept:  # torch.compile takes half a minute
-        kept += ["--backends", "pytorch,onnxruntime"]
-    if words[1] == "compare" and ".onnx" in words[2]:  # stored runs aren't measured
+    if name == "run" and ":" in words[2] and "--backend" not in kept:  # torch.compile takes half a minute
+        kept += ["--backend", "pytorch,onnxruntime"]
+    if name == "compare" and ".onnx" in words[2]:  # stored runs aren't measured
         kept += shlex.split("--rounds 2 --seconds 0.05 --warmup 0.02 --threads 1")
-    if words[1] == "serve-test" and "--backends" in kept:  # alike for each
-        kept[kept.index("--backends") + 1] = "onnxruntime"
+    if name == "bench serve" and "--backend" in kept:  # alike for each
+        kept[kept.index("--backend") + 1] = "onnxruntime"
     if (
         "--size" not in kept
-        and words[1] in ("run", "serve-test", "export", "agree", "time", "inspect", "profile", "explain")
+        and name in ("run", "bench serve", "export", "diff", "time", "inspect", "profile", "explain")
         and any(w.startswith("timm:") for w in kept)
     ):
         kept += ["--size", "32"]
-    return [*kept, "--no-search"] if "--budget" in kept and words[1] == "run" else kept
+    return [*kept, "--no-search"] if "--budget" in kept and name == "run" else kept
+
+
+def name_of(words: list[str]) -> str:
+    """The command, with its group."""
+    return " ".join(words[1:3] if words[1] in ("bench", "data", "runs") else words[1:2])
 
 
 def smaller(text: str) -> str:
@@ -164,8 +169,8 @@ def typed(words: list[str], folder: Path, server: str, brief: bool) -> subproces
     """One command line; `dyno` and `python` are this interpreter's. Where it is to be brief, a study is over before
     much can be recorded of it, and has no report."""
     program, *rest = shortened(words) if words[0] == "dyno" else words
-    if rest[0] == "rm" and len(rest) > 2:  # a trial's id is of the machine and the version
-        rest[2] = next((folder / rest[1] / "trials").iterdir()).name
+    if rest[:2] == ["runs", "rm"] and len(rest) > 3:  # a trial's id is of the machine and the version
+        rest[3] = next((folder / rest[2] / "trials").iterdir()).name
     environment = {**os.environ, "BROWSER": "true"}
     if program == "dyno":
         if brief and rest[0] == "run":
@@ -252,7 +257,7 @@ def test_what_is_left_out_says_what_it_needs(block: Block) -> None:
 def test_a_command_is_shortened_but_otherwise_what_it_is() -> None:
     words = shlex.split("dyno run m.onnx --rounds 5 --batch 1,16")
     assert shortened(words) == shlex.split(
-        "dyno run m.onnx --rounds 1 --batch 1,16 --seconds 0.05 --warmup 0.02 --confirm 0 --routes usual --inputs 4 "
+        "dyno run m.onnx --rounds 1 --batch 1,16 --seconds 0.05 --warmup 0.02 --confirm 0 --routes usual --compared 4 "
         "--threads 1"
     )
     assert shlex.join(shortened(shlex.split("dyno export torchvision:resnet18 -o m.onnx"))) == (

@@ -85,7 +85,7 @@ def rows(text: str) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def built(dyno: Call, place: Path) -> Path:
     """A .npnet file, whose format, maker and backend are the plug-in's."""
-    dyno("build", NET, "-o", "net.npnet", "--channels", 1, "--size", 8, "--classes", 2)
+    dyno("export", NET, "-o", "net.npnet", "--channels", 1, "--size", 8, "--classes", 2)
     return place / "net.npnet"
 
 
@@ -108,8 +108,8 @@ def test_a_file_of_its_own_format_is_run_by_its_backend(dyno: Call, built: Path)
 
 
 def test_a_network_runs_beside_the_others(dyno: Call, place: Path) -> None:
-    asked = ("--channels", 1, "--size", 8, "--inputs", 3, "--precision", "fp32,int8", "--out", "run")
-    dyno("run", NET, "--backends", "pytorch,numpy_net@order=F", *asked, *QUICK)
+    asked = ("--channels", 1, "--size", 8, "--compared", 3, "--precision", "fp32,int8", "--out", "run")
+    dyno("run", NET, "--backend", "pytorch,numpy_net@order=F", *asked, *QUICK)
     shown = rows(dyno("show", "run", "--format", "csv").stdout)
     found = {(row["backend"], row["precision"]): row for row in shown}
     own = found["numpy_net", "fp32"]
@@ -133,7 +133,7 @@ def test_its_format_of_data_sets_has_labels(dyno: Call, built: Path) -> None:
 
 
 def test_its_task_keeps_answers_of_its_own(dyno: Call, built: Path, place: Path) -> None:
-    dyno("build", NET, "-o", "one.npnet", "--channels", 1, "--size", 8, "--classes", 1)
+    dyno("export", NET, "-o", "one.npnet", "--channels", 1, "--size", 8, "--classes", 1)
     dyno("run", "one.npnet", "--task", "grade", "--data", "photos", "--out", "graded", *QUICK)
     (path,) = (place / "graded/trials").glob("*/r0/outputs.npz")
     with np.load(path) as stored:

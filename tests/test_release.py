@@ -164,7 +164,7 @@ def test_nothing_is_fetched_from_outside(site: Path) -> None:
 @pytest.mark.rare
 def test_the_references_are_made_from_the_code(site: Path) -> None:
     commands = (site / "reference/commands.html").read_text()
-    for command in ("dyno run", "dyno video", "dyno data imagenet-val"):
+    for command in ("dyno run", "dyno bench video", "dyno data imagenet-val"):
         assert f">{command}<" in commands
     assert "--rounds" in commands and "--help-all" in commands
     pages = {name: (site / f"reference/{name}.html").read_text() for name in ("study", "columns", "records")}

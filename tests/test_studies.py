@@ -43,7 +43,7 @@ def test_on_a_cpu_a_study_lists_its_trials_with_reasons(root: Path, dyno: Comman
 
 
 def test_on_a_cpu_a_study_runs_small(root: Path, dyno: Command, tmp_path: Path) -> None:
-    small = ("--device", "cpu", "--backends", "pytorch", "--batch", 1, "--size", 32, "--rounds", 1)
+    small = ("--device", "cpu", "--backend", "pytorch", "--batch", 1, "--size", 32, "--rounds", 1)
     quick = ("--samples", 5, "--warmup", 0.05, "--threads", 1, "--out", tmp_path / "run")
     done = dyno("run", root / "studies" / "own-classes.toml", *small, *quick, timeout=1200)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""`dyno take`: what it writes runs without Dyno, and answers as the trial did."""
+"""`dyno export`: what it writes runs without Dyno, and answers as the trial did."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_script_answers_as_its_trial_did(run: Result, photos: Path, which: str
 def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(
     run: Result, call: Callable[..., Any], tmp_path: Path
 ) -> None:
-    code, out, err = call("take", run.folder, "openvino", "-o", "best")
+    code, out, err = call("export", run.folder, "openvino", "-o", "best")
     assert (code, err) == (0, "") and "best.xml" in out and out.endswith("run it: python best.py\n")
     size = sum((tmp_path / f"best.{suffix}").stat().st_size for suffix in ("xml", "bin"))
     assert f"best.xml ({size / 1e6:.2f} MB)" in out
@@ -159,19 +159,22 @@ def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(
     assert done.returncode == 0 and "output float32 2x2" in done.stdout, done.stderr
     made = Path(run.records.trial(run.take("openvino", tmp_path / "again").trial).artifact.path)
     shutil.rmtree(made.parent)
-    code, out, err = call("take", run.folder, "openvino", "-o", "best")
+    code, out, err = call("export", run.folder, "openvino", "-o", "best")
     assert code == 0 and made.is_file(), err
     assert run.take().file.name.startswith("net-")
 
 
 def test_what_can_not_be_taken_is_one_line(run: Result, refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "no trial of" in (line := refused("take", run.folder, "tensorrt")) and "openvino/fp32" in line
-    assert "is a .onnx file; give -o best.onnx" in refused("take", run.folder, "onnxruntime/fp32", "-o", "best.xml")
-    assert "fits several trials" in refused("take", run.folder, "onnxruntime")
+    assert "no trial of" in (line := refused("export", run.folder, "tensorrt")) and "openvino/fp32" in line
+    assert "is a .onnx file; give -o best.onnx" in refused("export", run.folder, "onnxruntime/fp32", "-o", "best.xml")
+    assert "fits several trials" in refused("export", run.folder, "onnxruntime")
     (tmp_path / "net.py").write_text(NET)
-    assert "net.py exists already and was not written by" in refused("take", run.folder, "openvino", "-o", "net.xml")
+    assert "net.py exists already and was not written by" in refused("export", run.folder, "openvino", "-o", "net.xml")
     assert (tmp_path / "net.py").read_text() == NET
-    assert refused("take", "nowhere").startswith("nowhere is not a folder")
+    assert refused("export", run.folder, "--precision", "fp16").endswith(
+        "exported as it was measured; omit --precision"
+    )
+    assert refused("export", "nowhere").startswith("nowhere does not exist")
 
 
 @pytest.mark.usefixtures("unreported")
@@ -179,9 +182,9 @@ def test_a_run_prints_how_its_winner_is_taken(call: Callable[..., Any], tmp_path
     pytest.importorskip("onnxruntime")
     (tmp_path / "net.py").write_text(NET)
     short = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02".split()
-    code, out, err = call("run", "net.py:net", "--size", "16", "--backends", "onnxruntime", *short, "--out", "r")
-    assert code == 0 and ("take it: dyno take r\n" in out or "choose: dyno take r BACKEND/PRECISION\n" in out), err
-    assert call("take", "r")[0] == 0 and (tmp_path / "net-onnxruntime-fp32.onnx").is_file()
+    code, out, err = call("run", "net.py:net", "--size", "16", "--backend", "onnxruntime", *short, "--out", "r")
+    assert code == 0 and ("take it: dyno export r\n" in out or "choose: dyno export r BACKEND/PRECISION\n" in out), err
+    assert call("export", "r")[0] == 0 and (tmp_path / "net-onnxruntime-fp32.onnx").is_file()
 
 
 @pytest.mark.parametrize(

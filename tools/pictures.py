@@ -47,8 +47,8 @@ def video(out: Path, scratch: Path) -> None:
     """A frame with its box, and the stages over time."""
     clip = moving_photos.write(scratch / "clip.mp4", moving_photos.pictures(FRAMES, HEIGHT, WIDTH))
     (scratch / "marker.py").write_text(moving_photos.MARKER_NET, encoding="utf-8")
-    words = ["video", clip, "boxes.mp4", "--model", "marker.py:net", "--task", "detect", "--classes", "1", "--backends",
-             "onnxruntime", "--size", f"{HEIGHT}x{WIDTH}", "--rounds", "1", "-o", "run"]  # fmt: skip
+    words = ["bench", "video", clip, "boxes.mp4", "--model", "marker.py:net", "--task", "detect", "--classes", "1",
+             "--backend", "onnxruntime", "--size", f"{HEIGHT}x{WIDTH}", "--rounds", "1", "-o", "run"]  # fmt: skip
     for command in (words, ["report", "run"]):
         subprocess.run([sys.executable, "-m", "dyno", *map(str, command)], cwd=scratch, check=True)
     frames, _ = moving_photos.read(scratch / "boxes.mp4")

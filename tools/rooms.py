@@ -44,8 +44,9 @@ HOST = {
     "layers": "formatting table jobs store results study report runner take cli.options cli.exits",
     "regression": "formatting table jobs store results study report runner take videos api cli.options cli.exits",
     "trtexec": "jobs results runner",
+    "cli.run_folders": "formatting store results report runner cli.options",
     "cli.commands": "formatting table jobs store results study report runner devices api evaluation layers regression "
-    "trtexec cli.options cli.exits",
+    "trtexec cli.options cli.exits cli.run_folders",
     "training": "formatting jobs store data results study report runner api cli.options cli.exits cli.commands",
     "cli": "formatting table jobs store data results study report runner take devices api evaluation videos serving "
     "layers training regression trtexec",

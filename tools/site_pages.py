@@ -143,8 +143,8 @@ def study() -> str:
 
     rows = []
     for field in dataclasses.fields(Study):
-        flag = field.metadata.get("flag", "")
-        flag = "" if flag is None else (flag or f"--{field.name.replace('_', '-')}").replace(",", ", ")
+        flag = field.metadata.get("flags", "")
+        flag = "" if flag is None else (flag.partition(" ")[0] or f"--{field.name.replace('_', '-')}")
         usual = field.metadata.get("usual") or field.default
         silent = usual in ("", (), None, dataclasses.MISSING)
         change = "adds" if field.name in (*AXES, "runtime") else "yes" if field.name in REPEATABLE else "no"

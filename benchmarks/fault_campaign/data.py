@@ -41,7 +41,7 @@ def _photos(folder: Path) -> Iterator[Subject]:
             files.append(folder / "photos" / name / f"{number}{suffix}")
             Image.new("RGB", (12, 9 + number), (40 * number, 30, 60)).save(files[-1])
     data = ["--data", folder / "photos", "--size", 8, "--channels", 3]
-    words = ["eval", "fake:net", *data, "--backends", "fake@latency_ms=0.1", *SHORT, "--out", folder / "out"]
+    words = ["eval", "fake:net", *data, "--backend", "fake@latency_ms=0.1", *SHORT, "--out", folder / "out"]
     for each in files[:6]:
         yield Subject(f"image {each.suffix}", [each], [words], [mutated], 3, [folder / "out"])
 
@@ -51,7 +51,7 @@ def _labels(folder: Path) -> Iterator[Subject]:
     import drawn
 
     cfg, weights = darknet_files.write(folder, "yolov4-tiny")
-    base = ["run", cfg, "--weights", weights, "--backends", "pytorch", "--threads", 1, "--dry-run"]
+    base = ["run", cfg, "--weights", weights, "--backend", "pytorch", "--threads", 1, "--dry-run"]
     for split, images in (("val", range(4)), ("train", range(4, 8))):
         for number in images:
             drawn.draw(folder / "yolo/images" / split / f"{number:03}.jpg", number)
@@ -102,6 +102,6 @@ def _video(folder: Path) -> Iterator[Subject]:
                 made.mux(packet)
         for packet in stream.encode():
             made.mux(packet)
-    words = ["video", file, "--model", folder / "yolov4-tiny.cfg", "--weights", folder / "yolov4-tiny.weights",
-             "--threads", 1, "--backends", "pytorch", "--out", folder / "out"]  # fmt: skip
+    words = ["bench", "video", file, "--model", folder / "yolov4-tiny.cfg", "--weights", folder / "yolov4-tiny.weights",
+             "--threads", 1, "--backend", "pytorch", "--out", folder / "out"]  # fmt: skip
     yield Subject("video", [file], [words], [mutated], 1, [folder / "out"])

@@ -91,7 +91,7 @@ def _beside(folder: Path, made: Path) -> Iterator[Subject]:
     yield Subject("calibration .npz", [arrays], calibrated, [mutated, rearranged, planted], 2, [made])
     times = folder / "arrivals"
     times.write_text("".join(f"{0.01 * k:.3f}\n" for k in range(30)))
-    serve = ["serve-test", graph, "--trace", times, "--threads", 1, "--out", made]
+    serve = ["bench", "serve", graph, "--trace", times, "--threads", 1, "--out", made]
     yield Subject("arrival times", [times], [serve], [mutated, retold, retold], 1, [made])
 
 
@@ -119,7 +119,7 @@ def _pytorch(folder: Path, made: Path, timed: Any) -> Iterator[Subject]:
         "net.safetensors": [mutated, reheaded, reheaded],
     }  # fmt: skip
     for name, path in checkpoints.items():
-        words = ["time", f"{code}:net", "--weights", path, "--size", 8, "--backends", "pytorch", *SHORT, "--out", made]
+        words = ["time", f"{code}:net", "--weights", path, "--size", 8, "--backend", "pytorch", *SHORT, "--out", made]
         yield Subject(f"checkpoint {path.suffix}", [path], [words], of[name], 5, [made])
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4)).eval()
     example = (torch.zeros(2, 3, 8, 8),)

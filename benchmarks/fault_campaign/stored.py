@@ -19,7 +19,7 @@ from dyno.worker.spec import to_json
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = "--seconds 0.02 --warmup 0.01 --threads 1".split()
-FAKE = ["run", "fake:net", "--channels", 1, "--backends", "fake@latency_ms=0.1", "--rounds", 1, *SHORT]
+FAKE = ["run", "fake:net", "--channels", 1, "--backend", "fake@latency_ms=0.1", "--rounds", 1, *SHORT]
 TIMES = [1.01e-3, 1.02e-3, 1.03e-3]
 
 
@@ -31,7 +31,7 @@ def subjects(campaign: Campaign) -> Iterator[Subject]:
     page = campaign.folder / "stored" / "page"
     look: list[list[Any]] = [
         ["show", run], ["show", run, "--table", "all", "--format", "json"], ["report", run, "--out", page],
-        ["compare", run, ROOT / "tests/golden/run", "--fail-on", "status"], ["list", run.parent],
+        ["compare", run, ROOT / "tests/golden/run", "--fail-on", "status"], ["runs", "list", run.parent],
     ]  # fmt: skip
     ids = ",".join(
         sorted(path.parents[1].name for path in run.glob("trials/*/r0/record.json") if _status(path) == "ok")
@@ -125,7 +125,7 @@ def _kept(campaign: Campaign) -> Iterator[Subject]:
     campaign.prepare("explain", model, *sides, "--save", pair, cache=cache)
     explain = [["explain", pair], ["explain", pair, "--format", "json"]]
     yield Subject("explained pair", [pair], explain, [mutated, retyped, retyped], 6)
-    timed = [["time", model, *SHORT, "--backends", "onnxruntime@precision=fp16+fp32", "--out", place / "out",
+    timed = [["time", model, *SHORT, "--backend", "onnxruntime@precision=fp16+fp32", "--out", place / "out",
               "--data", _photos(place / "photos"), "--size", 8]]  # fmt: skip
     campaign.prepare(*timed[0], cache=cache)
     shutil.rmtree(place / "out", ignore_errors=True)

@@ -215,11 +215,11 @@ def read_only(campaign: Campaign) -> str:
     for path in [run, *run.rglob("*"), place, cache]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     expected: list[tuple[int, list[object], Path | None]] = [
-        (0, ["show", run], None), (0, ["list", run], None), (2, ["report", run], None),
+        (0, ["show", run], None), (0, ["runs", "list", run], None), (2, ["report", run], None),
         (0, ["report", run, "--out", campaign.folder / "page"], None),
         (2, ["run", study, "--rounds", 4, "--out", run], None), (2, ["run", study, "--out", place / "run"], None),
         (0, ["run", study, "--rounds", 1, "--out", campaign.folder / "beside_closed"], cache),
-        (2, ["rm", run], None),
+        (2, ["runs", "rm", run], None),
     ]  # fmt: skip
     for wanted, words, closed in expected:
         environment = campaign.environment(closed)

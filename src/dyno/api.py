@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dyno.results.metrics.accuracy import Confusion
     from dyno.results.run_data import RunData
-    from dyno.results.trial_result import Results
+    from dyno.results.trial_result import Results, TrialResult
     from dyno.table import Table
     from dyno.take import TakeResult
 
@@ -93,7 +93,7 @@ class Result:
     def take(self, trial: str = "", out: str | Path | None = None) -> TakeResult:
         """Write the winner's file, or that of a trial (its id, or BACKEND/PRECISION), with a script that runs it.
 
-        As `dyno take`: `out` is the file (default: MODEL-BACKEND-PRECISION here); returns the paths of both.
+        As `dyno export`: `out` is the file (default: MODEL-BACKEND-PRECISION here); returns the paths of both.
         """
         from dyno import take
 
@@ -110,6 +110,27 @@ class Result:
         if folder.resolve() != self.folder.resolve():
             check_own(folder)
         return write_report([self.data], folder)
+
+    @property
+    def verdict(self) -> str:
+        """The decision in sentences: which trial is fastest, how sure, still right, and what next."""
+        from dyno.report.verdict import verdict
+
+        return "\n".join(verdict.read_verdict(self.data).lines)
+
+    @property
+    def winner(self) -> TrialResult | None:
+        """The trial that the verdict names as the fastest; None if there is none, or one for each of several models."""
+        from dyno.results.ranking import winners
+
+        ids = [id for _, id in winners(self.data)]
+        return self.records.trial(ids[0]) if len(ids) == 1 else None
+
+    def __str__(self) -> str:
+        from dyno.report.export import export
+        from dyno.report.tables.trial_table import TRIALS
+
+        return f"{export([TRIALS.table(self.data)])}\n{self.verdict}"
 
     def _repr_html_(self) -> str:
         """Return the HTML for a notebook: the decisions, the trials and one chart."""

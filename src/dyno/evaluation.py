@@ -18,7 +18,7 @@ from dyno.results.rounds import LATENCIES
 from dyno.results.stats import Interval
 from dyno.results.trial_result import TrialResult
 from dyno.study.defaults import EVALUATION, folder_for, study_of
-from dyno.study.study import Study
+from dyno.study.study import Study, name_fields
 from dyno.worker.spec import UserError
 from dyno.worker.tasks.layouts import UNREAD
 
@@ -35,6 +35,7 @@ def evaluate(
     of batches of 8. The run folder is `out`, or a new one below runs/eval. `Result.confusion` and `Result.per_class`
     describe single classes. Raises `UserError`, one line.
     """
+    settings = name_fields(settings)
     source_settings = {name: settings[name] for name in ("shapes", "inputs", "sizes", "channels") if name in settings}
     (source,) = Study(models=(model,), **source_settings).models
     folder = folder_for(out, "eval", [source])

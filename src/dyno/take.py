@@ -1,4 +1,4 @@
-"""`dyno take`: the winner's file, and beside it a script that runs it in its own library as it was measured."""
+"""`dyno export RUN`: the winner's file, and a script that runs it as it was measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Trial, UserError, from_json
 
 STATE = ".pt"
-MARK = "Written by `dyno take`"
+MARKS = ("Written by `dyno export`", "Written by `dyno take`")  # of scripts; the second is of earlier versions
 TIMEOUT_S = 3600.0
 
 
@@ -173,8 +173,8 @@ def _check_free(file: Path, script: Path, artifact: Artifact | None) -> None:
     if artifact and file.exists() and file.samefile(artifact.path):
         raise UserError(f"{file} is the file that was measured; give another with -o")
     if script.exists():
-        if MARK not in script.read_text(encoding="utf-8", errors="replace"):
-            raise UserError(f"{script} exists already and was not written by `dyno take`; give another name with -o")
+        if not any(mark in script.read_text(encoding="utf-8", errors="replace") for mark in MARKS):
+            raise UserError(f"{script} exists already and was not written by `dyno export`; give another name with -o")
     elif artifact is None and _copied_code(script).exists():
         raise UserError(f"{_copied_code(script)} exists already; give another name with -o")
 

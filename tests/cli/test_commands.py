@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from dyno import data
-from dyno.cli import demo, doctor
+from dyno.cli import commands, demo, doctor
+from dyno.jobs import telemetry
 from dyno.worker import plugins, registry, system
 
 
@@ -127,3 +128,19 @@ def test_imagenet_val(tmp_path: Path, dyno) -> None:
     assert done.stderr == "dyno: left 1 image without a label in flat: ILSVRC2012_val_00000003.JPEG\n"
     done = dyno("data", "imagenet-val", "flat", "-o", "out", "--copy", "--move", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, "dyno: --copy and --move can't be used together\n")
+
+
+def test_other_programs_are_looked_for_before_a_study(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("run", "fake:net", "--channels", 1, "--backend", "fake", "--quick", "--out", "r")
+    monkeypatch.setattr(commands, "run_study", lambda *_, **__: 0)
+    assert call(*words) == (0, "", ""), "off a terminal nothing is looked at"
+    looks = iter([1.6, 1.2, 0.1])
+    monkeypatch.setattr(telemetry, "count_busy", lambda seconds: next(looks))
+    monkeypatch.setattr(commands, "PAUSE_S", 0.0)
+    lines = call(*words, "--wait", code=0)[2].splitlines()
+    assert len(lines) == 2 and lines[0].startswith("dyno: 1.6 of ") and "waiting, for 10 minutes at most" in lines[0]
+    monkeypatch.setattr(telemetry, "count_busy", lambda seconds: 1.6)
+    monkeypatch.setattr(commands, "WAIT_S", 0.0)
+    assert call(*words, "--wait", code=0)[2].splitlines()[-1].endswith("so latencies will be too long")

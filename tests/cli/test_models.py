@@ -21,7 +21,7 @@ Refused = Callable[..., str]
 def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     onnx_text.write(tmp_path / "rows.onnx", "(float[b, 16] x) => (float[b, 16] y) { y = Relu(x) }")
-    words = "run", "rows.onnx", "--backends", "onnxruntime", "--rounds", "1", "--samples", "5"
+    words = "run", "rows.onnx", "--backend", "onnxruntime", "--rounds", "1", "--samples", "5"
     assert "size" in (listed := call(*words, "--dry-run")[1]) and " 0 " not in listed.splitlines()[1]
     code, out, err = call(*words, "--verbose")
     assert code == 0 and "check rows onnx fp32\n" in err and " b1 0" not in err
@@ -45,20 +45,20 @@ def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
 def test_a_program_of_one_batch_says_which(refused: Refused, call: Callable[..., Any], tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.export.save(torch.export.export(torch.nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)), tmp_path / "n.pt2")
-    for words in (("export", "n.pt2", "-o", "n.onnx"), ("build", "n.pt2", "-o", "n.xml")):
+    for words in (("export", "n.pt2", "-o", "n.onnx"), ("export", "n.pt2", "-o", "n.xml")):
         assert refused(*words) == "n takes a batch of 2 alone; export with a fixed batch (--batch 2)"
     assert "input float32 2x3x8x8" in call("export", "n.pt2", "-o", "n.onnx", "--batch", "2")[1]
 
 
 def test_batch_and_size_that_a_file_refuses(refused: Refused, onnx_file: Path) -> None:
-    usual = ("run", onnx_file, "--backends", "onnxruntime")
+    usual = ("run", onnx_file, "--backend", "onnxruntime")
     assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")
     assert refused(*usual, "--size", "16").startswith(
         "m: the file's image size is fixed at 8x8; 16x16 needs another export"
     )
-    assert refused("build", onnx_file, "-o", "x.xml", "--size", "16").startswith("the file's image size is fixed")
+    assert refused("export", onnx_file, "-o", "x.xml", "--size", "16").startswith("the file's image size is fixed")
     assert refused("export", onnx_file, "-o", onnx_file).startswith(f"{onnx_file} is the model itself; give another")
-    for command, name in (("export", "/proc/none/out.onnx"), ("build", "/proc/none/out.xml")):
+    for command, name in (("export", "/proc/none/out.onnx"), ("export", "/proc/none/out.xml")):
         assert refused(command, onnx_file, "-o", name).startswith(f"{name} can't be written (")
     assert "no input 'x'; its inputs: input" in refused(*usual, "--shapes", "x:2x3x8x8")
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Refused, net: str
 
     ran = tmp_path / "it_ran"
     torch.save({"0.weight": Runs(ran)}, tmp_path / "w.pt")
-    line = refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
+    line = refused("run", net, "--backend", "pytorch", "--size", "8", "--weights", "w.pt")
     assert "runs code when it is read (posix.system), which is refused" in line
     assert not ran.exists()
     torch.load(tmp_path / "w.pt", weights_only=False)
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Refused, net: str
 def test_a_bare_pickle_is_refused_unrun(refused: Refused, net: str, tmp_path: Path) -> None:
     ran = tmp_path / "it_ran"
     (tmp_path / "w.pt").write_bytes(pickle.dumps({"0.weight": Runs(ran)}))
-    assert "w.pt" in refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
+    assert "w.pt" in refused("run", net, "--backend", "pytorch", "--size", "8", "--weights", "w.pt")
     assert not ran.exists()
 
 
@@ -111,7 +111,7 @@ def test_weights_that_do_not_fit_name_keys(refused: Refused, net: str, tmp_path:
     import torch
 
     torch.save({"0.weight": torch.zeros(4, 3, 3, 3), "head.bias": torch.zeros(5)}, tmp_path / "w.pt")
-    line = refused("run", net, "--backends", "pytorch", "--size", "8", "--weights", "w.pt")
+    line = refused("run", net, "--backend", "pytorch", "--size", "8", "--weights", "w.pt")
     assert "don't fit the model: missing 0.bias, 2.weight, 2.bias; unexpected head.bias" in line
 
 
@@ -127,7 +127,7 @@ def test_weights_that_do_not_fit_name_keys(refused: Refused, net: str, tmp_path:
     ],
 )
 def test_models_that_do_not_work(refused: Refused, net: str, words: list[str], line: str) -> None:
-    assert line in refused("run", *words, "--backends", "pytorch")
+    assert line in refused("run", *words, "--backend", "pytorch")
 
 
 def test_a_stored_module_is_compared_with_its_own_weights(call: Callable[..., Any], net: str, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_stored_module_is_compared_with_its_own_weights(call: Callable[..., An
     torch.jit.trace(other.eval(), torch.zeros(1, 3, 8, 8)).save(tmp_path / "old.torchscript")
     torch.save({name: 2 * values for name, values in other.state_dict().items()}, tmp_path / "new.pt")
     words = ("--weights", "new.pt", "--size", "8")
-    call("agree", net, "old.torchscript", *words, "--least", "0.9", code=1)  # 0: the new weights are in the old file
+    call("diff", net, "old.torchscript", *words, "--least", "0.9", code=1)  # 0: the new weights are in the old file
     _, out, err = call("compare", net, "old.torchscript", *words, "--rounds", "1", "--seconds", "0.1")
     assert "A is net.py:net with new.pt, B is old.torchscript." in out, err
     assert "ran as 2 fp32 to unknown" in out and "layers 3 to unknown" in out
@@ -147,7 +147,7 @@ def test_a_form_behind_a_model_is_that_model_in_a_backend(
     call: Callable[..., Any], refused: Refused, net: str, tmp_path: Path
 ) -> None:
     forms = ("onnxruntime", "openvino/fp32", "openvino@exporter=torchscript")
-    _, out, err = call("agree", net, *forms, "--size", "8", "--inputs", "2", "--format", "json", code=0)
+    _, out, err = call("diff", net, *forms, "--size", "8", "--compared", "2", "--format", "json", code=0)
     rows = json.loads(out)["tables"]["agreement"]["rows"]
     assert [row["trial"] for row in rows] == [
         "net onnxruntime fp32", "net openvino fp32", "net openvino@exporter=torchscript fp32"
@@ -156,7 +156,7 @@ def test_a_form_behind_a_model_is_that_model_in_a_backend(
     assert "other routes" not in err, "nothing is timed, so no route is the faster one"
 
     known = [*tmp_path.glob("runs/*")]
-    assert refused("agree", net, "none.onnx", "--size", "8") == "there is no model file none.onnx"
-    assert "unknown precision 'int9'" in refused("agree", net, "openvino/int9", "--size", "8")
-    assert "onnxruntime is a backend, not a model" in refused("agree", "onnxruntime", net)
+    assert refused("diff", net, "none.onnx", "--size", "8") == "there is no model file none.onnx"
+    assert "unknown precision 'int9'" in refused("diff", net, "openvino/int9", "--size", "8")
+    assert "onnxruntime is a backend, not a model" in refused("diff", "onnxruntime", net)
     assert [*tmp_path.glob("runs/*")] == known, "nothing is measured first"

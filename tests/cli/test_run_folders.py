@@ -1,16 +1,20 @@
-"""`dyno list`, `rm` and `open`: what they show, and that nothing else than a run folder's own is ever removed."""
+"""`dyno runs` and `dyno report`: what they show, and that nothing but a run folder's own is ever removed."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from dyno import load
+from dyno.cli import commands
 from dyno.store import Run
 
 Call = Callable[..., tuple[int, str, str]]
@@ -38,20 +42,20 @@ def test_runs_are_listed(call: Call, refused: Refused, run: Path) -> None:
     Path("runs/link").symlink_to(Path("runs/time").resolve())
     Path("runs/empty").mkdir()
     for words in ((), ("runs/time/deep",)):
-        code, out, err = call("list", *words)
+        code, out, err = call("runs", "list", *words)
         assert (code, err) == (0, "")
         (_, line) = out.splitlines()
         assert line.startswith("runs/time/deep/one") and "[net]" in line
         assert "2 ok, 1 failed, 1 skipped" in line and "fake@latency_ms=0.1 fp32, 0.1" in line
-    assert call("list", "runs/empty") == (0, "no run folder below runs/empty\n", "")
-    assert refused("list", "nowhere").startswith("there is no folder nowhere; `dyno run` makes runs/")
+    assert call("runs", "list", "runs/empty") == (0, "no run folder below runs/empty\n", "")
+    assert refused("runs", "list", "nowhere").startswith("there is no folder nowhere; `dyno run` makes runs/")
 
 
 def test_what_is_not_measured_yet_is_no_failure(call: Call, run: Path) -> None:
     waiting = next(t for t in load(run).records if t.status == "ok")
     for record in (run / "trials" / waiting.id).glob("*/record.json"):
         record.unlink()
-    assert "1 ok, 1 failed, 1 skipped, 1 unfinished" in call("list")[1]
+    assert "1 ok, 1 failed, 1 skipped, 1 unfinished" in call("runs", "list")[1]
     out = call("show", run)[1]
     assert "1 of 4 trials was not measured so far." in out and "1 of 4 trials did not finish: 1 failed" in out
 
@@ -61,7 +65,7 @@ def test_blocks_that_are_not_at_their_end_are_read(call: Call, refused: Refused,
     shutil.copytree(run, run / "blocks/b0")
     shutil.rmtree(run / "trials")
     (run / "trials").mkdir()
-    assert "2 ok, 1 failed, 1 skipped" in call("list")[1] and "blocks" not in call("list")[1]
+    assert "2 ok, 1 failed, 1 skipped" in call("runs", "list")[1] and "blocks" not in call("runs", "list")[1]
     shown = load(run).records
     assert [t.status for t in shown].count("ok") == 2
     (log,) = [t.log for t in shown if t.log]
@@ -70,14 +74,14 @@ def test_blocks_that_are_not_at_their_end_are_read(call: Call, refused: Refused,
     assert f'href="{Path(log).parents[1]}' in (run / "report.html").read_text()
     assert "was measured with" in refused("run", run / "study.toml", "--out", run, "--seconds", "3")
     shutil.rmtree(run / "blocks")
-    assert "none yet" in call("list")[1]
+    assert "none yet" in call("runs", "list")[1]
 
 
 def test_a_trial_is_removed_by_the_beginning_of_its_id(call: Call, refused: Refused, run: Path) -> None:
     ids = [t.id for t in load(run).records]
-    assert "no trials of runs/one have an id that begins with 'zz'; its ids are " in refused("rm", run, "zz")
-    assert "4 trials" not in refused("rm", run, ids[0], "") and len(load(run).records.trials) == 4
-    code, out, _ = call("rm", run, ids[0][:8], ids[1])
+    assert "no trials of runs/one have an id that begins with 'zz'; its ids are " in refused("runs", "rm", run, "zz")
+    assert "4 trials" not in refused("runs", "rm", run, ids[0], "") and len(load(run).records.trials) == 4
+    code, out, _ = call("runs", "rm", run, ids[0][:8], ids[1])
     assert code == 0 and out.startswith(f"removed runs/one/trials/{ids[0]}\n")
     assert {t.id for t in load(run).records} == set(ids[2:])
 
@@ -85,10 +89,10 @@ def test_a_trial_is_removed_by_the_beginning_of_its_id(call: Call, refused: Refu
 def test_a_trial_is_removed_by_its_backend_and_precision(call: Call, refused: Refused, run: Path) -> None:
     trials = list(load(run).records)
     one = next(t for t in trials if [u.variant for u in trials].count(t.variant) == 1)
-    code, out, _ = call("rm", run, f"{one.variant}/{one.precision}")
+    code, out, _ = call("runs", "rm", run, f"{one.variant}/{one.precision}")
     assert code == 0 and out.startswith(f"removed runs/one/trials/{one.id}\n")
     assert {t.id for t in load(run).records} == {t.id for t in trials} - {one.id}
-    said = refused("rm", run, "fake/fp32")
+    said = refused("runs", "rm", run, "fake/fp32")
     assert said.startswith("'fake/fp32' fits several trials of runs/one; choose them by their ids: ")
     assert all(f"{t.id} ({t.label})" in said for t in trials if t is not one and t.precision == "fp32")
 
@@ -99,45 +103,57 @@ def test_only_what_dyno_wrote_is_removed(call: Call, refused: Refused, run: Path
     (outside / "photo").write_text("mine")
     (run / "trials/aaaa").symlink_to(outside)
     Path("link").symlink_to(run.resolve())
-    assert refused("rm", "link") == "link is a symbolic link, which is not followed; give the folder itself"
-    assert refused("rm", "link/").startswith("link is a symbolic link")
-    assert refused("rm", run, "aaaa").startswith("no trials of runs/one have an id that begins with 'aaaa'")
-    assert refused("rm", "runs") == (
+    assert refused("runs", "rm", "link") == "link is a symbolic link, which is not followed; give the folder itself"
+    assert refused("runs", "rm", "link/").startswith("link is a symbolic link")
+    assert refused("runs", "rm", run, "aaaa").startswith("no trials of runs/one have an id that begins with 'aaaa'")
+    assert refused("runs", "rm", "runs") == (
         "runs is not a run folder: it has no study.toml with trials/ beside it; the run folders in it: runs/one"
     )
-    assert refused("rm", "precious").startswith("precious is not a run folder") and (outside / "photo").exists()
-    assert refused("rm", "nowhere") == "nowhere does not exist"
-    assert refused("rm", run / "study.toml") == "runs/one/study.toml is not a folder"
+    assert refused("runs", "rm", "precious").startswith("precious is not a run folder") and (outside / "photo").exists()
+    assert refused("runs", "rm", "nowhere") == "nowhere does not exist"
+    assert refused("runs", "rm", run / "study.toml") == "runs/one/study.toml is not a folder"
     (run / "notes.txt").write_text("mine")
-    code, out, _ = call("rm", run)
+    code, out, _ = call("runs", "rm", run)
     assert (code, out) == (0, "removed what Dyno wrote into runs/one; what is not Dyno's stays: notes.txt\n")
     assert [path.name for path in run.iterdir()] == ["notes.txt"] and (outside / "photo").read_text() == "mine"
 
 
 def test_a_run_in_use_stays(call: Call, refused: Refused, run: Path) -> None:
     with Run(run).locked():
-        assert "runs/one is in use by another dyno" in refused("rm", run)
-    assert call("rm", run) == (0, "removed runs/one\n", "") and not run.exists()
+        assert "runs/one is in use by another dyno" in refused("runs", "rm", run)
+    assert call("runs", "rm", run) == (0, "removed runs/one\n", "") and not run.exists()
+
+
+def test_the_latest_run_is_shown(call: Call, run: Path) -> None:
+    shutil.copytree(run, "runs/two")
+    os.utime(run / "study.toml", (2e9, 2e9))
+    _, out, err = call("show", "--format", "csv", code=0)
+    assert err.startswith("dyno: runs/one, the latest run\n") and out == call("show", run, "--format", "csv")[1]
+
+
+def test_removing_is_confirmed_on_a_terminal(call: Call, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([False, True])
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(typer, "confirm", lambda question: next(answers))
+    assert call("runs", "rm", run)[1] == "" and run.exists()
+    assert call("runs", "rm", run)[1] == "removed runs/one\n"
 
 
 @pytest.mark.slow
-def test_a_report_is_opened_and_written_where_it_is_missing(
-    call: Call, refused: Refused, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_is_opened_on_a_terminal(call: Call, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
-    code, out, _ = call("open", run)
-    assert (code, out) == (0, "runs/one/report.html\n")
-    assert opened == [(Path.cwd() / "runs/one/report.html").as_uri()] and (run / "report.html").is_file()
-    written = (run / "report.html").stat().st_mtime_ns
+    assert call("report", run)[:2] == (0, "runs/one/report.html\n") and not opened
+    monkeypatch.setattr(commands, "is_terminal", lambda: True)
+    assert call("report", run, "--no-open")[0] == 0 and not opened
+    assert call("report", code=0)[1] == "runs/one/report.html\n"
+    assert opened == [(Path.cwd() / "runs/one/report.html").as_uri()]
 
     def none(url: str) -> bool:
         raise webbrowser.Error("could not locate runnable browser")
 
     monkeypatch.setattr(webbrowser, "open", none)
-    assert call("open", run) == (0, "runs/one/report.html\n", "")
-    assert (run / "report.html").stat().st_mtime_ns == written, "what is there is opened as it is"
-    assert refused("open", "runs").startswith("runs is not a run folder")
+    assert call("report", run)[:2] == (0, "runs/one/report.html\n")
 
 
 def test_the_page_of_several_runs_replaces_no_run_s_own(refused: Refused, run: Path) -> None:
@@ -161,8 +177,8 @@ def test_a_failed_row_names_its_log(call: Call, run: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("serve-test", "nosuch.onnx", "--p99", "20ms", "-o", "new"),
-        ("video", "frame.png", "out.png", "--model", "nosuch.onnx", "-o", "new"),
+        ("bench", "serve", "nosuch.onnx", "--p99", "20ms", "-o", "new"),
+        ("bench", "video", "frame.png", "out.png", "--model", "nosuch.onnx", "-o", "new"),
     ],
 )
 def test_nothing_is_left_of_a_mistyped_model(call: Call, tmp_path: Path, words: tuple[str, ...]) -> None:

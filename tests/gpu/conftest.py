@@ -82,6 +82,6 @@ def trt(dyno: Any, tensorrt_python: str) -> Gpu:
 def engine(trt: Gpu, onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dynamic engine in FP16, batches 1 to 8."""
     path = tmp_path_factory.mktemp("engine") / "small.engine"
-    done = trt("build", onnx, "-o", path, "--precision", "fp16", "--min", 1, "--opt", 4, "--max", 8)
+    done = trt("export", onnx, "-o", path, "--precision", "fp16", "--min", 1, "--opt", 4, "--max", 8)
     assert done.returncode == 0, done.stderr
     return path

@@ -108,9 +108,9 @@ def test_int8_by_graph_and_by_calibrator(study: Any, net: str, tmp_path: Path) -
 
 def test_dynamic_and_static_agree(trt: Any, onnx: Path, engine: Path, tmp_path: Path) -> None:
     static = tmp_path / "static.engine"
-    assert trt("build", onnx, "-o", static, "--precision", "fp16", "--min", 4, "--opt", 4, "--max", 4).returncode == 0
+    assert trt("export", onnx, "-o", static, "--precision", "fp16", "--min", 4, "--opt", 4, "--max", 4).returncode == 0
     done = trt(
-        "agree", static, engine, "--batch", 4, "--rtol", 1e-2, "--atol", 1e-2, "--least", 0.99, "--format", "json"
+        "diff", static, engine, "--batch", 4, "--rtol", 1e-2, "--atol", 1e-2, "--least", 0.99, "--format", "json"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (fixed, _) = (trt("time", path, "--batch", 4, *QUICK, "--format", "json") for path in (static, engine))
@@ -125,13 +125,13 @@ def test_time_speaks_trtexec(trt: Any, engine: Path) -> None:
 
 
 def test_stress(trt: Any, engine: Path) -> None:
-    done = trt("stress", engine, "--batches", "min,opt,max,random", "--iterations", 300)
+    done = trt("bench", "stress", engine, "--phases", "min,opt,max,random", "--iterations", 300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("every output right") == 4
 
 
 def test_builds_are_compared(trt: Any, onnx: Path, tmp_path: Path) -> None:
-    done = trt("build", onnx, "-o", tmp_path / "best.engine", "--repeat", 2, "--batch", 2, timeout=1200)
+    done = trt("export", onnx, "-o", tmp_path / "best.engine", "--repeat", 2, "--batch", 2, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "p = " in done.stdout and (tmp_path / "best.engine").stat().st_size > 1000
 
@@ -147,7 +147,7 @@ def test_graph_and_slots_change_nothing(study: Any, tmp_path: Path) -> None:
 
 def test_a_batch_outside_the_profile(trt: Any, engine: Path) -> None:
     assert "outside the engine's profile" in line(trt("time", engine, "--batch", 16))
-    assert "outside the engine's profile" in trt("stress", engine, "--batches", "9", "--iterations", 1).stdout
+    assert "outside the engine's profile" in trt("bench", "stress", engine, "--phases", "9", "--iterations", 1).stdout
     assert rows(trt("time", engine, *QUICK, "--format", "json"))[0]["batch"] == 4, "the batch it was tuned for"
 
 
@@ -177,15 +177,15 @@ def test_an_operator_nobody_knows(trt: Any, onnx: Path, tmp_path: Path) -> None:
     model.graph.node[0].op_type, model.graph.node[0].name = "Unheard", "the_first_node"
     path = tmp_path / "odd.onnx"
     library.save(model, str(path))
-    said = trt("build", path, "-o", tmp_path / "odd.engine")
+    said = trt("export", path, "-o", tmp_path / "odd.engine")
     assert said.returncode == 2 and "Unheard" in said.stderr
 
 
 def test_a_static_file_given_other_shapes(dyno: Any, trt: Any, net: str, tmp_path: Path) -> None:
     fixed = tmp_path / "fixed.onnx"
     assert dyno("export", net, "-o", fixed, "--size", SIZE, "--batch", 2).returncode == 0
-    assert "export it with --batch dynamic" in line(trt("build", fixed, "-o", tmp_path / "x.engine", "--max", 8))
-    assert trt("build", fixed, "-o", tmp_path / "y.engine", "--batch", 2).returncode == 0
+    assert "export it with --batch dynamic" in line(trt("export", fixed, "-o", tmp_path / "x.engine", "--max", 8))
+    assert trt("export", fixed, "-o", tmp_path / "y.engine", "--batch", 2).returncode == 0
 
 
 def test_memory_that_runs_out_is_a_row_and_comes_back(study: Any, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_a_detector_finds_the_same_on_every_engine(trt: Any, yolo: Any, tmp_path
     words = (trained.source, "--weights", trained.weights, "--data", trained.data, "--size", SIZE, "--batch", 8)
     # At level 0 the first kernel that works is taken; types are held to at any level.
     ways = f"pytorch@precision=fp32,tensorrt@optimization=0@precision={precision}"
-    done = trt("run", *words, "--backends", ways, "--out", tmp_path / "run", *QUICK, timeout=1200)
+    done = trt("run", *words, "--backend", ways, "--out", tmp_path / "run", *QUICK, timeout=1200)
     assert done.returncode == 0, done.stderr
     frame = trial_table.read_trials(trial_result.load_run(tmp_path / "run")).frame
     assert set(frame["status"]) == {"ok"}, frame[["backend", "precision", "status", "reason"]].to_string()
@@ -34,7 +34,7 @@ def test_a_detector_finds_the_same_on_every_engine(trt: Any, yolo: Any, tmp_path
 
 
 def test_the_layer_that_must_stay_higher_is_found_on_engines(trt: Any, hostile: Path, tmp_path: Path) -> None:
-    words = ("run", hostile, "--data", "digits", "--channels", 1, "--backends", "tensorrt", "--precision", "fp32,int8")
+    words = ("run", hostile, "--data", "digits", "--channels", 1, "--backend", "tensorrt", "--precision", "fp32,int8")
     done = trt(*words, "--batch", 4, "--budget", "top1=2", "--out", tmp_path / "run", *QUICK, timeout=1200)
     assert done.returncode == 0, done.stderr
     found = trial_result.load_run(tmp_path / "run")

@@ -19,7 +19,7 @@ COUNT = 50
 
 @pytest.fixture
 def filmed(dyno: Any, tmp_path: Path) -> Any:
-    """`dyno video` of a marker that moves, on the GPU; the boxes, and what was printed."""
+    """`dyno bench video` of a marker that moves, on the GPU; the boxes, and what was printed."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
     video = videos.write(tmp_path / "video.mp4", videos.pictures(COUNT))
 
@@ -27,7 +27,7 @@ def filmed(dyno: Any, tmp_path: Path) -> Any:
         boxes = tmp_path / "boxes.jsonl"
         fixed = ("--model", f"{tmp_path / 'marker.py'}:net", "--task", "detect", "--classes", 1, "--size", "288x384")
         quick = ("--device", "cuda:0", "--batch", 8, "--seconds", 0.05, "--warmup", 0.02, "--json", boxes)
-        done = dyno("video", video, *words, *fixed, *quick)
+        done = dyno("bench", "video", video, *words, *fixed, *quick)
         # No decoder, no OpenCV or no PyTorch in the engine's Python.
         if any(why in done.stderr for why in ("can't be used", "needs OpenCV", "PyTorch can't reach")):
             pytest.skip(done.stderr.strip().splitlines()[-1])
@@ -47,8 +47,8 @@ def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
 
 
 def test_tensorrt_finds_what_pytorch_finds(filmed: Any, tensorrt_python: str) -> None:
-    there, _ = filmed("--backends", "pytorch", "--prepare", "host")
-    words = ("--backends", "tensorrt@optimization=0", "--python", f"tensorrt={tensorrt_python}")
+    there, _ = filmed("--backend", "pytorch", "--prepare", "host")
+    words = ("--backend", "tensorrt@optimization=0", "--python", f"tensorrt={tensorrt_python}")
     found, _ = filmed(*words)
     same(there, found)
     slots, _ = filmed(*words, "--streams", 2)
@@ -62,18 +62,18 @@ def test_frames_prepared_on_the_gpu(filmed: Any, request: pytest.FixtureRequest,
         more = ("--python", f"onnxruntime={request.getfixturevalue('ortgpu_python')}")
     if backend.startswith("tensorrt"):
         more = ("--python", f"tensorrt={request.getfixturevalue('tensorrt_python')}")
-    host, _ = filmed("--backends", backend, "--prepare", "host", *more)
+    host, _ = filmed("--backend", backend, "--prepare", "host", *more)
     asked = ("--prepare", "device") if backend.startswith("tensorrt") else ()
-    device, said = filmed("--backends", backend, *asked, *more)
+    device, said = filmed("--backend", backend, *asked, *more)
     same(host, device)
     assert "Frames become the network's input where it computes" in said
 
 
 def test_frames_that_the_gpu_s_decoder_leaves_there(filmed: Any, tmp_path: Path) -> None:
-    host, _ = filmed("--backends", "pytorch", "--prepare", "host")
-    device, _ = filmed("--backends", "pytorch", "--decode", "device")
+    host, _ = filmed("--backend", "pytorch", "--prepare", "host")
+    device, _ = filmed("--backend", "pytorch", "--decode", "device")
     same(host, device)
-    drawn, _ = filmed(tmp_path / "out.mp4", "--backends", "pytorch", "--decode", "device")
+    drawn, _ = filmed(tmp_path / "out.mp4", "--backend", "pytorch", "--decode", "device")
     same(host, drawn)
     frames, _ = videos.read(tmp_path / "out.mp4")
     assert [videos.place_of(frame) for frame in frames] == [k % videos.PLACES for k in range(COUNT)]

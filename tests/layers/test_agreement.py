@@ -1,4 +1,4 @@
-"""`dyno agree --layers`: planted wrong layers by the model's own names, forms, and bad input in one line."""
+"""`dyno diff --layers`: planted wrong layers by the model's own names, forms, and bad input in one line."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def changed(path: Path, out: str, weight: str, factor: float) -> str:
 
 def tables(call: Call, *words: object) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
     """The layers' rows, a row for each engine, and the sentences."""
-    code, out, err = call("agree", *words, "--layers", "--format", "json")
+    code, out, err = call("diff", *words, "--layers", "--format", "json")
     assert code == 0, err
     found = json.loads(out)["tables"]
     return found["layer-errors"]["rows"], found["layer-findings"]["rows"], found["layer-findings"]["notes"]
@@ -128,9 +128,7 @@ def test_a_planted_weight_is_found_by_its_module(call: Call, net: str, tmp_path:
         assert finding["substituted_error"] < 1e-5 < 1e-3 < finding["unmodified_error"]
         assert finding["cut_error"] == pytest.approx(finding["unmodified_error"], rel=1e-3)
         assert any("made here" in note for note in notes) and any("confirmed: " in note for note in notes)
-    code, out, _ = call(
-        "agree", "right.onnx", wrong, "--layers", "--size", "16", "--least", "0.999", "--order", "error"
-    )
+    code, out, _ = call("diff", "right.onnx", wrong, "--layers", "--size", "16", "--least", "0.999", "--order", "error")
     assert code == 1 and "first that disagrees, suspect" in out
     two = changed(tmp_path / wrong, "two.onnx", "stem", 1.02)  # the larger one alone makes more than 80 % of the error
     notes = tables(call, "right.onnx", two, *SIZE)[2]
@@ -138,7 +136,7 @@ def test_a_planted_weight_is_found_by_its_module(call: Call, net: str, tmp_path:
     broken = changed(tmp_path / "right.onnx", "broken.onnx", "to_gate", float("nan"))
     notes = tables(call, "right.onnx", broken, *SIZE)[2]
     assert any("not finite; its own error is infinite" in note and note.endswith("made here.") for note in notes)
-    code, out, _ = call("agree", "right.onnx", wrong, "--layers", "--size", "16", "--format", "markdown")
+    code, out, _ = call("diff", "right.onnx", wrong, "--layers", "--size", "16", "--format", "markdown")
     assert code == 0 and "- confirmed: with no tensor marked and the reference in its place" in out
 
 
@@ -174,7 +172,7 @@ def test_int8_names_the_layers_of_the_largest_error(call: Call, net: str) -> Non
 
 
 def test_csv_has_every_column(call: Call, net: str) -> None:
-    code, out, err = call("agree", net, "onnx", *SIZE, "--layers", "--inputs", "1", "--format", "csv")
+    code, out, err = call("diff", net, "onnx", *SIZE, "--layers", "--compared", "1", "--format", "csv")
     assert code == 0, err
     first = next(csv.DictReader(io.StringIO(out)))
     assert {"tensor", "own_error", "effect", "max_abs", "nonfinite", "suspect"} <= first.keys()
@@ -206,24 +204,24 @@ def test_a_loop_is_one_layer_whatever_it_puts_out(call: Call, tmp_path: Path) ->
 
 
 def test_bad_input_is_one_line(refused: Refused, net: str, call: Call) -> None:
-    assert refused("agree", net, "--layers", *SIZE).startswith("layers are compared with something: give a form")
-    assert refused("agree", net, "onnx", "--top", "2", *SIZE) == "--top is for --layers; add that, or omit it"
-    assert refused("agree", net, "onnx", "--layers", "--inputs", "0") == "inputs is 0; it must be at least 1"
-    assert refused("agree", net, "onnx", "--layers", "--order", "eror") == "unknown order 'eror'; did you mean 'error'?"
-    assert refused("agree", net, "--layers", "--backends", "openvino").startswith("--layers takes no --backends; give")
-    assert refused("agree", net, "onnx", "--layers", "--out", "r") == "--layers keeps no run folder; omit --out"
-    assert refused("agree", net, "tensorrt", "--layers").startswith("tensorrt runs no parts of a graph")
+    assert refused("diff", net, "--layers", *SIZE).startswith("layers are compared with something: give a form")
+    assert refused("diff", net, "onnx", "--top", "2", *SIZE) == "--top is for --layers; add that, or omit it"
+    assert refused("diff", net, "onnx", "--layers", "--compared", "0") == "compared is 0; it must be at least 1"
+    assert refused("diff", net, "onnx", "--layers", "--order", "eror") == "unknown order 'eror'; did you mean 'error'?"
+    assert refused("diff", net, "--layers", "--backend", "openvino").startswith("--layers takes no --backend; give")
+    assert refused("diff", net, "onnx", "--layers", "--out", "r") == "--layers keeps no run folder; omit --out"
+    assert refused("diff", net, "tensorrt", "--layers").startswith("tensorrt runs no parts of a graph")
     assert "is TorchScript, whose modules can't be watched" in refused(
-        "agree", "net.py:script", "onnx", "--layers", *SIZE
+        "diff", "net.py:script", "onnx", "--layers", *SIZE
     )
-    assert call("export", net, *SIZE, "-o", "n.onnx")[0] == 0 and call("build", "n.onnx", "-o", "n.xml")[0] == 0
-    assert refused("agree", "n.onnx", "n.xml", "--layers").startswith("n.xml is not an ONNX graph, whose tensors")
-    assert refused("agree", "n.onnx", "none.onnx", "--layers") == "there is no model file none.onnx"
-    assert refused("agree", "n.onnx", "onnx", "--layers", "--rtol", "-1") == "rtol is -1.0; it must be at least 0"
+    assert call("export", net, *SIZE, "-o", "n.onnx")[0] == 0 and call("export", "n.onnx", "-o", "n.xml")[0] == 0
+    assert refused("diff", "n.onnx", "n.xml", "--layers").startswith("n.xml is not an ONNX graph, whose tensors")
+    assert refused("diff", "n.onnx", "none.onnx", "--layers") == "there is no model file none.onnx"
+    assert refused("diff", "n.onnx", "onnx", "--layers", "--rtol", "-1") == "rtol is -1.0; it must be at least 0"
     model = onnx.load("n.onnx")
     onnx.save(model, "far.onnx", save_as_external_data=True, location="far.data", size_threshold=0)
     Path("far.data").unlink()
-    assert "far.data, which doesn't exist" in refused("agree", "n.onnx", "far.onnx", "--layers", "--size", "16")
+    assert "far.data, which doesn't exist" in refused("diff", "n.onnx", "far.onnx", "--layers", "--size", "16")
 
 
 def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,14 +254,14 @@ def test_sequences_of_tensors_are_passed_over(call: Call) -> None:
 
 
 def test_a_form_that_a_library_refuses_is_left_out(call: Call, half_known: Path) -> None:
-    code, out, err = call("agree", half_known, "openvino", "onnxruntime", "--layers", "--format", "json")
+    code, out, err = call("diff", half_known, "openvino", "onnxruntime", "--layers", "--format", "json")
     assert code == 3 and "dyno: left out: half openvino fp32: " in err and "OpenVINO doesn't support Det-17" in err
     (finding,) = json.loads(out)["tables"]["layer-findings"]["rows"]
     assert finding["engine"] == "onnxruntime" and finding["close"] == 100
-    code, out, err = call("agree", half_known, "openvino", "--layers")
+    code, out, err = call("diff", half_known, "openvino", "--layers")
     assert (code, out) == (2, "") and "dyno: half openvino fp32: " in err.splitlines()[-1]
 
 
 def test_a_module_is_compared_with_a_graph(refused: Refused, net: str) -> None:
     for other in "pytorch", net.replace(":net", ":text"):
-        assert "is a PyTorch module, and layers are compared with" in refused("agree", net, other, "--layers")
+        assert "is a PyTorch module, and layers are compared with" in refused("diff", net, other, "--layers")

@@ -76,7 +76,9 @@ def test_the_parts_sum_to_the_first_answer(file: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command(file: Path, call: Call) -> None:
-    code, out, err = call("cold-start", file, "--rounds", 1, "--files", "memory", "--threads", 1, "--format", "csv")
+    code, out, err = call(
+        "bench", "cold-start", file, "--rounds", 1, "--files", "memory", "--threads", 1, "--format", "csv"
+    )
     assert code == 0, err
     (row,) = csv.DictReader(io.StringIO(out))
     assert row["form"] == "onnxruntime fp32" and row["files"] == WARM and row["rounds"] == "1"
@@ -96,10 +98,10 @@ def test_libraries_without_byte_code_are_said(file: Path, tmp_path: Path, monkey
 
 
 def test_what_cant_be_started(file: Path, refused: Refused) -> None:
-    assert "at least 1" in refused("cold-start", file, "--rounds", 0)
-    assert "memory" in refused("cold-start", file, "--files", "memry")
-    assert "name a backend" in refused("cold-start", "torchvision:resnet18", "onnx", "--size", 32)
-    assert "gone.onnx" in refused("cold-start", "gone.onnx")
+    assert "at least 1" in refused("bench", "cold-start", file, "--rounds", 0)
+    assert "memory" in refused("bench", "cold-start", file, "--files", "memry")
+    assert "name a backend" in refused("bench", "cold-start", "torchvision:resnet18", "onnx", "--size", 32)
+    assert "gone.onnx" in refused("bench", "cold-start", "gone.onnx")
 
 
 def test_by_hand_there_is_no_start_to_count_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,15 +113,15 @@ def test_by_hand_there_is_no_start_to_count_from(tmp_path: Path, monkeypatch: py
     (tmp_path / "job.json").write_text(json.dumps(to_json(job)))
     assert main.main(tmp_path) == 0
     record = json.loads((tmp_path / "record.json").read_text())
-    assert record["status"] == "failed" and "dyno cold-start" in record["reason"]
+    assert record["status"] == "failed" and "dyno bench cold-start" in record["reason"]
 
 
 def test_a_form_that_a_library_refuses_is_left_out(call: Call, refused: Refused, half_known: Path) -> None:
     words = ("--rounds", 1, "--files", "memory", "--threads", 1)
-    code, out, err = call("cold-start", half_known, "openvino", "onnxruntime", *words, "--format", "json")
+    code, out, err = call("bench", "cold-start", half_known, "openvino", "onnxruntime", *words, "--format", "json")
     assert code == 3 and "dyno: left out: half openvino fp32: " in err
     assert re.search("OpenVINO (doesn't support Det-17|does not support .* operations: Det)", err)
     assert [row["form"] for row in json.loads(out)["rows"]] == ["onnxruntime fp32"]
     net = "from torch import nn\nclass Never(nn.Module):\n    def forward(self, x):\n        return None\n"
     (half_known.parent / "never.py").write_text(net, encoding="utf-8")
-    assert "never.py" in refused("cold-start", "never.py:nothing", *words)
+    assert "never.py" in refused("bench", "cold-start", "never.py:nothing", *words)

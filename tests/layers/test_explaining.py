@@ -138,7 +138,7 @@ def test_int8_is_told_by_its_types(call: Call, net: str, tmp_path: Path) -> None
 
 
 def test_two_trials_of_a_run(call: Call, refused: Refused, dyno: Callable[..., Any], net: str) -> None:
-    code, _, err = call("run", net, "--backends", "pytorch,onnxruntime,onnxruntime@optimization=basic", "--size", 32,
+    code, _, err = call("run", net, "--backend", "pytorch,onnxruntime,onnxruntime@optimization=basic", "--size", 32,
                         "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02, "--threads", 1,
                         "-o", "r")  # fmt: skip
     assert code == 0, err

@@ -109,7 +109,7 @@ def test_names_survive_quantisation(call: Call, net: str) -> None:
 def test_an_engine_built_without_a_gpu_is_read_without_one(call: Call, net: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     assert call("export", net, "--size", "16", "-o", "n.onnx")[0] == 0
-    assert call("build", "n.onnx", "--backend", "tensorrt_rtx", "-o", "n.engine")[0] == 0
+    assert call("export", "n.onnx", "--backend", "tensorrt_rtx", "-o", "n.engine")[0] == 0
     found = tables(call, "n.onnx", "n.engine")
     rows = [row for row in found["aligned"]["rows"] if row["flops"]]
     assert len(rows) == 3 and all(row["b"] for row in rows)

@@ -419,7 +419,7 @@ def test_what_is_proven_and_right_is_kept() -> None:
     assert [one.kept for one in outcomes] == [True, True, False, False, False]
     assert cures.describe_tried(outcomes, "x") == [
         "2 of 5 prescriptions helped.",
-        f"The best is {outcomes[1].called.prescription.text}: 1.50x [1.40, 1.60] as fast, by --backends x@n=1.5.",
+        f"The best is {outcomes[1].called.prescription.text}: 1.50x [1.40, 1.60] as fast, by --backend x@n=1.5.",
     ]
     assert cures.describe_tried(outcomes[2:], "x") == ["None of 3 prescriptions helped."]
     assert cures.describe_tried((), "x") == ["Nothing of what costs x time calls for a prescription."]

@@ -1,4 +1,4 @@
-"""`dyno bisect` finds the first bad one of several Pythons, skips what can't be run, and says when it is undecided."""
+"""`dyno compare --bisect` finds the first bad one of several Pythons, skips broken ones, says when it is undecided."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ def test_the_first_bad_python(call: Any, chain: Any, script: Any, slow_python: P
     broken = script(tmp_path / "broken", "exit 3")
     names = {"v1": sys.executable, "v2": sys.executable, "v3": broken, "v4": slow_python}
     pythons = ",".join(f"{name}={path}" for name, path in names.items())
-    code, out, err = call("bisect", model, "--pythons", pythons, "--fail-on", "slower=100%", *QUICK, "--out", "found")
+    code, out, err = call(
+        "compare", "--bisect", model, "--pythons", pythons, "--fail-on", "slower=100%", *QUICK, "--out", "found"
+    )
     assert code == 1, (out, err)
     assert "skipped v3: the interpreter" in out
     assert "The first bad version is v4, or one of those that were skipped (v3); the last good one is v2." in out
     assert "Against v1: " in out and "the latency" in out and "Changed from v2 to v4" in out
     assert sorted(path.name for path in Path("found").iterdir()) == ["v2", "v4"], "a run folder for each"
-    code, out, _ = call("bisect", model, "--pythons", f"a={broken},b={slow_python}", *QUICK)
+    code, out, _ = call("compare", "--bisect", model, "--pythons", f"a={broken},b={slow_python}", *QUICK)
     assert code == 3 and "Undecided: fewer than two versions can be run." in out
 
 
@@ -36,6 +38,9 @@ def test_the_first_bad_python(call: Any, chain: Any, script: Any, slow_python: P
     ("words", "said"),
     [
         (["--library", "onnxruntime"], "give either"),
+        (["n.onnx", "--versions", "1,2"], "--bisect compares versions with one model; omit B"),
+        (["--summary", "s.md"], "--bisect compares versions with one model; omit --summary"),
+        (["--python", f"onnxruntime={sys.executable}"], "--bisect chooses the interpreters; omit --python"),
         (["--library", "onnxruntime", "--versions", "1.0"], "two or more"),
         (["--library", "onnxruntime", "--versions", "1.0,1.0"], "twice"),
         (["--library", "nothing-at-all", "--versions", "1,2"], "no backend needs nothing-at-all"),
@@ -46,7 +51,8 @@ def test_the_first_bad_python(call: Any, chain: Any, script: Any, slow_python: P
     ],
 )
 def test_what_makes_no_sense_is_one_line(refused: Any, words: list[str], said: str) -> None:
-    assert said in refused("bisect", "m.onnx", *words)
+    assert said in refused("compare", "--bisect", "m.onnx", *words)
+    assert refused("compare", "a", "b", "--with", "numpy") == "--with is for --bisect; add that, or omit it"
 
 
 def test_uv_makes_an_environment_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`dyno calibrate`: what it measures, prints, keeps and refuses, and studies that go on until they are decided."""
+"""`dyno selftest`: what it measures, prints, keeps and refuses, and studies that go on until they are decided."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_it_tells_equal_processes_from_slowed_ones() -> None:
 def test_builds_are_part_of_the_noise(drawn_engine: Path, refused: Callable[..., str]) -> None:
     """A run that is taken off the processor takes tens of milliseconds, so most of the short ones aren't."""
     given = {**FAKE, "backend": "drawn_engine:Engine@kind=a@uneven=true@latency_ms=0.1", "rounds": 3}
-    found = dyno.calibrate("fake:net", builds=True, **given)
+    found = dyno.calibrate("fake:net", rebuild=True, **given)
     assert found.stored.builds and len(found.rounds) == 3
     logs = [pair.log for pair in found.pairs(0.0)]
     assert all(log < -1 for log in logs), "the second of a pair has a build of its own, a slow one"
@@ -91,20 +91,20 @@ def test_builds_are_part_of_the_noise(drawn_engine: Path, refused: Callable[...,
     assert "fresh builds and processes" in str(found)
     assert self_test.find("cpu")[0] is None, "studies of one build see more"
     assert "made the same every time" in refused(
-        "calibrate", "fake:net", "--channels", 1, "--backend", "fake", "--builds"
+        "selftest", "fake:net", "--channels", 1, "--backend", "fake", "--rebuild"
     )
 
 
 @pytest.mark.usefixtures("preloaded")
 @pytest.mark.usefixtures("quick", "unreported")
 def test_the_command_prints_and_every_run_says_what_it_sees(call: Callable[..., Any], tmp_path: Path) -> None:
-    assert "none yet; run `dyno calibrate`" in call("doctor")[1]
+    assert "none yet; run `dyno selftest`" in call("doctor")[1]
     asked = ("run", "fake:net", "--channels", 1, "--boundaries", "model", "--seconds", 0.04, "--warmup", 0.02)
     asked += ("--rounds", 2)
-    backends = ("--backends", "fake@latency_ms=1,fake@latency_ms=2")
+    backends = ("--backend", "fake@latency_ms=1,fake@latency_ms=2")
     assert call(*asked, *backends, "--out", "before")[0] == 0
     assert "This run can see" not in call("show", "before")[1]
-    tested = ("calibrate", "fake:net", "--backend", "fake@latency_ms=2", "--channels", 1, "--rounds", 3)
+    tested = ("selftest", "fake:net", "--backend", "fake@latency_ms=2", "--channels", 1, "--rounds", 3)
     _, out, _ = call(*tested, "--size", 8, code=0)
     assert "called slower" in out and "Grade " in out and "false alarm" in out
     _, out, _ = call(*tested, "--size", 8, "--format", "json")
@@ -119,7 +119,7 @@ def test_the_command_prints_and_every_run_says_what_it_sees(call: Callable[..., 
     assert "This run can see" in json.loads(call("show", "after", "--format", "json")[1])["visible"]
     (tmp_path / "after" / "self-test.json").write_text("{}")
     assert dyno.load("after").records.self_test, "and a damaged one is the machine's again"
-    assert call("rm", "after")[:2] == (0, "removed after\n")
+    assert call("runs", "rm", "after")[:2] == (0, "removed after\n")
 
 
 @pytest.mark.usefixtures("preloaded")
@@ -161,13 +161,13 @@ def test_another_machines_self_test_counts_for_nothing(fake_study: Callable[...,
 )
 def test_what_makes_no_sense_is_one_line(refused: Callable[..., str], options: tuple[Any, ...], said: str) -> None:
     backend = () if "--backend" in options else ("--backend", "fake")
-    line = partial(refused, "calibrate", "fake:net", "--channels", 1)
+    line = partial(refused, "selftest", "fake:net", "--channels", 1)
     assert said in line(*backend, *options)
 
 
 @pytest.mark.usefixtures("preloaded")
 def test_a_trial_that_does_not_run_is_one_line(call: Callable[..., Any]) -> None:
-    code, out, err = call("calibrate", "fake:net", "--channels", 1, "--backend", "fake@fail=exception")
+    code, out, err = call("selftest", "fake:net", "--channels", 1, "--backend", "fake@fail=exception")
     assert (code, out) == (2, "")
     assert "scripted failure" in err.splitlines()[-1] and "Traceback" not in err
 

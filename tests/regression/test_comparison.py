@@ -57,12 +57,12 @@ def test_two_pythons(call: Any, chain: Any, slow_python: Path, tmp_path: Path) -
     pytest.importorskip("onnxruntime")
     model = chain(tmp_path / "m.onnx", 20)
     words = ("--rounds", "3", *QUICK, "--fail-on", "slower=10%")
-    _, out, _ = call("compare", model, "--against", f"onnxruntime={slow_python}", *words, code=0)
+    _, out, _ = call("compare", model, "--baseline-python", f"onnxruntime={slow_python}", *words, code=0)
     assert "faster" in out and f"under {slow_python}" in out
 
 
 def test_one_after_the_other_is_said(call: Any) -> None:
-    fake = ("fake:one", "fake:two", "--backends", "fake@latency_ms=0.5", "--channels", "1")
+    fake = ("fake:one", "fake:two", "--backend", "fake@latency_ms=0.5", "--channels", "1")
     code, out, _ = call("compare", *fake, "--rounds", "2", "--samples", "20")
     assert code == 0 and "Measured one after the other, 2 rounds" in out
     call("compare", *fake, "--rounds", "2", *QUICK, "--python", "fake=/nowhere", code=2)
@@ -72,7 +72,7 @@ def test_one_after_the_other_is_said(call: Any) -> None:
     ("words", "said"),
     [
         (["fake:net"], "nothing to compare fake:net with"),
-        (["fake:a", "fake:b", "--again"], "--again measures stored runs again"),
+        (["fake:a", "fake:b", "--remeasure"], "--remeasure measures stored runs again"),
         (["fake:a", "fake:b", "--commits", "a..b"], "compare one model with itself"),
         (["fake:a", "--commits", "a..b"], "is not a file"),
         (["fake:a", "fake:b", "--fail-on", "slower=2%", "--rounds", "1"], "one round"),

@@ -98,7 +98,7 @@ def disturbed(run: Path) -> None:
         ({"statuses": ("ok",)}, "one round only"),
         ({"statuses": ("failed",), "reason": "no"}, "B is failed"),
         ({"edit": elsewhere}, "another machine (cpu Synthetic CPU against Another CPU)"),
-        ({"edit": elsewhere, "seconds": 0.04}, "measure it again here with --again"),
+        ({"edit": elsewhere, "seconds": 0.04}, "measure it again here with --remeasure"),
         ({"edit": disturbed, "seconds": 0.04}, "1.5 processors busy"),
     ],
 )

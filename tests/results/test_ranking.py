@@ -259,7 +259,7 @@ def test_a_quiet_study_has_nothing_to_say(tmp_path: Path) -> None:
     results = run(tmp_path, QUIET, QUIET)
     assert cpu_contention(results) is None
     assert "fastest is way1" in said(results)[0]
-    assert f"  next: take it: dyno take {results.folder}" in printed(results)
+    assert f"  next: take it: dyno export {results.folder}" in printed(results)
 
 
 def test_a_few_disturbed_jobs_are_a_warning(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_most_jobs_disturbed_leave_no_winner(tmp_path: Path) -> None:
     text = "\n".join(lines[2:])
     assert not any(word in text for word in ("fastest", "runner-up", "most images", "Other programs", "faster"))
     assert "Precision: " in text
-    next_step = f"  next: measure again on a quiet machine, or choose: dyno take {results.folder} BACKEND/PRECISION"
+    next_step = f"  next: measure again on a quiet machine, or choose: dyno export {results.folder} BACKEND/PRECISION"
     assert next_step in printed(results)
 
 

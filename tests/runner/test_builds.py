@@ -155,7 +155,7 @@ def test_processes_in_turns_run_their_build(drawn_engine: Path, dyno: Any) -> No
     words = ("--seconds", 0.1, "--warmup", 0.02, "--block", 0.01, "--boundaries", "model", "--channels", 1)
     both = ",".join([A, B, "fake@latency_ms=0.2"])
     out = drawn_engine / "r"
-    done = dyno("run", "fake:net", "--backends", both, "--builds", 2, "--rounds", 4, *words, "--out", out)
+    done = dyno("run", "fake:net", "--backend", both, "--builds", 2, "--rounds", 4, *words, "--out", out)
     assert done.returncode == 0, done.stderr
     run = trial_table.read_trials(out)
     drawn = [t for t in run.records if t.backend == "drawn_engine:Engine"]
@@ -177,7 +177,7 @@ def test_builds_that_cannot_be_are_refused(
     few = "builds is 5, but a round runs one build, and rounds is 3; give --rounds 5 or more"
     assert refused("run", "fake:net", "--builds", 5, "--rounds", 3) == few
     assert Study(models="fake:net", builds=5).rounds == 5, "unless the number of rounds is open"
-    same = refused("run", "fake:net", "--backends", "fake", "--builds", 2, "--channels", 1)
+    same = refused("run", "fake:net", "--backend", "fake", "--builds", 2, "--channels", 1)
     assert same.startswith("builds is 2, but what is measured here (fake) is made the same every time")
     with pytest.raises(UserError, match=r"has rounds=1, too few for --builds 2"):
         expand(fake_study(backends=(f"{A}@rounds=1",), builds=2, rounds=2))

@@ -193,7 +193,7 @@ def ran(folder: Path) -> set[tuple[str, ...]]:
 def test_a_clear_difference_ends_at_the_first_look(call: Callable[..., Any], tmp_path: Path) -> None:
     """Thousandfold, because no neighbour makes one run of two so much slower in one of five rounds."""
     code, _, err = call(
-        *COMMAND, "--backends", "fake@latency_ms=0.1,fake@latency_ms=100", "--reference", "fake@latency_ms=0.1"
+        *COMMAND, "--backend", "fake@latency_ms=0.1,fake@latency_ms=100", "--reference", "fake@latency_ms=0.1"
     )
     assert code == 0 and "could not decide" not in err and ran(tmp_path) == {FIRST_LOOK}
     row = trial_table.read_trials(tmp_path / "run").frame.set_index("options").loc["latency_ms=100"]
@@ -203,7 +203,7 @@ def test_a_clear_difference_ends_at_the_first_look(call: Callable[..., Any], tmp
 @pytest.mark.usefixtures("unreported")
 @pytest.mark.usefixtures("preloaded")
 def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Callable[..., Any], tmp_path: Path) -> None:
-    backends = "--backends", "fake@latency_ms=1,fake@latency_ms=1.0@noise=0", "--reference", "fake@latency_ms=1"
+    backends = "--backend", "fake@latency_ms=1,fake@latency_ms=1.0@noise=0", "--reference", "fake@latency_ms=1"
     code, _, err = call(*COMMAND, *backends, "--equivalent", "1e-9", "--minutes", "0.001")
     assert code == 0 and "net: 2 trials are left in pairs that 0.001 minutes could not decide" in err
     assert ran(tmp_path) == {FIRST_LOOK}
@@ -213,7 +213,7 @@ def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Callable[..., An
     assert sorted(frame["verdict"]) == [stats.EQUIVALENT, "reference"]
 
 
-@pytest.mark.parametrize("words", [["--backends", "fake"], ["--backends", "fake,fake@noise=0", "--rounds", "1"]])
+@pytest.mark.parametrize("words", [["--backend", "fake"], ["--backend", "fake,fake@noise=0", "--rounds", "1"]])
 @pytest.mark.usefixtures("unreported")
 def test_with_nothing_to_tell_apart_no_round_is_added(
     words: list[str], call: Callable[..., Any], tmp_path: Path

@@ -1,4 +1,4 @@
-"""What is measured once for a machine: its peak and its idle power; and `dyno stress` on a real dynamic file."""
+"""What is measured once for a machine: its peak and its idle power; and `dyno bench stress` on a real dynamic file."""
 
 from __future__ import annotations
 
@@ -158,17 +158,17 @@ def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("preloaded", "unreported")
 def test_every_output_right(dyno: Any, onnx: Path, tmp_path: Path) -> None:
-    words = ("--batches", "1,4,random", "--iterations", 50, "--size", 16, "--threads", 1)
-    done = dyno("stress", onnx, *words, cwd=tmp_path)
+    words = ("--phases", "1,4,random", "--iterations", 50, "--size", 16, "--threads", 1)
+    done = dyno("bench", "stress", onnx, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("every output right") == 3 and " 1-4 " in done.stdout
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
 def test_a_test_that_can_t_be_done(dyno: Any, onnx: Path, tmp_path: Path) -> None:
-    nothing = dyno("stress", onnx, "--batches", "min,opt", "--size", 16, cwd=tmp_path)
-    assert nothing.returncode == 3 and "give numbers such as --batches 1,8,random" in " ".join(nothing.stdout.split())
-    fixed = dyno("stress", onnx.with_name("fixed.onnx"), "--batches", "2,3", "--size", 16, cwd=tmp_path)
+    nothing = dyno("bench", "stress", onnx, "--phases", "min,opt", "--size", 16, cwd=tmp_path)
+    assert nothing.returncode == 3 and "give numbers such as --phases 1,8,random" in " ".join(nothing.stdout.split())
+    fixed = dyno("bench", "stress", onnx.with_name("fixed.onnx"), "--phases", "2,3", "--size", 16, cwd=tmp_path)
     assert fixed.returncode == 2 and "takes only batch 2" in fixed.stderr  # before anything runs
 
 
@@ -176,12 +176,12 @@ def test_a_test_that_can_t_be_done(dyno: Any, onnx: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--batches", "some"), "--batches takes min, opt, max, random and numbers of at least 1, not some"),
-        (("--batches", ","), "not nothing"),
+        (("--phases", "some"), "--phases takes min, opt, max, random and numbers of at least 1, not some"),
+        (("--phases", ","), "not nothing"),
         (("--rounds", "4"), "no such option: --rounds"),
-        (("--batches", "2", "--iterations", "0"), "--iterations is 0; it must be at least 1"),
+        (("--phases", "2", "--iterations", "0"), "--iterations is 0; it must be at least 1"),
     ],
 )
 def test_nonsense_is_one_line(dyno: Any, tmp_path: Path, words: tuple[str, ...], line: str) -> None:
-    done = dyno("stress", "fake:net", *words, cwd=tmp_path)
+    done = dyno("bench", "stress", "fake:net", *words, cwd=tmp_path)
     assert done.returncode == 2 and line in done.stderr and "Traceback" not in done.stderr

@@ -32,7 +32,7 @@ class Net(torch.nn.Module):
         return x.flatten(1).relu()
 '''
 SHORT = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
-FAKE = ["--backends", "fake@latency_ms=0.1", *SHORT]
+FAKE = ["--backend", "fake@latency_ms=0.1", *SHORT]
 
 
 def net(path: Path, factor: float = 2.0, name: str = "input", width: int = 8, graph: str = "g") -> Path:
@@ -56,15 +56,15 @@ def ids(folder: Path) -> set[str]:
 
 def test_a_folder_grows_and_a_narrower_command_leaves_the_rest(call: Call, tmp_path: Path) -> None:
     words = ["run", "fake:net", "--channels", 1, *SHORT, "--out", "r"]
-    assert call(*words, "--backends", "fake@latency_ms=0.1")[0] == 0
+    assert call(*words, "--backend", "fake@latency_ms=0.1")[0] == 0
     first = {p: p.stat().st_mtime_ns for p in Path("r").glob("trials/*/*/record.json")}
-    _, out, _ = call(*words, "--backends", "fake@latency_ms=0.1,fake@latency_ms=0.2", "--batch", "1,2", code=0)
+    _, out, _ = call(*words, "--backend", "fake@latency_ms=0.1,fake@latency_ms=0.2", "--batch", "1,2", code=0)
     assert out.count("latency_ms=0.2") and "batch 2" in out
     assert {p: p.stat().st_mtime_ns for p in first} == first, "what was there is measured again"
-    assert call(*words, "--backends", "fake@latency_ms=0.1", "--precision", "int8,fp8")[0] == 0
+    assert call(*words, "--backend", "fake@latency_ms=0.1", "--precision", "int8,fp8")[0] == 0
     assert call("run", "fake:net", "fake:other", "--channels", 1, *FAKE, "--out", "r")[0] == 0
     whole = ids(tmp_path / "r")
-    assert call(*words, "--backends", "fake@latency_ms=0.1")[0] == 0
+    assert call(*words, "--backend", "fake@latency_ms=0.1")[0] == 0
     assert ids(tmp_path / "r") == whole and len(whole) == 4 + 2 + 1
     study = Study.from_toml(Path("r/study.toml"))
     assert study.models == ("fake:net", "fake:other") and study.batches == (1, 2)
@@ -75,7 +75,7 @@ def test_a_folder_grows_and_a_narrower_command_leaves_the_rest(call: Call, tmp_p
 
 
 def test_another_route_is_another_row(call: Call, tmp_path: Path) -> None:
-    words = ["run", net(tmp_path / "m.onnx"), "--backends", "onnxruntime", *SHORT, "--out", "r"]
+    words = ["run", net(tmp_path / "m.onnx"), "--backend", "onnxruntime", *SHORT, "--out", "r"]
     assert call(*words)[0] == 0 and call(*words, "--routes", "fold")[0] == 0
     assert rows("r", "options", "status") == [("", "ok"), ("fold=True", "ok")]
     assert load("r").to_pandas().set_index("options").loc["fold=True", "route"] == "folded"
@@ -86,7 +86,7 @@ def test_what_contradicts_is_named(call: Call, refused: Callable[..., str]) -> N
     assert call(*words)[0] == 0
     assert refused(*words, "--seconds", 1) == (
         "r was measured with seconds=0.04, this command says seconds=1; "
-        "give another --out, or remove it with `dyno rm r` first"
+        "give another --out, or remove it with `dyno runs rm r` first"
     )
     line = refused(*words, "--seed", 3, "--data", "digits")
     assert "measured with seed=0, no data, this command says seed=3, data=digits;" in line
@@ -95,8 +95,8 @@ def test_what_contradicts_is_named(call: Call, refused: Callable[..., str]) -> N
 
 def test_a_folder_in_which_nothing_was_measured_blocks_nothing(call: Call) -> None:
     words = ["run", "fake:net", "--channels", 1, *SHORT, "--out", "r"]
-    assert call(*words, "--backends", "fake@fail=exception")[0] == 3
-    assert call(*words, "--backends", "fake@latency_ms=0.1", "--seed", 5)[0] == 0
+    assert call(*words, "--backend", "fake@fail=exception")[0] == 3
+    assert call(*words, "--backend", "fake@latency_ms=0.1", "--seed", 5)[0] == 0
     assert rows("r", "status") == [("ok",)]
     assert Study.from_toml(Path("r/study.toml")).seed == 5
 
@@ -182,11 +182,11 @@ def test_a_broken_second_model_hides_nothing(call: Call, refused: Callable[..., 
 
 
 def test_time_prints_what_could_be_timed(call: Call, refused: Callable[..., str]) -> None:
-    words = ["time", "fake:good", "none.onnx", "--channels", 1, "--backends", "fake@latency_ms=0.1"]
+    words = ["time", "fake:good", "none.onnx", "--channels", 1, "--backend", "fake@latency_ms=0.1"]
     code, out, err = call(*words, "--seconds", 0.04, "--warmup", 0.02)
     assert code == 3 and out.startswith("good, ") and "dyno: there is no model file none.onnx\n" in err
     assert refused("time", "no.onnx", "none.onnx") == "there is no model file no.onnx"
-    assert "there is no model file none.onnx" in refused("agree", "none.onnx", "fake:good", "--backends", "fake")
+    assert "there is no model file none.onnx" in refused("diff", "none.onnx", "fake:good", "--backend", "fake")
 
 
 def test_default_folders_do_not_collide(call: Call, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_default_folders_do_not_collide(call: Call, tmp_path: Path) -> None:
 def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(call: Call, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(ENDLESS)
     (tmp_path / "endless").touch()
-    words = ["run", "net.py:Net", "--size", 8, "--backends", "onnxruntime", *SHORT, "--out", "r"]
+    words = ["run", "net.py:Net", "--size", 8, "--backend", "onnxruntime", *SHORT, "--out", "r"]
     assert call(*words, "--build-timeout", 1)[0] == 3
     ((status, reason),) = rows("r", "status", "reason")
     assert status == "timeout" and reason.endswith("not finished after 1 s; killed")
@@ -222,7 +222,7 @@ def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(ca
 
 def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def tried(fail: str, *more: object) -> list[str]:
-        words = ["run", "fake:net", "--channels", 1, *SHORT, "--backends", f"fake@fail={fail}", "--out", fail]
+        words = ["run", "fake:net", "--channels", 1, *SHORT, "--backend", f"fake@fail={fail}", "--out", fail]
         lines = call(*words, *more)[2].splitlines()
         return [line for line in lines if re.match(r"1/1 (failed|timeout)", line) or "tried again" in line]
 
@@ -243,7 +243,7 @@ def test_two_files_of_one_network_are_one_table(call: Call, tmp_path: Path) -> N
     net(tmp_path / "a.onnx", graph="the same in other bytes")
     net(tmp_path / "other.onnx", name="pixels")
     net(tmp_path / "wide.onnx", width=16)
-    assert call("build", "b.onnx", "-o", "b.xml")[0] == 0
+    assert call("export", "b.onnx", "-o", "b.xml")[0] == 0
     _, out, _ = call("run", "b.onnx", "b.xml", "a.onnx", "wide.onnx", "--channels", 1, *SHORT, "--out", "r", code=0)
     assert "skipped" not in out
     frame = load("r").to_pandas()
@@ -256,13 +256,13 @@ def test_two_files_of_one_network_are_one_table(call: Call, tmp_path: Path) -> N
     ]  # fmt: skip
     assert [verdict == "reference" for verdict in frame["verdict"]] == [True, *[False] * 4, True, False]
     assert frame["speedup"].notna().all() and f"{network}, size 8, batch 1\n" in out
-    words = "--channels", 1, "--backends", "onnxruntime", *SHORT
+    words = "--channels", 1, "--backend", "onnxruntime", *SHORT
     out = call("run", "a.onnx", "other.onnx", *words, "--out", "t")[1]
     assert "not comparable" not in out, "what a file calls its only input says nothing about what it is fed"
     net(tmp_path / "three.onnx", 3.0)
     code, out, _ = call("run", "a.onnx", "three.onnx", *words, "--out", "u")
     assert code == 3 and "if they are different networks, run one command for each" in " ".join(out.split())
-    code, out, _ = call("run", "b.xml", "--channels", 1, "--backends", "onnxruntime,openvino", *SHORT, "--out", "s")
+    code, out, _ = call("run", "b.xml", "--channels", 1, "--backend", "onnxruntime,openvino", *SHORT, "--out", "s")
     assert code == 0 and "onnxruntime reads .onnx files, not b.xml" in out, "a backend that is asked for has its row"
 
 

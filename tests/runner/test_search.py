@@ -28,7 +28,7 @@ QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --conf
 def test_the_command_line_finds_the_layer_that_must_stay_higher(
     hostile: Path, dyno: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["run", hostile, "--data", "digits", "--channels", 1, "--backends", "onnxruntime", "--precision",
+    words = ["run", hostile, "--data", "digits", "--channels", 1, "--backend", "onnxruntime", "--precision",
              "fp32,int8", "--batch", "1,4", "--budget", "top1=2", "--out", tmp_path / "run", *QUICK]  # fmt: skip
     done = dyno(*words)
     assert done.returncode == 0, done.stderr
@@ -159,7 +159,7 @@ def tried(run: Path) -> Attempt:
 
 
 def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, dyno: Command, tmp_path: Path) -> None:
-    words = ("run", f"{nets}:light", "--backends", "onnxruntime", "--batch", "1,2", "--out", tmp_path, *ROUTES)
+    words = ("run", f"{nets}:light", "--backend", "onnxruntime", "--batch", "1,2", "--out", tmp_path, *ROUTES)
     done = dyno(*words)
     assert done.returncode == 0, done.stderr
     one = tried(tmp_path)
@@ -175,7 +175,7 @@ def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, d
 
 
 def test_a_route_with_other_outputs_is_never_kept(nets: Path, dyno: Command, tmp_path: Path) -> None:
-    done = dyno("run", f"{nets}:wrong", "--backends", "onnxruntime", "--out", tmp_path, *ROUTES)
+    done = dyno("run", f"{nets}:wrong", "--backend", "onnxruntime", "--out", tmp_path, *ROUTES)
     assert done.returncode == 0, done.stderr
     one = tried(tmp_path)
     assert one.kept is None
@@ -187,7 +187,7 @@ def test_a_route_with_other_outputs_is_never_kept(nets: Path, dyno: Command, tmp
 @pytest.mark.parametrize("words", [("plain",), ("light", "--routes", "usual")])
 def test_nothing_is_tried_without_need(nets: Path, dyno: Command, tmp_path: Path, words: tuple[str, ...]) -> None:
     name, *options = words
-    done = dyno("run", f"{nets}:{name}", *options, "--backends", "onnxruntime", "--out", tmp_path, *ROUTES)
+    done = dyno("run", f"{nets}:{name}", *options, "--backend", "onnxruntime", "--out", tmp_path, *ROUTES)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "routes.json").exists() and not (tmp_path / "routes").exists()
     assert [t.variant for t in trial_result.load_run(tmp_path)] == ["onnxruntime"]

@@ -466,7 +466,7 @@ def test_the_command_line_with_engines(dyno: Any, tmp_path: Path) -> None:
         f"<float[8, 3, 3, 3] w = {{{weights}}}> {{ y = Conv(image, w) }}"
     )
     onnx.save(graph, tmp_path / "small.onnx")
-    words = "small.onnx --backends openvino,onnxruntime --rounds 2 --seconds 0.3 --warmup 0.1"
+    words = "small.onnx --backend openvino,onnxruntime --rounds 2 --seconds 0.3 --warmup 0.1"
     boundaries = "--boundaries model,throughput --threads 1 --turns"
     done = dyno("run", *words.split(), *boundaries.split(), "--out", tmp_path / "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""`dyno serve-test --endpoint`: a server of KServe's protocol v2 in place of an engine here."""
+"""`dyno bench serve --endpoint`: a server of KServe's protocol v2 in place of an engine here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,19 @@ def test_a_server_answers_in_place_of_an_engine(
     binary: bool, shape: tuple[int, ...], call: Call, tmp_path: Path
 ) -> None:
     with kserve_server.running(binary=binary, shape=shape) as (url, batches):
-        words = ("serve-test", kserve_server.MODEL, "--endpoint", url, "--batch", 2, "--instances", 2, "--p50", "9s")
+        words = (
+            "bench",
+            "serve",
+            kserve_server.MODEL,
+            "--endpoint",
+            url,
+            "--batch",
+            2,
+            "--instances",
+            2,
+            "--p50",
+            "9s",
+        )
         code, out, errors = call(*words, *SHORT)
     assert code == 0, errors
     assert set(batches) == {1, 2} and len(batches) > 50
@@ -74,7 +86,7 @@ def test_a_server_s_answers_are_compared_with_its_model_s(factor: float, says: s
     name = kserve_server.MODEL
     (tmp_path / "nets.py").write_text(NET)
     with kserve_server.running(factor=factor) as (url, _):
-        words = ("serve-test", f"nets.py:{name}", "--shapes", "image:batchx3x4", "--endpoint", url, "--batch", 2)
+        words = ("bench", "serve", f"nets.py:{name}", "--shapes", "image:batchx3x4", "--endpoint", url, "--batch", 2)
         code, out, errors = call(*words, *SHORT)
     assert code == (0 if factor == 1 else 3), errors
     (row,) = dyno.load(tmp_path / "run").table("serve").rows
@@ -161,7 +173,19 @@ def test_what_cannot_be_loaded_is_tried_once() -> None:
 @pytest.mark.slow
 def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(call: Call, tmp_path: Path) -> None:
     with kserve_server.running(most=1, takes=0.05) as (url, _):
-        words = ("serve-test", kserve_server.MODEL, "--endpoint", url, "--batch", 1, "--instances", 2, "--p50", "9s")
+        words = (
+            "bench",
+            "serve",
+            kserve_server.MODEL,
+            "--endpoint",
+            url,
+            "--batch",
+            1,
+            "--instances",
+            2,
+            "--p50",
+            "9s",
+        )
         code, out, errors = call(*words, *SHORT)
     assert code == 0, errors
     assert "requests got no answer of the server and count as beyond every bound" in out
@@ -175,7 +199,7 @@ def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(call: Call, t
 @pytest.mark.parametrize("good", [0, 60])
 def test_a_server_whose_answers_are_not_finite_fails(good: int, call: Call, tmp_path: Path) -> None:
     with kserve_server.running(binary=True, takes=0.01, good=good) as (url, batches):
-        code, out, errors = call("serve-test", kserve_server.MODEL, "--endpoint", url, "--batch", 1, *SHORT)
+        code, out, errors = call("bench", "serve", kserve_server.MODEL, "--endpoint", url, "--batch", 1, *SHORT)
     assert code == 3 and len(batches) > good, "the check at the beginning takes fewer than 60 batches"
     assert "the outputs are not finite (NaN or infinity)" in errors and "Traceback" not in errors
     run = dyno.load(tmp_path / "run")
@@ -187,7 +211,7 @@ def test_a_server_whose_answers_are_not_finite_fails(good: int, call: Call, tmp_
 def test_rates_before_a_server_s_end_in_a_search_are_kept(call: Call, tmp_path: Path) -> None:
     short = ("--p50", "9s", "--duration", "1s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run")
     with kserve_server.running(takes=0.005, alive=200) as (url, _):
-        code, out, errors = call("serve-test", kserve_server.MODEL, "--endpoint", url, "--batch", 1, *short)
+        code, out, errors = call("bench", "serve", kserve_server.MODEL, "--endpoint", url, "--batch", 1, *short)
     assert code == 0, errors
     assert "did not answer: [500] out of memory; the test ended there, and the rates before are kept" in out
     assert dyno.load(tmp_path / "run").table("serve-rates").rows
@@ -219,7 +243,7 @@ def test_a_request_in_vain_is_one_line(settings: dict[str, Any], said: str) -> N
 @pytest.mark.slow
 def test_a_server_that_is_not_there_ends_as_its_row(call: Call) -> None:
     with kserve_server.refusing() as url:
-        code, _, errors = call("serve-test", "net", "--endpoint", url, *SHORT)
+        code, _, errors = call("bench", "serve", "net", "--endpoint", url, *SHORT)
     assert code == 3 and f"protocol v2 answers at {url}" in errors and "Traceback" not in errors
 
 
@@ -240,12 +264,12 @@ def test_without_tritonclient_it_says_what_to_install(monkeypatch: pytest.Monkey
     "url", ["localhost:8000", "ftp://host:1", "http://", "http://h:99999", "http://a@b:1", "http:/h"]
 )
 def test_what_is_no_address_is_bad_input_before_anything_runs(url: str, call: Call, tmp_path: Path) -> None:
-    code, out, errors = call("serve-test", "net", "--endpoint", url, *SHORT)
+    code, out, errors = call("bench", "serve", "net", "--endpoint", url, *SHORT)
     assert code == 2 and not out and errors.startswith(f"dyno: the endpoint is {url!r}; write http://HOST:PORT")
     assert errors.count("\n") == 1 and list(tmp_path.iterdir()) == []
 
 
 def test_an_endpoint_takes_the_place_of_backends(tmp_path: Path) -> None:
     options = ServeOptions(p99="1s", endpoint="http://127.0.0.1:1")
-    with pytest.raises(UserError, match="takes the place of a backend; omit --backends"):
+    with pytest.raises(UserError, match="takes the place of a backend; omit --backend"):
         dyno.serve_test("net", backends=("pytorch",), out=tmp_path / "run", options=options)

@@ -1,4 +1,4 @@
-"""`dyno serve-test` through the command line and from Python, with real engines and scripted ones."""
+"""`dyno bench serve` through the command line and from Python, with real engines and scripted ones."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def facts(folder: Path) -> list[ServeFacts]:
 
 
 def test_given_rates_are_measured_and_shown_again(call: Call, tmp_path: Path) -> None:
-    words = ("--backends", "fake@latency_ms=10", "--batch", 4, "--rate", "50,1000", "--duration", "1s", "--p99", "10s")
-    code, out, errors = call("serve-test", *FAKE, *words)
+    words = ("--backend", "fake@latency_ms=10", "--batch", 4, "--rate", "50,1000", "--duration", "1s", "--p99", "10s")
+    code, out, errors = call("bench", "serve", *FAKE, *words)
     assert code == 0, errors
     assert "p99 <= 10.0 s" in out and "was due, not from when it was sent" in out
     (found,) = facts(tmp_path / "run")
@@ -60,16 +60,16 @@ def test_given_rates_are_measured_and_shown_again(call: Call, tmp_path: Path) ->
 
 
 def test_rates_without_a_bound_are_not_compared(call: Call) -> None:
-    words = ("--backends", "fake@latency_ms=2,fake@latency_ms=4", "--rate", 50, "--duration", "0.2s", "--rounds", 1)
-    code, out, errors = call("serve-test", *FAKE, *words)
+    words = ("--backend", "fake@latency_ms=2,fake@latency_ms=4", "--rate", 50, "--duration", "0.2s", "--rounds", 1)
+    code, out, errors = call("bench", "serve", *FAKE, *words)
     assert code == 0, errors
     assert "full batches" in out and "reference" not in out and "speedup" not in out
 
 
 def test_the_search_ends_below_what_full_batches_allow(call: Call, tmp_path: Path) -> None:
-    words = ("--backends", "fake@latency_ms=2,fake@latency_ms=4", "--batch", 2, "--p50", "1s", "--resolution", 0.5,
+    words = ("--backend", "fake@latency_ms=2,fake@latency_ms=4", "--batch", 2, "--p50", "1s", "--resolution", 0.5,
              "--duration", "0.5s", "--rounds", 1)  # fmt: skip
-    code, out, errors = call("serve-test", *FAKE, *words)
+    code, out, errors = call("bench", "serve", *FAKE, *words)
     assert code == 0, errors
     for found in facts(tmp_path / "run"):
         assert found.searched and found.highest and found.capacity > 0
@@ -77,9 +77,9 @@ def test_the_search_ends_below_what_full_batches_allow(call: Call, tmp_path: Pat
         assert any(step.verdict != "yes" for step in found.steps)
     assert "reference" in out and "hold p50 <= 1.00 s" in out
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").glob("trials/*/r0/record.json")}
-    assert len(written) == 2 and call("serve-test", *FAKE, *words)[0] == 0
+    assert len(written) == 2 and call("bench", "serve", *FAKE, *words)[0] == 0
     assert all(path.stat().st_mtime_ns == at for path, at in written.items()), "nothing is measured twice"
-    code, _, errors = call("serve-test", *FAKE, "--backends", "fake@latency_ms=2", "--p50", "2s")
+    code, _, errors = call("bench", "serve", *FAKE, "--backend", "fake@latency_ms=2", "--p50", "2s")
     assert code == 2 and "run is of other requests; give another --out" in errors
 
 
@@ -89,7 +89,7 @@ def test_real_engines_answer_requests(call: Call, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(NET)
     backends = "pytorch,onnxruntime,onnxruntime@streams=2"
     code, out, errors = call(
-        "serve-test", "small.py:net", "--size", 16, "--backends", backends, "--batch", 4, "--rate", 40,
+        "bench", "serve", "small.py:net", "--size", 16, "--backend", backends, "--batch", 4, "--rate", 40,
         "--instances", 2, "--duration", "1s", "--seconds", 0.05, "--warmup", 0.02, "--rounds", 1, "-o", "run",
     )  # fmt: skip
     assert code == 0, errors
@@ -106,7 +106,19 @@ def test_real_engines_answer_requests(call: Call, tmp_path: Path) -> None:
 def test_a_fixed_batch_is_padded_and_said(call: Call, onnx_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     code, out, errors = call(
-        "serve-test", onnx_file, "--rate", 100, "--duration", "0.5s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run"
+        "bench",
+        "serve",
+        onnx_file,
+        "--rate",
+        100,
+        "--duration",
+        "0.5s",
+        "--seconds",
+        0.05,
+        "--warmup",
+        0.02,
+        "-o",
+        "run",
     )
     assert code == 0, errors
     (found,) = facts(tmp_path / "run")
@@ -118,7 +130,7 @@ def test_a_trace_says_when_requests_come(call: Call, tmp_path: Path) -> None:
     times = np.sort(np.random.default_rng(0).uniform(5, 6, 700))
     (tmp_path / "trace.txt").write_text("\n".join(map(str, times)))
     code, out, errors = call(
-        "serve-test", *FAKE, "--backends", "fake@latency_ms=0.1", "--trace", "trace.txt", "--p99", "9s"
+        "bench", "serve", *FAKE, "--backend", "fake@latency_ms=0.1", "--trace", "trace.txt", "--p99", "9s"
     )
     assert code == 0, errors
     (found,) = facts(tmp_path / "run")
@@ -129,7 +141,7 @@ def test_a_trace_says_when_requests_come(call: Call, tmp_path: Path) -> None:
 
 def test_a_full_queue_refuses(call: Call, tmp_path: Path) -> None:
     code, out, errors = call(
-        "serve-test", *FAKE, "--backends", "fake@latency_ms=5", "--batch", 1, "--rate", 2000, "--duration", "0.5s",
+        "bench", "serve", *FAKE, "--backend", "fake@latency_ms=5", "--batch", 1, "--rate", 2000, "--duration", "0.5s",
         "--queue", 3, "--p90", "1s",
     )  # fmt: skip
     assert code == 0, errors
@@ -150,13 +162,13 @@ def test_a_full_queue_refuses(call: Call, tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line(call: Call, words: tuple[object, ...], said: str) -> None:
-    code, _, errors = call("serve-test", *FAKE, *words)
+    code, _, errors = call("bench", "serve", *FAKE, *words)
     assert code == 2 and said in errors and errors.count("\n") == 1
 
 
 def test_a_search_that_is_too_short_says_so(call: Call, tmp_path: Path) -> None:
-    words = ("--backends", "fake@latency_ms=50", "--batch", 1, "--p99", "1us", "--duration", "0.5s")
-    code, out, errors = call("serve-test", *FAKE, *words)
+    words = ("--backend", "fake@latency_ms=50", "--batch", 1, "--p99", "1us", "--duration", "0.5s")
+    code, out, errors = call("bench", "serve", *FAKE, *words)
     assert code == 0, errors
     (found,) = facts(tmp_path / "run")
     assert found.highest == 0 and [step.rate for step in found.steps] == [pytest.approx(662.1 / 0.5)]
@@ -164,7 +176,7 @@ def test_a_search_that_is_too_short_says_so(call: Call, tmp_path: Path) -> None:
 
 
 def test_an_engine_that_fails_ends_as_its_row(call: Call) -> None:
-    code, _, errors = call("serve-test", *FAKE, "--backends", "fake@fail=exception", "--p99", "1s")
+    code, _, errors = call("bench", "serve", *FAKE, "--backend", "fake@fail=exception", "--p99", "1s")
     assert code == 3 and "scripted failure" in errors and "Traceback" not in errors
 
 
@@ -174,7 +186,7 @@ def test_an_engine_whose_outputs_are_not_finite_is_not_measured(call: Call, tmp_
         NET.replace("Linear(8, 4))", "Linear(8, 4), torch.nn.Threshold(9e9, float('inf')))")
     )
     code, out, errors = call(
-        "serve-test", "broken.py:net", "--size", 16, "--rate", 50, "--duration", "0.5s", "--seconds", 0.05,
+        "bench", "serve", "broken.py:net", "--size", 16, "--rate", 50, "--duration", "0.5s", "--seconds", 0.05,
         "--warmup", 0.02, "-o", "run",
     )  # fmt: skip
     assert code == 3, errors
@@ -195,7 +207,7 @@ def test_from_python(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_report_opens_with_the_requests(call: Call, tmp_path: Path) -> None:
-    code, _, errors = call("serve-test", *FAKE, "--backends", "fake@latency_ms=1", "--rate", "200,400", "--duration",
+    code, _, errors = call("bench", "serve", *FAKE, "--backend", "fake@latency_ms=1", "--rate", "200,400", "--duration",
                            "1s", "--p90", "9s")  # fmt: skip
     assert code == 0, errors
     assert call("report", "run")[0] == 0

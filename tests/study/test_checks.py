@@ -42,35 +42,46 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["run", "fake:n", "--backends", "onnxruntime@optimization=fast"], "optimization=fast: onnxruntime's"),
-        (["run", "fake:n", "--backends", "openvino@streams=0"], "streams=0: openvino's streams must be a whole"),
-        (["run", "fake:n", "--backends", "compile@mode=fast"], "mode=fast: compile's mode must be one of default"),
-        (["run", "fake:n", "--backends", "fake", "--device", "cuda:0"], "there is no cuda:0 here: neither NVML nor"),
-        (["run", "fake:n", "--backends", "fake", "--device", "cuda:x"], "device 'cuda:x' has no number"),
-        (["run", "fake:n", "--backends", "fake", "--threads", MANY], f"threads is {MANY}, but there are {MANY - 1} "),
-        (["train", "digits", "--model", "torchvision:resnet18", "--threads", MANY], f"threads is {MANY}, but there "),
-        (["train", "digits", "--model", "torchvision:resnet18", "--device", "cuda:0"], "there is no cuda:0 here"),
+        (["run", "fake:n", "--backend", "onnxruntime@optimization=fast"], "optimization=fast: onnxruntime's"),
+        (["run", "fake:n", "--backend", "openvino@streams=0"], "streams=0: openvino's streams must be a whole"),
+        (["run", "fake:n", "--backend", "compile@mode=fast"], "mode=fast: compile's mode must be one of default"),
+        (["run", "fake:n", "--backend", "fake", "--device", "cuda:0"], "there is no cuda:0 here: neither NVML nor"),
+        (["run", "fake:n", "--backend", "fake", "--device", "cuda:x"], "device 'cuda:x' has no number"),
+        (["run", "fake:n", "--backend", "fake", "--threads", MANY], f"threads is {MANY}, but there are {MANY - 1} "),
+        (
+            ["data", "train", "digits", "--model", "torchvision:resnet18", "--threads", MANY],
+            f"threads is {MANY}, but there ",
+        ),
+        (
+            ["data", "train", "digits", "--model", "torchvision:resnet18", "--device", "cuda:0"],
+            "there is no cuda:0 here",
+        ),
         (["demo", "--rounds", "0"], "rounds is 0; it must be at least 1"),
         (["demo", "--minutes", "0"], "minutes is 0.0; it must be more than 0"),
-        (["build", "m.onnx", "-o", "m.xml", "--batch", "0"], "--batch is 0; it must be at least 1"),
-        (["build", "m.onnx", "-o", "m.xml", "--repeat", "0"], "--repeat is 0; it must be at least 1"),
-        (["build", "m.onnx", "-o", "m.xml", "--option", "streams=x"], "streams=x: openvino's streams must be"),
-        (["build", "m.onnx", "-o", "m.xml", "--batch", "8"], "openvino's files take any batch; omit --batch"),
+        (
+            ["export", "m.onnx", "-o", "m.xml", "--batch", "0"],
+            "batch '0' must be 'dynamic' or a whole number of at least 1",
+        ),
+        (["export", "m.onnx", "-o", "m.xml", "--repeat", "0"], "--repeat is 0; it must be at least 1"),
+        (["export", "m.onnx", "-o", "m.xml", "--option", "streams=x"], "streams=x: openvino's streams must be"),
+        (["export", "m.onnx", "-o", "m.xml", "--batch", "8"], "openvino's files take any batch; omit --batch"),
         (["inspect", "m.onnx", "openvino", "--pretrained"], "m.onnx contains its weights, which pretrained can't"),
         (["export", "best.pt2", "-o", "m.onnx", "--pretrained"], "best.pt2 contains its weights, which pretrained"),
-        (["agree", "m.onnx"], "there is only one configuration to compare; give another model or file, or --back"),
-        (["agree", "m.onnx", "--backends", "onnxruntime"], "there is only one configuration to compare"),
+        (["diff", "m.onnx"], "there is only one configuration to compare; give another model or file, or --back"),
+        (["diff", "m.onnx", "--backend", "onnxruntime"], "there is only one configuration to compare"),
         (["export", "fake:n", "-o", "m.onnx", "--opset", "3"], "--opset 3 can't be written; an export's opset"),
         (["export", "fake:n", "-o", "m.onnx", "--opset", "99"], "--opset 99 can't be written; an export's opset"),
         (["time", "m.onnx", "--format", "xml"], "unknown format 'xml'; known: text, markdown, csv, json"),
         (["eval", "m.onnx", "--data", "d", "--format", "xml"], "unknown format 'xml'"),
-        (["agree", "m.onnx", "n.onnx", "--format", "xml"], "unknown format 'xml'"),
-        (["resnet18"], "there is no command 'resnet18'; to measure a model: dyno run torchvision:resnet18"),
+        (["diff", "m.onnx", "n.onnx", "--format", "xml"], "unknown format 'xml'"),
+        (["resnet18"], "there is no command 'resnet18'; dyno --help lists them, and dyno run MODEL measures a model"),
         (["torchvision:resnet18"], "there is no command 'torchvision:resnet18'; to measure it: dyno run torchvision:"),
         (["m.onnx", "--batch", "1"], "there is no command 'm.onnx'; to measure it: dyno run m.onnx"),
-        (["show"], "give the run folder to show"),
-        (["report"], "missing argument 'RUN"),
-        (["export", "fake:n"], "missing option '--out' / '-o'; see dyno export --help"),
+        (["show"], "there is no run below runs/; give a run folder, or measure one: dyno run MODEL"),
+        (["report"], "there is no run below runs/"),
+        (["export", "fake:n"], "give the file to write fake:n to: -o FILE, which ends in .onnx, "),
+        (["export", "nowhere"], "nowhere does not exist"),
+        (["run", "fake:n", "--on", "ray"], "--on is now --cluster; see dyno run --help-all"),
         (["run", "fake:n", "--presicion", "int8"], "no such option: --presicion; did you mean --precision?"),
         (
             ["run", "fake:n", "--rounds", "many"],
@@ -79,7 +90,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "fake:n", "--rounds"], "option '--rounds' requires an argument"),
         (["doctor", "here"], "got unexpected extra argument"),
         (["--nonsense"], "no such option: --nonsense"),
-        (["data", "imagenet"], "no such command 'imagenet'"),
+        (["data", "imagenet"], "there is no command 'imagenet'; did you mean dyno data imagenet-val?"),
         (["raport", "x"], "there is no command 'raport'; did you mean dyno report?"),
     ],
 )
@@ -89,11 +100,12 @@ def test_it_is_refused_at_once(refused: Refused, tmp_path: Path, words: list[obj
 
 
 COMMANDS: dict[str, tuple[object, ...]] = {
-    "run": ("fake:n", "--backends", "fake"), "time": ("fake:n",), "eval": ("fake:n", "--data", "d"),
-    "agree": ("fake:n", "m.onnx"), "inspect": ("fake:n",), "profile": ("fake:n",), "explain": ("fake:n", "a", "b"),
-    "cold-start": ("fake:n", "openvino"), "stress": ("m.onnx",), "video": ("in.mp4", "out.mp4", "--model", "fake:n"),
-    "serve-test": ("fake:n", "--p99", "1s"), "build": ("m.onnx", "-o", "m.xml"), "train": ("d", "--model", "fake:n"),
-    "calibrate": (), "compare": ("m.onnx", "n.onnx"), "bisect": ("m.onnx", "--library", "numpy", "--versions", "1,2"),
+    "run": ("fake:n", "--backend", "fake"), "time": ("fake:n",), "eval": ("fake:n", "--data", "d"),
+    "diff": ("fake:n", "m.onnx"), "inspect": ("fake:n",), "profile": ("fake:n",), "explain": ("fake:n", "a", "b"),
+    "bench cold-start": ("fake:n", "openvino"), "bench stress": ("m.onnx",),
+    "bench video": ("in.mp4", "out.mp4", "--model", "fake:n"), "bench serve": ("fake:n", "--p99", "1s"),
+    "export": ("m.onnx", "-o", "m.xml"), "data train": ("d", "--model", "fake:n"),
+    "selftest": (), "compare": ("m.onnx", "n.onnx"),
 }  # fmt: skip
 DEVICES = {
     "cpu:0": "cpu:0 alone is not a device: write cpu, or for `dyno run` cpu:0,cpu:1", "gpu": "unknown device 'gpu'",
@@ -102,10 +114,9 @@ DEVICES = {
 
 
 def test_all_commands_with_a_device_are_listed() -> None:
-    having = {
-        name for name, command in typer.main.get_command(app.app).commands.items()
-        if any("--device" in each.opts for each in command.params)
-    }  # fmt: skip
+    top = typer.main.get_command(app.app).commands
+    below = {f"{group} {name}": each for group in top for name, each in getattr(top[group], "commands", {}).items()}
+    having = {name for name, each in (top | below).items() if any("--device" in one.opts for one in each.params)}
     assert having == COMMANDS.keys()
 
 
@@ -113,14 +124,14 @@ def test_all_commands_with_a_device_are_listed() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_is_no_device_here_is_refused_at_once(refused: Refused, tmp_path: Path, command: str, device: str) -> None:
-    assert refused(command, *COMMANDS[command], "--device", device).startswith(DEVICES[device])
+    assert refused(*command.split(), *COMMANDS[command], "--device", device).startswith(DEVICES[device])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_study_alone_is_spread_over_a_cluster(refused: Refused) -> None:
     for command, words in COMMANDS.items():
         if command != "run":
-            assert refused(command, *words, "--on", "ray").startswith("no such option: --on")
+            assert refused(*command.split(), *words, "--cluster", "ray").startswith("no such option: --cluster")
     calls: list[Callable[[], object]] = [
         lambda: dyno.cold_start("fake:n", "fake", on="ray"),
         lambda: dyno.inspect("fake:n", on="ray"),
@@ -148,7 +159,7 @@ def test_a_misspelt_key_is_told_before_what_is_missing(refused: Refused, tmp_pat
 
 @pytest.mark.usefixtures("no_gpu")
 def test_planning_for_a_gpu_elsewhere_is_not_refused(call: Callable[..., Any]) -> None:
-    code, out, _ = call("run", "fake:n", "--backends", "fake", "--device", "cuda:0", "--dry-run")
+    code, out, _ = call("run", "fake:n", "--backend", "fake", "--device", "cuda:0", "--dry-run")
     assert code == 0 and "There is no cuda:0 here, so a run would be refused." in out
 
 
@@ -178,16 +189,16 @@ def test_two_backends_of_one_file_are_enough_to_agree() -> None:
 )
 def test_only_near_names_are_suggested(refused: Refused, model: str, line: str) -> None:
     pytest.importorskip(model.partition(":")[0])
-    assert line in refused("run", model, "--backends", "pytorch", "--out", "r")
+    assert line in refused("run", model, "--backend", "pytorch", "--out", "r")
 
 
 @pytest.mark.slow
 def test_a_file_of_one_batch_has_no_others_to_test(refused: Refused, call: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     onnx_text.write(tmp_path / "rows.onnx", "(float[2, 16] x) => (float[2, 16] y) { y = Relu(x) }")
-    code, _, err = call("stress", "rows.onnx", "--batches", "min,max", "--out", "r")
+    code, _, err = call("bench", "stress", "rows.onnx", "--phases", "min,max", "--out", "r")
     assert code == 2 and "rows takes only batch 2, and a stress test changes it; export or build it with a " in err
     assert not (tmp_path / "r").exists()
     assert "openvino takes only one, ONNX Runtime and TensorRT take several" in refused(
-        "stress", "rows.onnx", "--backends", "openvino", "--batches", "min", "--out", "r"
+        "bench", "stress", "rows.onnx", "--backend", "openvino", "--phases", "min", "--out", "r"
     )

@@ -110,7 +110,7 @@ def test_an_interrupt_ends_all(source: str, tmp_path: Path) -> None:
     words = (
         f"{source}:waits",
         f"{source}:too",
-        "--backends",
+        "--backend",
         "pytorch",
         "--size",
         "32",

@@ -197,13 +197,13 @@ def test_a_file_keeps_its_weights_beside_a_network_that_takes_others(tmp_path: P
         (
             "resnet18",
             {},
-            "model 'resnet18' has no source prefix; did you mean torchvision:resnet18 or timm:resnet18?",
+            "torchvision and timm each have a model resnet18; give torchvision:resnet18 or timm:resnet18",
         ),
-        ("a,b", {}, "model 'a,b' has no source prefix; did you mean torchvision:a torchvision:b or timm:a timm:b?"),
+        ("a,b", {}, "models are given one by one, without commas: a b"),
         ("timm:a,timm:b", {}, "models are given one by one, without commas: timm:a timm:b"),
         ("a.onnx,b.onnx", {}, "models are given one by one, without commas: a.onnx b.onnx"),
         ("none,2/net.onnx", {}, "there is no model file none,2/net.onnx"),
-        ("openvino/int8", {}, "openvino/int8 is a backend, not a model; give it with --backends openvino"),
+        ("openvino/int8", {}, "openvino/int8 is a backend, not a model; give it with --backend openvino"),
         ("none.onnx", {}, "there is no model file none.onnx"),
         ("none.xml", {}, "there is no model file none.xml"),
         ("", {}, "a model has an empty name; give a model's file, or one like torchvision:resnet18"),
@@ -253,7 +253,7 @@ def test_a_model_that_dies_when_it_is_looked_at_is_rows_and_the_others_run(
     call: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "net.py").write_text("import os\ndef dies(): os.kill(os.getpid(), 11)\n")
-    words = "run", "net.py:dies", "--backends", "fake", "--batch", "1,2", "--out", "run"
+    words = "run", "net.py:dies", "--backend", "fake", "--batch", "1,2", "--out", "run"
     code, out, err = call(*words)
     assert (code, err) == (2, "dyno: dies: model inspection: killed by SIGSEGV\n")
     _, out, _ = call(*words, "fake:[/x]", "--rounds", "1", "--samples", "5", "--warmup", "0.02", code=3)

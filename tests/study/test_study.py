@@ -233,7 +233,8 @@ def test_names_and_folders() -> None:
     assert model_name("torchvision:resnet18") == "resnet18"
     assert model_name("a/b.c/net.onnx") == "net"
     names = {
-        ("timm:a", "m.onnx"): "a-m", ("net.py:build",): "net-build", ("x/other.py:build",): "other-build",
+        ("timm:a", "m.onnx"): "a-m", ("net.py:build",): "net", ("x/other.py:f",): "other-f",
+        ("net.py:build(width=8)",): "net-width=8",
         ("dyno.worker.nets.digits:resnet18",): "digits-resnet18", ("net.py:net",): "net", ("fake:[/x] y",): "x-y",
         ("ultralytics:yolov8n.yaml",): "yolov8n", ("fake:" + "x" * 300,): "x" * 80, ("fake:..",): "model",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`dyno train` from the command line: any class names, a kill half-way, the weights as an engine, bad input."""
+"""`dyno data train` from the command line: any class names, a kill half-way, the weights as an engine, bad input."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Call, tmp_path: Path) -> None:
-    words = ["train", flat, *QUICK, "--epochs", "6", "--out", "run", "--then", "onnxruntime"]
+    words = ["data", "train", flat, *QUICK, "--epochs", "6", "--out", "run", "--then", "onnxruntime"]
     code, out, said = call(*words)
     assert code == 0, said
     assert "on 96 images of 3 classes (два и три, ноль, один), testing on 24" in said
@@ -94,7 +94,7 @@ def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Call, t
     assert "onnxruntime" in out
 
     (following,) = re.findall(r"^next: dyno (run .*)$", said, re.M)
-    code, out, said = call(*shlex.split(following), "--backends", "pytorch", "--threads", "1", "--dry-run")
+    code, out, said = call(*shlex.split(following), "--backend", "pytorch", "--threads", "1", "--dry-run")
     assert code == 0 and "1 trial, 0 refused" in out, said
 
     code, _, said = call(*words[:-2])
@@ -116,7 +116,7 @@ def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Call, t
 
 @pytest.mark.slow
 def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, preloaded: str, tmp_path: Path) -> None:
-    words = ["train", str(parted), *QUICK, "--epochs", "12"]
+    words = ["data", "train", str(parted), *QUICK, "--epochs", "12"]
 
     def run(out: str, *more: str) -> subprocess.CompletedProcess[str]:
         return forked.command(preloaded, [*words, "--out", out, *more], tmp_path, os.environ, 1200)
@@ -211,7 +211,7 @@ def test_a_training_waits_for_a_gpu_that_another_dyno_has(
 
 def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: Call, tmp_path: Path) -> None:
     def said(data: object, *words: str) -> str:
-        code, _, text = call("train", data, "--model", NET, "--out", tmp_path / "run", *words)
+        code, _, text = call("data", "train", data, "--model", NET, "--out", tmp_path / "run", *words)
         assert code == 2, text
         assert text.startswith("dyno: ") and text.count("\n") == 1, text
         assert not (tmp_path / "run").exists()
@@ -345,7 +345,7 @@ def test_without_the_library_of_charts_a_training_ends_well(
     for name in ["matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))]:
         monkeypatch.setitem(sys.modules, name, None)
     words = ("--size", "32", "--channels", "1", "--epochs", "1", "--out", "run")
-    code, out, errors = call("train", flat, "--model", NET, *words)
+    code, out, errors = call("data", "train", flat, "--model", NET, *words)
     assert code == 0, errors
     assert "no curves.png: this needs matplotlib" in out + errors and "next: dyno run" in out + errors
     assert json.loads((tmp_path / "run/training.json").read_text())["status"] == "ok"

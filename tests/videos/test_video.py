@@ -1,4 +1,4 @@
-"""`dyno video` from its input to its output: frames, order, boxes, sound, and what it says of its speed."""
+"""`dyno bench video` from its input to its output: frames, order, boxes, sound, and what it says of its speed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(call: Call, tmp_path: Path) -> Call:
-    """`dyno video` with the detector that finds the marker."""
+    """`dyno bench video` with the detector that finds the marker."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
-    return lambda *words: call("video", *words, *NET, *QUICK)
+    return lambda *words: call("bench", "video", *words, *NET, *QUICK)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def test_preloaded_frames_are_answered_again_and_again(run: Call, clip: Path, tm
 
 
 def test_frames_are_prepared_where_the_engine_computes(run: Call, clip: Path, tmp_path: Path) -> None:
-    words = (clip, "out.mp4", "--backends", "pytorch", "--batch", 4, "--json")
+    words = (clip, "out.mp4", "--backend", "pytorch", "--batch", 4, "--json")
     for place in ("host", "device"):
         code, out, errors = run(*words, f"{place}.jsonl", "--prepare", place)
         assert code == 0, errors
@@ -100,7 +100,7 @@ def test_frames_are_prepared_where_the_engine_computes(run: Call, clip: Path, tm
 
 
 def test_an_engine_out_of_pytorch_s_reach_is_refused(run: Call, clip: Path) -> None:
-    code, _, errors = run(clip, "--prepare", "device", "--backends", "onnxruntime")
+    code, _, errors = run(clip, "--prepare", "device", "--backend", "onnxruntime")
     assert code == 3 and "PyTorch can't reach this engine's inputs" in errors and "omit --prepare" in errors
     code, _, errors = run(clip, "--prepare", "cloud")
     assert code == 2 and "cloud" in errors and len(errors.splitlines()) == 1
@@ -108,7 +108,7 @@ def test_an_engine_out_of_pytorch_s_reach_is_refused(run: Call, clip: Path) -> N
 
 def test_engines_are_compared_in_rounds(run: Call, call: Call, clip: Path, tmp_path: Path) -> None:
     code, out, errors = run(
-        clip, "out.mp4", "--json", "b.jsonl", "--backends", "pytorch,onnxruntime", "--rounds", 2, "-o", "run",
+        clip, "out.mp4", "--json", "b.jsonl", "--backend", "pytorch,onnxruntime", "--rounds", 2, "-o", "run",
         "--format", "csv",
     )  # fmt: skip
     assert code == 0, errors
@@ -138,7 +138,7 @@ def test_engines_are_compared_in_rounds(run: Call, call: Call, clip: Path, tmp_p
 
 def test_two_runs_are_compared_end_to_end(run: Call, call: Call, clip: Path, tmp_path: Path) -> None:
     for name, others in (("a", ()), ("b", ()), ("other", ("--frames", 10))):
-        code, _, errors = run(clip, *others, "--backends", "onnxruntime", "--rounds", 2, "-o", name)
+        code, _, errors = run(clip, *others, "--backend", "onnxruntime", "--rounds", 2, "-o", name)
         assert code == 0, errors
     code, out, errors = call("compare", "a", "b", "--format", "csv")
     assert code == 0, errors
@@ -155,7 +155,7 @@ def test_two_runs_are_compared_end_to_end(run: Call, call: Call, clip: Path, tmp
 
 def test_several_streams_share_one_engine(run: Call, clip: Path, tmp_path: Path) -> None:
     code, out, errors = run(
-        clip, "out.mp4", "--streams", 3, "--json", "b.jsonl", "--backends", "onnxruntime@streams=2", "--threads", 2,
+        clip, "out.mp4", "--streams", 3, "--json", "b.jsonl", "--backend", "onnxruntime@streams=2", "--threads", 2,
         "-o", "run", "--format", "json",
     )  # fmt: skip
     assert code == 0, errors
@@ -248,12 +248,12 @@ def test_other_containers(run: Call, clip: Path, tmp_path: Path, suffix: str) ->
 
 def test_bad_input_is_one_line(refused: Callable[..., str], clip: Path, tmp_path: Path) -> None:
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
-    assert "missing.mp4 does not exist; give a video" in refused("video", "missing.mp4", *NET)
-    assert "is the source" in refused("video", clip, clip, *NET)
-    assert "must be between 0 and 1" in refused("video", clip, *NET, "--confidence", 2)
-    assert "--frame-size" in refused("video", "-", *NET)
-    assert "end its name in .trace.json" in refused("video", clip, *NET, "--save", "trace.txt")
-    assert "omit --streams" in refused("video", "camera:0", *NET, "--streams", 2)
+    assert "missing.mp4 does not exist; give a video" in refused("bench", "video", "missing.mp4", *NET)
+    assert "is the source" in refused("bench", "video", clip, clip, *NET)
+    assert "must be between 0 and 1" in refused("bench", "video", clip, *NET, "--confidence", 2)
+    assert "--frame-size" in refused("bench", "video", "-", *NET)
+    assert "end its name in .trace.json" in refused("bench", "video", clip, *NET, "--save", "trace.txt")
+    assert "omit --streams" in refused("bench", "video", "camera:0", *NET, "--streams", 2)
 
 
 def test_what_cannot_be_written_is_refused_before_anything_starts(
@@ -281,7 +281,7 @@ def test_what_cannot_be_written_is_refused_before_anything_starts(
         ("photos", ["marker.py"], ".py is not a video container"),
         ("photos/a.png", ["photos"], "a.png lies in photos, and would be written over"),
     ):  # fmt: skip
-        assert says in refused("video", source, *words, *NET)
+        assert says in refused("bench", "video", source, *words, *NET)
     assert not (tmp_path / "runs").exists() and (photos / "a.png").read_bytes() == b"read by nobody"
 
 
@@ -292,8 +292,8 @@ def test_objects_keep_their_identity(call: Call, tmp_path: Path, method: str) ->
     videos.write(tmp_path / "two.mp4", videos.two_squares(60, hidden))
     (tmp_path / "rows.py").write_text(videos.ROWS_NET)
     code, out, errors = call(
-        "video", "two.mp4", "out.mp4", "--model", "rows.py:net", *NET[2:],
-        "--confidence", 0.6, "--iou", 0.2, "--track", method, "--json", "b.jsonl", "--backends", "onnxruntime", *QUICK,
+        "bench", "video", "two.mp4", "out.mp4", "--model", "rows.py:net", *NET[2:],
+        "--confidence", 0.6, "--iou", 0.2, "--track", method, "--json", "b.jsonl", "--backend", "onnxruntime", *QUICK,
         "-o", "run", "--format", "json",
     )  # fmt: skip
     assert code == 0, errors

@@ -44,9 +44,9 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(call: Call, tmp_path: Path) -> Call:
-    """`dyno video` with the detector that finds the marker, into the folder `run`."""
+    """`dyno bench video` with the detector that finds the marker, into the folder `run`."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
-    return lambda *words: call("video", *words, *WORDS)
+    return lambda *words: call("bench", "video", *words, *WORDS)
 
 
 def record(tmp_path: Path) -> Record:
@@ -176,7 +176,7 @@ def test_pixels_that_are_not_square_keep_their_shape(call: Call, tmp_path: Path,
     videos.write(tmp_path / "wide.mp4", with_square(128, 48, 32, 64), set_up=wide)
     words = ["rows.py:net" if word == "marker.py:net" else word for word in WORDS]
     words += ["--json", "boxes.jsonl", "--confidence", 0.8, "--prepare", prepare]
-    code, _, errors = call("video", "wide.mp4", f"out{suffix}", *words)
+    code, _, errors = call("bench", "video", "wide.mp4", f"out{suffix}", *words)
     assert code == 0, errors
     stored = [json.loads(line) for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
     assert {(line["width"], line["height"], line["pixel_aspect"]) for line in stored} == {(384, 288, 2.0)}
@@ -290,7 +290,7 @@ def test_a_full_disk(clip: Path, tmp_path: Path) -> None:
     """As a limit on the size of files, which is the same to whoever writes."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
     videos.write(tmp_path / "long.mp4", videos.pictures(400))
-    command = [sys.executable, "-m", "dyno", "video", "long.mp4", "out.mkv", *map(str, WORDS)]
+    command = [sys.executable, "-m", "dyno", "bench", "video", "long.mp4", "out.mkv", *map(str, WORDS)]
     command += ["--codec", "mjpeg"]  # of a size that no scene changes much
 
     def limited() -> None:
@@ -306,9 +306,20 @@ def test_a_full_disk(clip: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def interrupted(tmp_path: Path) -> subprocess.Popen[bytes]:
-    """`dyno video`, sent an interrupt after its first frames, while its standard input still waits for more."""
+    """`dyno bench video`, sent an interrupt after its first frames, while its standard input still waits for more."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
-    command = [sys.executable, "-m", "dyno", "video", "-", "out.mp4", "--frame-size", "384x288", *map(str, WORDS)]
+    command = [
+        sys.executable,
+        "-m",
+        "dyno",
+        "bench",
+        "video",
+        "-",
+        "out.mp4",
+        "--frame-size",
+        "384x288",
+        *map(str, WORDS),
+    ]
     process = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)  # fmt: skip
     assert process.stdin is not None

@@ -29,7 +29,7 @@ SLOW = "NumPy has no BLAS for float16: it multiplies element by element"
 
 
 class NpnetFormat(FileFormat):
-    """A network as this backend keeps it; `dyno build NET -o FILE.npnet` writes one, `dyno time FILE.npnet` runs it."""
+    """A network as this backend keeps it: `dyno export NET -o FILE.npnet` writes, `dyno time FILE.npnet` runs one."""
 
     name = "npnet"
     suffixes = (".npnet",)

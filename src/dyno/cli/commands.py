@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time as time_module
+import webbrowser
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dyno.cli import options
+from dyno.cli import options, run_folders
 from dyno.cli.exits import INTERRUPTED, left_out
 from dyno.cli.options import Overrides
 from dyno.layers import commands as layers_commands
@@ -19,6 +23,7 @@ from dyno.store import check_own, check_writable, is_run
 from dyno.study.defaults import (
     EVALUATION,
     ONE_ROUND,
+    QUICK,
     SELF_TEST_MINUTES,
     check_format,
     check_several,
@@ -46,6 +51,8 @@ if TYPE_CHECKING:
 
 UNFINISHED = 3  # exit code where some of the models could not be measured
 ONE = (ComparisonOptions, ModelOptions, DataOptions, RuntimeOptions)
+PROBE_S, BUSY = 2.0, 0.5  # seconds of the look for other programs, and processors from which on they are said
+PAUSE_S, WAIT_S = 10.0, 600.0  # between two looks, and until a study begins anyway
 # Defaults that go by the kind of file.
 FIXED = "the file's fixed batch"
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
@@ -53,25 +60,51 @@ BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "
 NOT_FOR_ONE = "routes reference search confirm peak energy turns block equivalent until minutes"
 
 
-@options.takes(ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, ClusterOptions)
+@options.takes(
+    ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, ClusterOptions,
+    rare="retry_failed",
+)  # fmt: skip
 def run(
     overrides: Overrides,
     models: options.Studied,
+    quick: options.Quick = False,
+    wait: options.Wait = False,
     out: options.Out = "",
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Measure failed trials again.", rich_help_panel=options.OUTPUT)
+        bool, typer.Option("--retry-failed", help="Measure failed trials again.", rich_help_panel=options.WHERE)
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="List the trials and why any is refused.", rich_help_panel=options.OUTPUT),
+        typer.Option("--dry-run", help="List the trials and why any is refused.", rich_help_panel=options.WHERE),
     ] = False,
 ) -> None:
-    """Measure models in every configuration that is asked for; the same command again resumes."""
-    study = _build_study(overrides, models)
+    """Measure models in every configuration, and say which is fastest. The same command again continues."""
+    study = _build_study(Overrides({**(QUICK if quick else {}), **overrides}), models)
     if dry_run:
         _list_plan(study)
     else:
-        raise typer.Exit(run_study(study, _find_folder(study, models, out), retry_failed=retry_failed))
+        folder = _find_folder(study, models, out)
+        look_for_others(wait)
+        raise typer.Exit(run_study(study, folder, retry_failed=retry_failed))
+
+
+def look_for_others(wait: bool) -> None:
+    """Print how many processors are busy before a study measures, or wait until they are free for `WAIT_S` at most.
+
+    Off a terminal nothing is looked at without `wait`: the records have what disturbed each job.
+    """
+    if not (wait or sys.stderr.isatty()):
+        return
+    from dyno.jobs import telemetry
+
+    cores, began = len(os.sched_getaffinity(0)), time_module.monotonic()
+    while (busy := telemetry.count_busy(PROBE_S)) >= BUSY:
+        line = f"dyno: {busy:.1f} of {cores} processors are busy with other programs"
+        if not wait or time_module.monotonic() - began > WAIT_S:
+            print(f"{line}, so latencies will be too long" + ("" if wait else "; --wait waits"), file=sys.stderr)
+            return
+        print(f"{line}: waiting, for {WAIT_S / 60:g} minutes at most", file=sys.stderr)
+        time_module.sleep(PAUSE_S)
 
 
 def _build_study(overrides: Overrides, models: Sequence[str]) -> Study:
@@ -222,7 +255,7 @@ def _say_visible(run: RunData) -> None:
 @options.takes(ComparisonOptions, DataOptions, MeasurementOptions, only="reference budget equivalent")
 def show(
     overrides: Overrides,
-    run: Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN")] = None,
+    run: options.SomeRun = None,
     format: options.Format = "text",
     by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
     table: Annotated[str, typer.Option(help="One table: frontier, break-even, latency-model, sizes…; or all.")] = "",
@@ -243,18 +276,16 @@ def show(
         ),
     ] = "",
 ) -> None:
-    """Print the table of a run's trials and the verdict, or another table."""
+    """Print a run's trials and the verdict, or another table."""
     from dyno.report import tables
     from dyno.report.export import export
 
     if list_all:
         print(export([tables.listed()], format), end="")
-    elif run is None:
-        raise UserError("give the run folder to show, such as runs/demo")
     elif over_time or trials:
-        _write_over_time(run, over_time, trials, overrides)
+        _write_over_time(run or run_folders.find_latest(), over_time, trials, overrides)
     else:
-        _show_tables(run, format, by, table, columns, overrides)
+        _show_tables(run or run_folders.find_latest(), format, by, table, columns, overrides)
 
 
 def _show_tables(run: Path, format: str, by: str, table: str, columns: str, overrides: Overrides) -> None:
@@ -293,12 +324,18 @@ def _write_over_time(run: Path, file: str, trials: str, overrides: Overrides) ->
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN...")],
-    out: Annotated[str, typer.Option("--out", "-o", help="Folder to write into (default: the run's own).")] = "",
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Run folders.", metavar="RUN", show_default="the latest run")
+    ] = None,
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder to write into.", show_default="the run's own")] = "",
+    show: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open it in the browser.", show_default="on a terminal")
+    ] = True,
 ) -> None:
-    """Write one self-contained HTML page, PNG charts and results.csv."""
+    """Write one HTML page, charts and results.csv, and open the page."""
     from dyno.report import report as page
 
+    runs = runs or [run_folders.find_latest()]
     folder = Path(out) if out else runs[0]
     if folder.suffix == ".html" and not folder.is_dir():
         raise UserError(
@@ -318,8 +355,17 @@ def report(
             problems.append(e)
     if not readable:
         raise problems[0]
-    print(page.write_report(readable, folder))
+    path = page.write_report(readable, folder)
+    print(path)
+    if show and is_terminal():
+        with suppress(webbrowser.Error):  # no browser here: the path is printed
+            webbrowser.open(path.resolve().as_uri())
     raise typer.Exit(left_out(map(str, problems)))  # 3 if one of several can't be read
+
+
+def is_terminal() -> bool:
+    """Return whether somebody sees what is printed."""
+    return sys.stdout.isatty()
 
 
 def _measure_models(overrides: Overrides, models: Sequence[str], out: str, command: str, **defaults: Any) -> list[Path]:
@@ -332,7 +378,7 @@ def _measure_models(overrides: Overrides, models: Sequence[str], out: str, comma
         source, settings = each[number]
         return api.run(study_of(source, defaults, settings), _choose_folder(folder, models, number)).folder
 
-    return each_of(models, measure_model, needed=1 if command == "agree" else 0)  # the one that all are compared with
+    return each_of(models, measure_model, needed=1 if command == "diff" else 0)  # the one that all are compared with
 
 
 def _choose_folder(out: Path, models: Sequence[str], number: int) -> Path:
@@ -348,10 +394,11 @@ def time(
     format: options.Format = "text",
     trtexec: Annotated[str, typer.Option(help="A trtexec log, or its exported times, to compare with.")] = "",
 ) -> None:
-    """Time any module, ONNX file, engine or OpenVINO IR on generated or real data."""
+    """Time a module, an ONNX file, an engine or an OpenVINO IR. On generated or real data."""
     from dyno.report.export import export
     from dyno.report.tables import trial_table
     from dyno.report.verdict.verdict import about
+    from dyno.results.ranking import cpu_contention
     from dyno.table import joined
     from dyno.trtexec import log as logs
     from dyno.trtexec.cross_check import cross_check, is_engine
@@ -368,6 +415,8 @@ def time(
         engines = [t for t in run.records if is_engine(t)]
         if log or (engines and format == "text"):  # an engine's number is explained in trtexec's terms
             print("\n".join(map(plain, cross_check(engines, log))))
+        if contention := cpu_contention(run.records, compared=False):
+            print(f"dyno: {contention.sentence}", file=sys.stderr)
     raise typer.Exit(trial_table.exit_code(table.to_pandas()) or UNFINISHED * (len(folders) < len(models)))
 
 
@@ -375,22 +424,22 @@ def time(
 def stress(
     overrides: Overrides,
     models: options.Models,
-    batches: Annotated[
+    phases: Annotated[
         str, typer.Option(help="A phase for each: min, opt or max of the engine's profile, random, or a number.")
     ] = "min,opt,max,random",
     iterations: Annotated[int, typer.Option(help="Batches in each phase.")] = 10_000,
     out: options.Out = "",
 ) -> None:
-    """Run a dynamic engine or ONNX file at changing batch sizes for long: every output checked, memory watched."""
+    """Run a dynamic engine or ONNX file at changing batches for long. Every output is checked, memory watched."""
     from dyno.runner import stress as module
 
     folder = Path(out) if out else new_folder("stress", models)
-    phases = module.phases_of(batches)
+    checked = module.phases_of(phases)
     each = each_with(models, overrides)
 
     def stress_model(number: int, _: str) -> int:
         source, settings = each[number]
-        return module.run(study_of(source, {}, settings), phases, iterations, _choose_folder(folder, models, number))
+        return module.run(study_of(source, {}, settings), checked, iterations, _choose_folder(folder, models, number))
 
     codes = each_of(models, stress_model)
     raise typer.Exit(max(*codes, UNFINISHED * (len(codes) < len(models))))
@@ -410,7 +459,7 @@ def eval(
     out: options.Out = "",
     format: options.Format = "text",
 ) -> None:
-    """Accuracy on labelled images with intervals, classes and confusions, beside latency and the pipeline's rate."""
+    """Measure accuracy on labelled images, and speed. With intervals, classes, confusions and the pipeline's rate."""
     from dyno import evaluation
 
     check_format(format)
@@ -420,7 +469,7 @@ def eval(
 
 
 @options.takes(*ONE, omit=f"{NOT_FOR_ONE} budget", **BY_FILE)
-def agree(
+def diff(
     overrides: Overrides,
     models: options.Models,
     layers: layers_commands.Layers = False,
@@ -432,7 +481,7 @@ def agree(
     out: options.Out = "",
     format: options.Format = "text",
 ) -> None:
-    """Compare the outputs of several files or backends with the first: errors, share that agrees, top-10 table."""
+    """Compare the outputs of several files or backends, or their layers. Errors, the share that agrees, top-10."""
     from dyno.report.export import export
     from dyno.report.tables import accuracy_tables
     from dyno.results import trial_result
@@ -441,7 +490,7 @@ def agree(
 
     rows = {"top": top, "order": order}
     if layers:
-        raise typer.Exit(layers_commands.agree_layers(overrides, models, rows, out, rtol, atol, least, format))
+        raise typer.Exit(layers_commands.diff_layers(overrides, models, rows, out, rtol, atol, least, format))
     layers_commands.refuse_without_layers(rows)
     check_format(format)
     untimed: dict[str, Any] = {"boundaries": (), "routes": (USUAL,)}
@@ -449,7 +498,7 @@ def agree(
     check_several(studies)
     for study in studies:  # before the first is measured
         model_spec(study, study.models[0])
-    folders = _measure_models(overrides, models, out, "agree", **untimed)
+    folders = _measure_models(overrides, models, out, "diff", **untimed)
     values, ranks, failed = accuracy_tables.compare_with_first(
         [trial_result.load_run(folder) for folder in folders], rtol, atol
     )
@@ -460,10 +509,10 @@ def agree(
 
 
 @options.takes(ComparisonOptions, ModelOptions, RuntimeOptions, omit="backends routes reference")
-def calibrate(
+def selftest(
     overrides: Overrides,
     model: Annotated[
-        str, typer.Argument(help=f"{MODEL_HELP} (default: a small network of Dyno's).", metavar="[MODEL]")
+        str, typer.Argument(help=MODEL_HELP, show_default="a small network of Dyno's", metavar="MODEL")
     ] = "",
     minutes: Annotated[
         float, typer.Option(help="Minutes to measure for; the longer, the more certain the figures.")
@@ -472,12 +521,12 @@ def calibrate(
     backend: Annotated[
         str, typer.Option(help="Backend, with options as NAME@option=value.", show_default="one that is installed")
     ] = "",
-    builds: Annotated[
-        bool, typer.Option("--builds", help="Fresh builds of the engine in each round, as part of the noise.")
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Build the engine anew in each round, as part of the noise.")
     ] = False,
     format: options.Format = "text",
 ) -> None:
-    """Test the instrument on this machine: false alarms, the smallest difference it can see, and a grade."""
+    """Measure how small a difference can be seen on this machine. With false alarms, and a grade."""
     from dyno.formatting import bullet, wrapped
     from dyno.regression import calibration as module
     from dyno.report import self_test as report_self_test
@@ -486,7 +535,7 @@ def calibrate(
 
     check_format(format)
     try:
-        result = module.calibrate(model, minutes=minutes, rounds=rounds, backend=backend, builds=builds, **overrides)
+        result = module.calibrate(model, minutes=minutes, rounds=rounds, backend=backend, rebuild=rebuild, **overrides)
     except KeyboardInterrupt:
         print("dyno: stopped; an unfinished self-test is not stored", file=sys.stderr)
         sys.exit(INTERRUPTED)

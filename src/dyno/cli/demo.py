@@ -12,6 +12,7 @@ from dyno import data
 from dyno.cli import commands
 from dyno.runner.run_folder import RUNS, choose_folder
 from dyno.store import cache_dir, check_own, versions
+from dyno.study.defaults import QUICK
 from dyno.study.model_info import model_spec
 from dyno.study.study import Study
 from dyno.training.session import TrainingResult, train
@@ -24,7 +25,6 @@ PLACE = RUNS / "demo"
 MODEL = "dyno.worker.nets.digits:resnet18"
 SIZE = 64
 TRAINING: dict[str, Any] = {"epochs": 8, "lr": 0.005, "augment": "shift"}
-QUICK: dict[str, Any] = {"rounds": 1, "confirm": 0, "search": False, "seconds": 0.3, "warmup": 0.3}
 NEEDS = ("torch", "torchvision", "scikit-learn")
 SHOWS = ("onnxruntime", "openvino", "matplotlib")  # without these there is little to compare, and no report
 BACKENDS = (

@@ -25,28 +25,41 @@ from dyno.worker.spec import Unavailable, Unfinished, UserError, check_utf8, pla
 
 # What to do next, in one line: which extra brings a library, and which command was meant.
 
+RENAMED = {
+    "agree": "diff", "bisect": "compare --bisect", "build": "export", "calibrate": "selftest", "list": "runs list",
+    "cold-start": "bench cold-start", "open": "report", "rm": "runs rm", "serve-test": "bench serve", "take": "export",
+    "stress": "bench stress", "train": "data train", "video": "bench video",
+}  # fmt: skip
+RENAMED_OPTIONS = {
+    "--again": "--remeasure", "--against": "--baseline-python", "--on": "--cluster",
+    "--inputs": "--compared N (how many), or --input NAME=VALUE",
+}  # fmt: skip
 KINDS = {"int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number"}
 
 
-def no_command(name: str, commands: Iterable[str]) -> str:
-    """Return the error message for an unknown command, with a suggestion."""
+def no_command(name: str, commands: Iterable[str], group: str) -> str:
+    """Return the error message for an unknown command of a group: the new name of an old one, or a suggestion."""
     from dyno.worker import registry  # with NumPy, which `dyno --help` has no use for
 
     if name in ("help", "version"):
         return f"there is no command {name!r}; write dyno --{name}"
+    if group == "dyno" and name in RENAMED:
+        return f"`dyno {name}` is now `dyno {RENAMED[name]}`"
     similar = difflib.get_close_matches(name, list(commands), 1)
     if ":" in name or registry.format_of(name) or name.endswith(".toml"):
         return f"there is no command {name!r}; to measure it: dyno run {shlex.quote(name)}"
     if (Path(name) / "trials").is_dir():
         return f"there is no command {name!r}; to see that run: dyno show {shlex.quote(name)}"
     if similar:
-        return f"there is no command {name!r}; did you mean dyno {similar[0]}?"
-    return f"there is no command {name!r}; to measure a model: dyno run torchvision:{name} (dyno --help lists commands)"
+        return f"there is no command {name!r}; did you mean {group} {similar[0]}?"
+    return f"there is no command {name!r}; {group} --help lists them, and dyno run MODEL measures a model"
 
 
 def hint_usage(error: Any, command: str) -> str:
     """Return the message of click's `UsageError`, with the nearest option and a pointer to the help."""
     option = getattr(error, "option_name", "")
+    if option in RENAMED_OPTIONS:
+        return f"{option} is now {RENAMED_OPTIONS[option]}; see {command} --help-all"
     if option in ("--model", "--models"):
         return f"no such option: {option}; give the model alone: {command} torchvision:resnet18; see {command} --help"
     for reason in getattr(error.__cause__, "errors", list)():  # of pydantic, which checks what typer is given
@@ -59,7 +72,7 @@ def hint_usage(error: Any, command: str) -> str:
 
 
 INTERRUPTED = 130
-CONTINUES = ("run", "demo", "train")  # commands that go on in the folder of the time before
+CONTINUES = (["run"], ["demo"], ["data", "train"])  # commands that go on in the folder of the time before
 BAD_INPUT, UNFINISHED = 2, 3
 LEAST_MEMORY_B = 1 << 29
 TRACEBACK = "DYNO_TRACEBACK"  # the variable with which an error that isn't the user's is printed in full, too
@@ -184,7 +197,7 @@ def _describe_error(e: Exception) -> str:
         advice = OS_ERRORS.get(e.errno, f"{e.strerror or os.strerror(e.errno)}; {ELSEWHERE}")
         return advice if advice in (NO_MEMORY, NO_PROCESS) else f"{e.filename or 'output'}: {advice}"
     line = f"{INTERNAL}, {type(e).__name__}: {one_line(e)}"
-    if len(sys.argv) > 1 and sys.argv[1] in CONTINUES:
+    if _continues(sys.argv[1:]):
         line += f"; {STORED}"
     return f"{line}; please report it with {_keep_details(e)}"
 
@@ -225,9 +238,13 @@ def _check_words(words: Sequence[str]) -> None:
 
 def _describe_leftovers(words: Sequence[str]) -> str:
     """Return what an interrupt left of the command; most commands begin a new folder each time, or store nothing."""
-    if words and words[0] in CONTINUES:
+    if _continues(words):
         return "what was measured is stored, the same command continues from there"
     return "files and rounds that were finished are kept, in the cache and in the run folder"
+
+
+def _continues(words: Sequence[str]) -> bool:
+    return any(list(words[: len(command)]) == command for command in CONTINUES)
 
 
 def left_out(lines: Iterable[str]) -> int:

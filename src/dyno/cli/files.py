@@ -1,25 +1,26 @@
-"""`dyno export`, `dyno build` and `dyno data`: make one file as a study would, or a folder of images ready."""
+"""`dyno export` and `dyno data imagenet-val`: make one file as a study would, or a folder of images ready."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dyno.cli import commands, options
+from dyno.cli import commands, options, run_folders
 from dyno.cli.exits import UNFINISHED
 from dyno.cli.options import Overrides
 from dyno.store import check_writable, copy
 from dyno.study.defaults import check_weights, one_model
-from dyno.study.options import ComparisonOptions, DataOptions, ModelOptions
+from dyno.study.options import MODEL_HELP
 from dyno.study.study import Choice, Study
 from dyno.worker import registry, system
-from dyno.worker.backend import Backend
+from dyno.worker.backend import Backend, FileFormat
 from dyno.worker.extras import install
+from dyno.worker.option_values import option
 from dyno.worker.record import Record
 from dyno.worker.registry import find
 from dyno.worker.spec import (
@@ -34,45 +35,115 @@ from dyno.worker.spec import (
     Runtime,
     Trial,
     UserError,
+    usual_name,
 )
 
 TARGETS = ("onnxruntime", "openvino", "tensorrt")
 
 
-@options.takes(ComparisonOptions, ModelOptions, DataOptions, omit=options.NOT_FOR_FILES)
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a model is written as a file."""
+
+    precision: str = option("fp32", "fp32, tf32, fp16, bf16, int8 or fp8.", common=True)
+    batch: str = option("", "The one batch of the file, or dynamic.", "dynamic; of an engine 1", common=True)
+    low: int = option(0, "Smallest batch of a dynamic engine.", "1 with --max", flags="--min")
+    opt: int = option(0, "The batch that a dynamic engine is tuned for.", "as --max")
+    high: int = option(0, "Largest batch of a dynamic engine.", "none: one batch", flags="--max", common=True)
+    shapes: tuple[str, ...] = option(
+        (),
+        "Of an ONNX file an input's NAME:1x3x224x224, or batch, channels and size in one: N,C,H,W (-1: any batch). Of "
+        "an engine NAME:MIN,OPT,MAX, e.g. x:1x3x224x224,8x3x224x224,16x3x224x224.",
+        flags="--shapes --shape",
+    )
+    target: str = option("onnxruntime", f"Engine that an ONNX file is for: {', '.join(TARGETS)}.")
+    opset: int = option(0, "Opset of an ONNX file.", "18, or 17 for tensorrt")
+    backend: str = option("", "Backend to build an engine for, e.g. tensorrt_rtx.", "by the suffix")
+    repeat: int = option(1, "Number of builds of an engine; they are compared.")
+    settings: tuple[str, ...] = option((), "NAME=VALUE of the backend, e.g. optimization=5.", flags="--option")
+
+
+# What only an ONNX file has, and what only an engine: fields and their flags.
+ONLY_ONNX = {"target": "--target", "opset": "--opset"}
+ONLY_ENGINES = {
+    "backend": "--backend", "low": "--min", "opt": "--opt", "high": "--max", "settings": "--option",
+    "repeat": "--repeat", "device": "--device", "runtime": "--python",
+}  # fmt: skip
+
+
+@options.takes(ExportOptions, *commands.ONE, omit=f"{options.NOT_FOR_FILES} threads", device="cpu, cuda:0 for TensorRT")
 def export(
     overrides: Overrides,
-    model: options.Model,
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .onnx")],
-    batch: Annotated[str, typer.Option(help="A number, or 'dynamic'.")] = "dynamic",
-    shape: Annotated[str, typer.Option(help="Batch, channels and size in one: N,C,H,W; -1 for a dynamic batch.")] = "",
-    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 or int8.")] = "fp32",
-    target: Annotated[
-        str, typer.Option(help="Which engine the file is for: onnxruntime, openvino or tensorrt.")
-    ] = "onnxruntime",
-    opset: Annotated[int, typer.Option(help="ONNX opset.", show_default="18, or 17 for tensorrt")] = 0,
-) -> None:
-    """Export a model to ONNX, checked against the module at other batches; quantise it on real images for int8."""
+    source: Annotated[str, typer.Argument(help=f"{MODEL_HELP}; or a run folder.", metavar="MODEL|RUN")],
+    trial: Annotated[
+        str, typer.Argument(help="Of a run: an id, or BACKEND/PRECISION.", metavar="TRIAL", show_default="the winner")
+    ] = "",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="File to write: .onnx, .xml (OpenVINO) or .engine (TensorRT).",
+            show_default="of a run MODEL-BACKEND-PRECISION",
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    """Write an ONNX file or an engine, or a run's winner with a script. An ONNX file is checked against the model."""
+    given = dict(overrides)
+    asked = options.take_options(ExportOptions, overrides)
+    path = Path(source)
+    named = ":" in source or path.exists() or registry.format_of(source)
+    if path.is_dir() or trial or not (out or named):
+        _export_winner(path, trial, out, given)
+        return
+    if out is None:
+        raise UserError(f"give the file to write {source} to: -o FILE, which ends in {', '.join(registry.suffixes())}")
     file_format = registry.format_of(out)
-    if file_format is None or file_format.builders:
-        raise UserError(
-            f"export writes {_list_suffixes(built=False)} files, not {out.name}; `dyno build` writes engines"
-        )
-    if Path(model).is_file() and out.exists() and out.samefile(model):
+    if file_format is None:
+        raise UserError(f"export writes {', '.join(registry.suffixes())}, not {out.name}")
+    unused = ONLY_ONNX if file_format.builders else ONLY_ENGINES
+    if flag := next((unused[name] for name in unused if name in given), ""):
+        raise UserError(f"{flag} is not for {out.suffix} files; omit it")
+    if file_format.builders and path.suffix == out.suffix:
+        raise UserError(f"{source} is already a {out.suffix} file; give the model to build it from")
+    if path.is_file() and out.exists() and out.samefile(path):
         raise UserError(f"{out} is the model itself; give another file to write to")
     check_writable(out, making=True)
-    if target not in TARGETS:
-        raise UserError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
-    if opset and (allowed := find("onnxruntime").values["opset"](opset)):
-        raise UserError(f"--opset {opset} can't be written; an export's opset must be {allowed}")
-    if shape and "sizes" in overrides:
-        raise UserError("--shape and --size both set the image size; give one of them")
-    if shape:
-        batch, overrides["channels"], overrides["sizes"] = _parse_shape(shape)
-    study = one_model(model, {**overrides, "precisions": (precision,)})
-    trial = _build_trial(study, precision, _parse_batch(batch))
-    chosen: dict[str, Option] = {"target": target, **({"opset": opset} if opset else {})}
+    (_export_engine if file_format.builders else _export_onnx)(source, out, file_format, asked, overrides)
+
+
+def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, object]) -> None:
+    """Write the file of a run's trial (its winner), and a script beside it that runs it as it was measured."""
+    from dyno import take
+    from dyno.report.tables import trial_table
+
+    if reason := run_folders.why_no_run(run):
+        raise UserError(f"{run} {reason}")
+    if given:
+        raise UserError(f"a run's trial is exported as it was measured; omit --{next(iter(given)).replace('_', '-')}")
+    taken = take.take(trial_table.read_trials(run), trial, out)
+    print(f"{taken.label}: {taken.file} ({taken.bytes / 1e6:.2f} MB)")
+    for note in taken.notes:
+        print(f"warning: {note}", file=sys.stderr)
+    print(f"run it: python {taken.script}")
+
+
+def _export_onnx(model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides) -> None:
+    if asked.target not in TARGETS:
+        raise UserError(f"unknown target {asked.target!r}; known: {', '.join(TARGETS)}")
+    if asked.opset and (allowed := find("onnxruntime").values["opset"](asked.opset)):
+        raise UserError(f"--opset {asked.opset} can't be written; an export's opset must be {allowed}")
+    batch, whole = asked.batch or "dynamic", [text for text in asked.shapes if ":" not in text]
+    if whole and "sizes" in overrides:
+        raise UserError("--shapes N,C,H,W and --size both set the image size; give one of them")
+    if whole:
+        batch, overrides["channels"], overrides["sizes"] = _parse_shape(whole[-1])
+    named = tuple(text for text in asked.shapes if ":" in text)
+    study = one_model(model, {**overrides, "precisions": (asked.precision,), "shapes": named})
+    trial = _build_trial(study, asked.precision, _parse_batch(batch))
+    chosen: dict[str, Option] = {"target": asked.target, **({"opset": asked.opset} if asked.opset else {})}
     _make_file(file_format.recipe(replace(trial, options=chosen)), out)
+
+
+NO_MAX = "a dynamic engine needs --max, its largest batch (--min is 1 and --opt is --max unless given)"
 
 
 def _make_profile(shapes: str, low: int, opt: int, high: int) -> str:
@@ -82,7 +153,7 @@ def _make_profile(shapes: str, low: int, opt: int, high: int) -> str:
     if not (low or opt or high):
         return shapes
     if not high:
-        raise UserError("a dynamic engine needs --max, its largest batch (--min is 1 and --opt is --max unless given)")
+        raise UserError(NO_MAX)
     batches = (low or 1, opt or high, high)
     if min(batches) < 1 or sorted(batches) != list(batches):
         raise UserError(
@@ -91,54 +162,34 @@ def _make_profile(shapes: str, low: int, opt: int, high: int) -> str:
     return ":".join(map(str, batches))
 
 
-@options.takes(*commands.ONE, omit=f"{options.NOT_FOR_FILES} shapes threads", device="cpu, cuda:0 for TensorRT")
-def build(
-    overrides: Overrides,
-    model: Annotated[str, typer.Argument(help="An ONNX file, or any model.", metavar="FILE.onnx")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .engine (TensorRT) or .xml (OpenVINO)")],
-    backend: Annotated[
-        str, typer.Option(help="Backend to build for, e.g. tensorrt_rtx.", show_default="by the suffix")
-    ] = "",
-    precision: Annotated[str, typer.Option(help="fp32, tf32, fp16, bf16, int8 or fp8.")] = "fp32",
-    static: Annotated[
-        int | None, typer.Option("--batch", help="The one batch of a static engine.", show_default="1")
-    ] = None,
-    low: Annotated[
-        int, typer.Option("--min", help="Smallest batch of a dynamic engine.", show_default="1 with --max")
-    ] = 0,
-    opt: Annotated[
-        int, typer.Option(help="The batch that a dynamic engine is tuned for.", show_default="as --max")
-    ] = 0,
-    high: Annotated[int, typer.Option("--max", help="Largest batch of a dynamic engine.", show_default=False)] = 0,
-    profile: Annotated[str, typer.Option("--shapes", help="NAME:MIN,OPT,MAX, e.g. x:1x3x224x224,8x3x224x224,…")] = "",
-    option: Annotated[list[str], typer.Option(help="NAME=VALUE of the backend, e.g. optimization=5.")] = [],  # noqa: B006
-    repeat: Annotated[int, typer.Option(help="Number of builds; the engines are compared.")] = 1,
-) -> None:
-    """Build an engine's own file from ONNX or any model: a TensorRT engine, an OpenVINO IR."""
+def _export_engine(model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides) -> None:
     from dyno.study.interpreters import missing, runtime_of
 
-    shapes = _make_profile(profile, low, opt, high)
-    for name, value in (("--batch", static), ("--repeat", repeat)):
-        if value is not None and value < 1:
-            raise UserError(f"{name} is {value}; it must be at least 1")
-    engine = _find_engine(model, out, backend)
-    choice = Choice.parse("@".join((engine.name, *option)))
+    shapes = _make_profile(",".join(asked.shapes), asked.low, asked.opt, asked.high)
+    if asked.batch == "dynamic" and not shapes:
+        raise UserError(NO_MAX)
+    static = _parse_batch(asked.batch) if asked.batch else 0
+    if asked.repeat < 1:
+        raise UserError(f"--repeat is {asked.repeat}; it must be at least 1")
+    engine = find(usual_name(asked.backend) or file_format.builders[0])
+    if engine.name not in file_format.builders:
+        raise UserError(f"{engine.name} doesn't build {out.suffix} files; {' or '.join(file_format.builders)} does")
+    choice = Choice.parse("@".join((engine.name, *asked.settings)))
     engine.check_options(choice.options)
-    on_gpu = "cuda" in engine.devices
-    device = "cuda:0" if on_gpu else "cpu"
-    study = one_model(model, {**overrides, "precisions": (precision,)}, {"device": device})
+    precision, on_gpu = asked.precision, "cuda" in engine.devices
+    study = one_model(model, {**overrides, "precisions": (precision,)}, {"device": "cuda:0" if on_gpu else "cpu"})
     chosen = {**choice.options, **({"profile": shapes} if shapes else {})}
     runtime = runtime_of(study, choice)
     if library := missing(engine.name, runtime):
         raise UserError(f"{library} is not installed; {install(library)}, or give its Python with --python")
-    if repeat > 1:
-        _compare_builds(study, engine, chosen, static or 1, repeat, out)
+    if asked.repeat > 1:
+        _compare_builds(study, engine, chosen, static or 1, asked.repeat, out)
         return
     if not on_gpu and precision in ("fp16", "bf16"):
         raise UserError(
             f"{engine.name} chooses {precision} when it runs a file, not when it makes one; omit --precision"
         )
-    if not on_gpu and (shapes or static is not None):
+    if not on_gpu and (shapes or static):
         raise UserError(f"{engine.name}'s files take any batch; omit --batch, --min, --opt, --max and --shapes")
     trial = _build_trial(study, precision, (static or 1) if on_gpu and not shapes else 0)
     runtime = replace(runtime, threads=trial.runtime.threads)
@@ -146,30 +197,6 @@ def build(
     if refusal := engine.refuse(trial):
         raise UserError(refusal)
     _make_file(engine.recipe(trial), out)
-
-
-def _find_engine(model: str, out: Path, backend: str) -> Backend:
-    """Return the backend that builds the file, by its suffix unless one is named; raise `UserError` if none does."""
-    file_format = registry.format_of(out)
-    if file_format is None or not file_format.builders:
-        raise UserError(
-            f"build writes {_list_suffixes(built=True)}, not {out.name}; "
-            f"`dyno export` writes {_list_suffixes(built=False)}"
-        )
-    if Path(model).suffix == out.suffix:
-        raise UserError(f"{model} is already a {out.suffix} file; give the model to build it from")
-    check_writable(out, making=True)
-    engine = find(backend or file_format.builders[0])
-    if engine.name not in file_format.builders:
-        raise UserError(f"{engine.name} doesn't build {out.suffix} files; {' or '.join(file_format.builders)} does")
-    return engine
-
-
-def _list_suffixes(*, built: bool) -> str:
-    """Return the suffixes of files that a backend builds, or of those that are exported."""
-    return ", ".join(
-        suffix for kind in registry.formats().values() if bool(kind.builders) == built for suffix in kind.suffixes
-    )
 
 
 def _parse_shape(text: str) -> tuple[str, int, tuple[str]]:
@@ -243,7 +270,7 @@ def _format_summary(artifact: Artifact, built: int) -> str:
     return f"{artifact.bytes / 1e6:.2f} MB  {described}  ({listed})"
 
 
-# `dyno build --repeat`: the same engine built several times, to show how much builds differ.
+# `dyno export --repeat`: the same engine built several times, to show how much builds differ.
 
 ROUNDS = 3
 
@@ -280,16 +307,9 @@ def _compare_builds(
     print(f"{out}  the fastest, {best.backend}")
 
 
-data_commands = typer.Typer(help="Make folders of images ready.", no_args_is_help=True)
 SHOWN = 3
 
 
-@data_commands.callback()
-def _group_commands() -> None:
-    """Make folders of images ready."""  # a callback makes typer keep the command's name though there is only one
-
-
-@data_commands.command("imagenet-val")
 def imagenet_val(
     flat: Annotated[Path, typer.Argument(help="Folder of ILSVRC2012_val_*.JPEG files.", metavar="FLAT")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder that gets val/<synset>/ inside.")],
@@ -302,7 +322,7 @@ def imagenet_val(
     copy: Annotated[bool, typer.Option("--copy", help="Copy instead of hard links.")] = False,
     move: Annotated[bool, typer.Option("--move", help="Move instead of hard links.")] = False,
 ) -> None:
-    """Sort ImageNet's flat validation images into class folders; the same command again continues."""
+    """Sort ImageNet's flat validation images into class folders. The same command again continues."""
     from dyno.data import flat as module
     from dyno.formatting import counting
     from dyno.study.images import decoding

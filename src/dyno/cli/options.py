@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,71 +29,120 @@ from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import UserError
 from dyno.worker.video.options import VideoOptions
 
-OUTPUT = "Output"
-ALL = "--help-all"
+WHAT, ACCURACY, EFFORT, WHERE = "What", "Accuracy", "Effort", "Where"
 PANELS: dict[type, str] = {
     VideoOptions: "Video",
     ServeOptions: "Requests",
-    ComparisonOptions: "What to compare",
-    ModelOptions: "Model",
-    DataOptions: "Data and accuracy",
-    MeasurementOptions: "Measurement",
-    RuntimeOptions: "Where it runs",
-    ClusterOptions: "Where it runs",
+    ComparisonOptions: WHAT,
+    ModelOptions: WHAT,
+    DataOptions: ACCURACY,
+    MeasurementOptions: EFFORT,
+    RuntimeOptions: WHERE,
+    ClusterOptions: WHERE,
 }
+# Help has these groups in this order, a command's other groups behind "Options"; an example where all of it is shown.
+GROUPS = ("Arguments", "Options", "", WHAT, ACCURACY, EFFORT, WHERE)
+GROUP_EXAMPLES = {
+    WHAT: "--backend pytorch,onnxruntime --batch 1,8",
+    ACCURACY: "--data photos --budget top1=0.5",
+    EFFORT: "--rounds 5 --seconds 1",
+    WHERE: "--device cuda:0 --out runs/mine",
+}
+METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
+ALL = "--help-all"
 # Options that a command on files or on the forms of one model doesn't have.
 NOT_FOR_FILES = "backends precisions batches routes reference compared budget search"
-REPEATED = ("shapes", "inputs", "budget", "runtime")  # fields with a value for each time that the option is written
+# Fields with a value for each time that the option is written.
+REPEATED = ("shapes", "inputs", "budget", "runtime", "settings", "add")
 
-Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL...|STUDY.toml")]
-Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL...")]
+Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL|STUDY.toml")]
+Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
-Out = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=OUTPUT, show_default="runs/NAME")]
-Format = Annotated[str, typer.Option(help="text, markdown, csv, json or html.", rich_help_panel=OUTPUT)]
+SomeRun = Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN", show_default="the latest run")]
+Out = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=WHERE, show_default="runs/NAME")]
+Format = Annotated[str, typer.Option(help="text, markdown, csv, json or html.", rich_help_panel=WHERE)]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Measure one short round, for a first look.", rich_help_panel=EFFORT)
+]
+Wait = Annotated[
+    bool, typer.Option("--wait", help="Wait until other programs leave the processors free.", rich_help_panel=EFFORT)
+]
 Rtol = Annotated[float, typer.Option(help="Relative difference of two outputs that still agree.")]
 Atol = Annotated[float, typer.Option(help="Absolute difference of two outputs that still agree.")]
 Least = Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")]
 
 F = TypeVar("F", bound=Callable[..., None])
+Options = TypeVar("Options")
 
 
-class Command(typer.core.TyperCommand):
-    """A command whose help is its common options, and with `--help-all` all of them."""
+class LongHelp:
+    """Options by group in the help of a command or a group of them: the common ones, all with `--help-all`."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
+    callback: Any
+    get_params: Any
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """See click's; `--help-all` is one of the names of its option for help."""
+        ctx.meta[ALL] = ALL in args
+        return super().parse_args(ctx, args)  # type: ignore[misc]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
         """See click's."""
-        rare = () if ALL in ctx.meta else getattr(self.callback, "rare", ())
-        folded: list[Any] = [p for p in self.params if p.name in rare]
-        for parameter in folded:
-            parameter.hidden = True
-        super().format_help(ctx, formatter)
-        for parameter in folded:  # shell completion and the tests of the documents see them
-            parameter.hidden = False
+        rare = () if ctx.meta.get(ALL) else getattr(self.callback, "rare", ())
+        groups: dict[str, list[Any]] = {}
+        parameters: list[Any] = self.get_params(ctx)
+        for each in parameters:
+            if each.name not in rare and ALL not in each.opts:
+                heading = "Arguments" if each.param_type_name == "argument" else each.rich_help_panel or "Options"
+                groups.setdefault(heading, []).append(each)
+        order = {name: GROUPS.index(name if name in GROUPS else "") for name in groups}
+        for heading in sorted(groups, key=order.__getitem__):
+            example = GROUP_EXAMPLES.get(heading, "")
+            flags = {flag for each in groups[heading] for flag in each.opts}
+            complete = example and flags.issuperset(word for word in example.split() if word.startswith("--"))
+            with formatter.section(f"{heading}, e.g. {example}" if complete else heading):
+                formatter.write_dl([_describe(each, ctx) for each in groups[heading]])
+        count = len([each for each in parameters if each.name in rare])
+        if count:
+            formatter.write_paragraph()
+            formatter.write_text(f"{ALL} shows {count} more options.")
 
 
-def _help_all(ctx: typer.Context, show: bool) -> None:
-    if show:
-        ctx.meta[ALL] = True
-        typer.echo(ctx.get_help())
-        raise typer.Exit
+class Command(LongHelp, typer.core.TyperCommand):
+    """A command with a short and a long help."""
+
+
+def _describe(parameter: Any, ctx: Any) -> tuple[str, str]:
+    """Return a parameter's flags, without its aliases, and its help."""
+    shown = copy.copy(parameter)
+    long = [flag for flag in parameter.opts if flag.startswith("--")]
+    shown.opts = [flag for flag in parameter.opts if flag not in long[1:]]
+    kind = parameter.type_descriptor.annotation
+    if parameter.metavar is None:
+        shown.metavar = METAVARS.get(next(iter(typing.get_args(kind)), kind), "TEXT")
+    name, help = shown.get_help_record(ctx)
+    if parameter.param_type_name == "argument":
+        name = shown.metavar
+    return name, re.sub(r"\[default: \((.*)\)(?=[\];])", r"[default: \1", help)
 
 
 class Overrides(dict[str, Any]):
     """What the user wrote of a command's options, by the names of the fields; defaults are not among it."""
 
 
-def takes(*kinds: type, only: str = "", omit: str = "", **defaults: Any) -> Callable[[F], F]:
+def takes(*kinds: type, only: str = "", omit: str = "", rare: str = "", **defaults: Any) -> Callable[[F], F]:
     """Give a command an option for each field of the dataclasses: `only` these, or all but those to `omit`.
 
-    The command gets what the user wrote as `overrides`, and its own parameters as usual. `defaults` are what help shows
-    where the command's default isn't the field's; `...` makes an option required.
+    The command gets what the user wrote as `overrides`, and its own parameters as usual. Only `--help-all` shows its
+    own `rare` parameters, and fields that aren't common. `defaults` are what help shows where the command's default
+    isn't the field's; `...` makes an option required.
     """
     options: dict[str, _Option] = {}
     for option in (_Option(f, hint, kind) for kind in kinds for f, hint in _list_fields(kind)):
         options.setdefault(option.name, option)
     chosen = [options[name] for name in only.split() or options if name not in omit.split()]
-    rare = set() if only else {option.name for option in chosen if not option.about.get("common")}
+    hidden = {option.name for option in chosen if not only and not option.about.get("common")} | set(rare.split())
 
     def decorate_command(command: F) -> F:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "overrides"]
@@ -105,11 +156,10 @@ def takes(*kinds: type, only: str = "", omit: str = "", **defaults: Any) -> Call
         from_fields = [option.parameter(defaults.get(option.name)) for option in chosen]
         required = [p for p in own if p.default is p.empty]
         optional = [p for p in own if p.default is not p.empty]
-        more = [_make_parameter("help_all", _make_all_option(len(rare)), False)] if rare else []
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *from_fields, *optional, *more)]
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *from_fields, *optional)]
         signature = inspect.Signature([_make_parameter("ctx", typer.Context), *parameters])
         hints = {p.name: p.annotation for p in signature.parameters.values()}
-        vars(call_command).update(__signature__=signature, rare=rare)
+        vars(call_command).update(__signature__=signature, rare=hidden)
         call_command.__name__, call_command.__doc__, call_command.__annotations__ = (
             command.__name__,
             command.__doc__,
@@ -131,21 +181,17 @@ def takes_verbose(command: F) -> F:
         command(*args, **values)
 
     help_text = "Off a terminal, print a line for each job."
-    option = typer.Option("--verbose", "-v", help=help_text, rich_help_panel=OUTPUT)
+    option = typer.Option("--verbose", "-v", help=help_text, rich_help_panel=WHERE)
     signature = inspect.signature(command, eval_str=True)
     parameters = [*signature.parameters.values(), _make_parameter("verbose", Annotated[bool, option], False)]
-    vars(call_command).update(__signature__=signature.replace(parameters=parameters))
+    rare = {*getattr(command, "rare", ()), "verbose"}
+    vars(call_command).update(__signature__=signature.replace(parameters=parameters), rare=rare)
     call_command.__annotations__ = {p.name: p.annotation for p in parameters}
     return typing.cast(F, call_command)
 
 
 def _make_parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _make_all_option(rare: int) -> Any:
-    help_text = f"Show this with {rare} more options, and exit."
-    return Annotated[bool, typer.Option(ALL, is_eager=True, callback=_help_all, help=help_text)]
 
 
 def written(ctx: typer.Context, name: str) -> bool:
@@ -158,7 +204,7 @@ def written(ctx: typer.Context, name: str) -> bool:
 @functools.cache
 def _list_fields(kind: type) -> list[tuple[dataclasses.Field[Any], Any]]:
     hints = typing.get_type_hints(kind)
-    return [(f, hints[f.name]) for f in dataclasses.fields(kind) if f.metadata.get("flag", "") is not None]
+    return [(f, hints[f.name]) for f in dataclasses.fields(kind) if f.metadata.get("flags", "") is not None]
 
 
 def _strip_none(hint: Any) -> Any:
@@ -172,7 +218,8 @@ class _Option:
     def __init__(self, field: dataclasses.Field[Any], hint: Any, kind: type) -> None:
         self.name, self.default, self.about, self.hint = field.name, field.default, field.metadata, hint
         self.panel = PANELS.get(kind)
-        self.flag = self.about.get("flag") or "--" + self.name.replace("_", "-")
+        flags: str = self.about.get("flags") or "--" + self.name.replace("_", "-")
+        self.flag, *self.aliases = flags.split()
 
     def parameter(self, default: Any) -> inspect.Parameter:
         """Return typer's parameter; `default` overrides the field's, and a text describes one that is decided later."""
@@ -188,7 +235,7 @@ class _Option:
             value = [] if self.name in REPEATED else None
         flags = f"{self.flag}/--no-{self.flag[2:]}" if self.hint == bool | None else self.flag
         option = typer.Option(
-            flags, help=help, rich_help_panel=self.panel, show_default=described or True, metavar=metavar
+            flags, *self.aliases, help=help, rich_help_panel=self.panel, show_default=described or True, metavar=metavar
         )
         annotation = Annotated[kind | None if value is None else kind, option]  # type: ignore[valid-type]
         return _make_parameter(self.name, annotation, inspect.Parameter.empty if default is ... else value)
@@ -209,6 +256,12 @@ class _Option:
             what = "a whole number" if kind is int else "a number"
             example = EXAMPLES.get(self.flag) or EXAMPLES[kind]
             raise UserError(f"{self.flag} {text!r} is not {what}; write e.g. {self.flag} {example}") from None
+
+
+def take_options(kind: type[Options], overrides: Overrides) -> Options:
+    """Take the fields of a command's own dataclass out of the options that the user gave."""
+    names: Any = vars(kind)["__dataclass_fields__"]
+    return kind(**{name: overrides.pop(name) for name in names if name in overrides})
 
 
 def pythons(texts: Sequence[str], flag: str = "--python") -> dict[str, dict[str, Any]]:

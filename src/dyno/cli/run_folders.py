@@ -1,4 +1,4 @@
-"""`dyno list`, `dyno rm` and `dyno open`: run folders as they lie on disk."""
+"""`dyno runs`: run folders as they lie on disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import sys
-import webbrowser
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 Trials = Annotated[
     list[str],
-    typer.Argument(help="Only these trials: ids or their beginnings, or BACKEND/PRECISION.", metavar="[TRIAL]..."),
+    typer.Argument(help="Only these trials: ids or their beginnings, or BACKEND/PRECISION.", metavar="TRIAL"),
 ]
 STATUSES = ("ok", "failed", "skipped", "unfinished")  # any other is a failure
 HEADINGS = ("run", "models", "trials", "measured", "fastest")
@@ -32,14 +31,16 @@ HEADINGS = ("run", "models", "trials", "measured", "fastest")
 def list_runs(
     folder: Annotated[Path, typer.Argument(help="Folder to search.", metavar="FOLDER")] = Path("runs"),
 ) -> None:
-    """List the run folders below runs/, or another folder: models, trials, when, and what was fastest."""
+    """List run folders: models, trials, when, and what was fastest."""
     from rich.markup import escape
     from rich.table import Table
 
     from dyno.formatting import console, plain
 
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}; `dyno run` makes runs/, and `dyno list FOLDER` looks elsewhere")
+        raise UserError(
+            f"there is no folder {folder}; `dyno run` makes runs/, and `dyno runs list FOLDER` looks elsewhere"
+        )
     folders = list(runs_below(folder))
     if not folders:
         print(f"no run folder below {folder}")
@@ -72,6 +73,20 @@ def why_no_run(folder: Path) -> str:
     if not is_run(folder):
         return "is not a run folder: it has no study.toml with trials/ beside it"
     return "has symbolic links where trials/ should be" if (folder / "trials").is_symlink() else ""
+
+
+def find_latest() -> Path:
+    """Return the run below runs/ that measured last, and print its name on standard error."""
+    from dyno.runner.run_folder import RUNS
+
+    folders = list(runs_below(RUNS))
+    if not folders:
+        raise UserError("there is no run below runs/; give a run folder, or measure one: dyno run MODEL")
+    latest = max(
+        folders, key=lambda run: max(path.stat().st_mtime for path in (run / "study.toml", *run.glob("trials/*")))
+    )
+    print(f"dyno: {latest}, the latest run", file=sys.stderr)
+    return latest
 
 
 def _make_row(run: Path) -> tuple[str, str, str, str]:
@@ -107,14 +122,21 @@ def _find_fastest(data: RunData) -> str:
     return ""
 
 
-def remove(run: options.RunFolder, trials: Trials = []) -> None:  # noqa: B006  (typer copies it)
-    """Remove a run folder, or trials inside; asks nothing, and touches nothing that Dyno did not write."""
+def remove(
+    run: options.RunFolder,
+    trials: Trials = [],  # noqa: B006  (typer copies it)
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask; off a terminal nothing is asked.")] = False,
+) -> None:
+    """Remove a run folder, or trials inside. Touches nothing that Dyno did not write."""
     from dyno.store import Run
 
     if reason := why_no_run(run):
         runs = [str(path) for path in runs_below(run)] if run.is_dir() and not run.is_symlink() else []
         hint = f"; the run folders in it: {', '.join(runs)}" if runs else ""
         raise UserError(f"{run} {reason}{hint}")
+    what = f"{', '.join(trials)} of {run}" if trials else str(run)
+    if sys.stdin.isatty() and not yes and not typer.confirm(f"Remove {what}?"):
+        return
     with Run(run).locked(removing=True):
         if trials:
             _remove_trials(run, trials)
@@ -172,41 +194,3 @@ def _remove_run(run: Path) -> None:
         return
     run.rmdir()
     print(f"removed {run}")
-
-
-def open_report(run: options.RunFolder) -> None:
-    """Open a run's report in the browser; it is written first if missing or out of date."""
-    from dyno.report import report as page
-    from dyno.report.tables import trial_table
-
-    if reason := why_no_run(run):
-        raise UserError(f"{run} {reason}")
-    path = run / "report.html"
-    if not path.is_file() or path.stat().st_mtime < (run / "study.toml").stat().st_mtime:
-        path = page.write_report([trial_table.read_trials(run)], run)
-    print(path)
-    try:
-        webbrowser.open(path.resolve().as_uri())
-    except webbrowser.Error:  # no browser here: the path is printed, which is all that can be done
-        return
-
-
-def take(
-    run: options.RunFolder,
-    trial: Annotated[
-        str,
-        typer.Argument(help="A trial's id, or BACKEND/PRECISION (default: the verdict's winner).", metavar="[TRIAL]"),
-    ] = "",
-    out: Annotated[
-        str, typer.Option("--out", "-o", help="File to write (default: MODEL-BACKEND-PRECISION here).")
-    ] = "",
-) -> None:
-    """Write the winning file, and a script beside it that runs it in its own library as it was measured."""
-    from dyno import take as module
-    from dyno.report.tables import trial_table
-
-    taken = module.take(trial_table.read_trials(run), trial, Path(out) if out else None)
-    print(f"{taken.label}: {taken.file} ({taken.bytes / 1e6:.2f} MB)")
-    for note in taken.notes:
-        print(f"warning: {note}", file=sys.stderr)
-    print(f"run it: python {taken.script}")

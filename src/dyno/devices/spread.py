@@ -56,7 +56,7 @@ def _parse_cluster(study: Study) -> tuple[str, str]:
         check_known("cluster", kind, ("ray", "slurm"))
     if "=" in study.on and not spec:  # an address that is an empty variable should not mean another cluster
         raise UserError(
-            f"--on {study.on} names nothing; write ray=HOST:PORT or slurm=4, or ray for the one of this host"
+            f"--cluster {study.on} names nothing; write ray=HOST:PORT or slurm=4, or ray for the one of this host"
         )
     return kind, spec
 

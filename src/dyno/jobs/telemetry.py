@@ -193,6 +193,12 @@ def _busy_seconds() -> float:
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
+def count_busy(seconds: float) -> float:
+    """Return how many of the processors that this process may use are busy, on average over so many seconds."""
+    shares: list[float] = psutil.cpu_percent(seconds, percpu=True)
+    return sum(shares[n] for n in os.sched_getaffinity(0) if n < len(shares)) / 100
+
+
 class ProcessTree:
     """A process and its children, of which only those found by the last `find_children` are measured."""
 

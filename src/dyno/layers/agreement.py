@@ -1,4 +1,4 @@
-"""`dyno agree --layers`: the first layer where two runtimes diverge, and the few that make most of the error."""
+"""`dyno diff --layers`: the first layer where two runtimes diverge, and the few that make most of the error."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def agree_layers(
     made or compared are left out. Raises `UserError` if no form is left, if one has no graph, and for graphs that have
     no tensors in common.
     """
-    batch, compared = at_least(1, batch=batch, inputs=compared)
+    batch, compared = at_least(1, batch=batch, compared=compared)
     (top,), (rtol, atol) = at_least(0, top=top), at_least(0, float, rtol=rtol, atol=atol)
     check_known("order", order, ORDERS)
     study = one_model(model, settings)

@@ -260,10 +260,10 @@ def nodes_of(graph: LayerGraph) -> Iterator[tuple[str, Layer]]:
 ORDERS = ("graph", "error")
 LAYER_ERRORS = TableKind("layer-errors", "Layers against the reference", "How far every layer's output is from the "
                          "reference's, and what of that the layer adds itself.",
-                         command="dyno agree --layers")  # fmt: skip
+                         command="dyno diff --layers")  # fmt: skip
 FINDINGS = TableKind("layer-findings", "Where the error comes from", "The first layer that disagrees, those that "
                      "make most of the error, and whether the engine without marks confirms it.",
-                     command="dyno agree --layers")  # fmt: skip
+                     command="dyno diff --layers")  # fmt: skip
 
 
 @dataclass(frozen=True)

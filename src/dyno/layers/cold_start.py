@@ -1,4 +1,4 @@
-"""`dyno cold-start`: how long each form of a model takes from the start of a process to its first answer."""
+"""`dyno bench cold-start`: how long each form of a model takes from the start of a process to its first answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 STARTS = TableKind("cold-start", "Cold start",
                    "What passes from the start of a process to the first answer of an engine, part by part.",
-                   command="dyno cold-start MODEL")  # fmt: skip
+                   command="dyno bench cold-start MODEL")  # fmt: skip
 WARM, COLD = "in memory", "on disk"  # where the files are that a process reads
 PARTS = {
     "start": "start of Python and of Dyno's worker",

@@ -1,4 +1,4 @@
-"""Commands on the inside of a network: inspect, profile, explain, cold-start, agree --layers."""
+"""Commands on the inside of a network: inspect, profile, explain, cold-start, diff --layers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from dyno.worker.spec import UserError
 Save = Annotated[
     list[Path],
     typer.Option(help="File for another tool, by its name's ending: see docs/layer-files.md.", metavar="FILE",
-                 rich_help_panel=options.OUTPUT),
+                 rich_help_panel=options.WHERE),
 ]  # fmt: skip
 ModelAndForms = Annotated[
     list[str],
     typer.Argument(help=f"{MODEL_HELP}; then more models, or forms of the first: onnx, or BACKEND/PRECISION such as "
                         "openvino/int8.",
-                   metavar="MODEL [FORM...]"),
+                   metavar="MODEL|FORM"),
 ]  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def inspect(
     save: Save = [],  # noqa: B006
     format: options.Format = "text",
 ) -> None:
-    """Show the layers of a module, an ONNX graph or an engine, or several side by side, aligned."""
+    """Show the layers of modules, ONNX graphs and engines side by side."""
     from dyno.layers import inspection
     from dyno.report.export import export
     from dyno.study.defaults import check_format
@@ -95,7 +95,7 @@ def profile(
     ] = False,
     format: options.Format = "text",
 ) -> None:
-    """Time every layer in PyTorch and in each engine, by the model's own names, beside the latency."""
+    """Time every layer in PyTorch and in each engine. By the model's own names, beside the latency."""
     from dyno.layers import files, profiling
     from dyno.report.export import export
     from dyno.study.defaults import check_format
@@ -140,14 +140,14 @@ def explain(
         list[Path],
         typer.Option(help="File to write: .json keeps what was measured, .svg and .png draw it, .html is a page. "
                      "May be repeated.",
-                     metavar="FILE", rich_help_panel=options.OUTPUT),
+                     metavar="FILE", rich_help_panel=options.WHERE),
     ] = [],  # noqa: B006  (typer copies it)
     try_: Annotated[
         bool, typer.Option("--try", help="Then measure variants of B that may cure what costs it time.")
     ] = False,
     format: options.Format = "text",
 ) -> None:  # fmt: skip
-    """Say why B is faster or slower than A: a waterfall in microseconds by parts of the model, and sentences."""
+    """Say why B is faster or slower than A. A waterfall in microseconds by parts of the model, and sentences."""
     from dyno.layers import explaining
     from dyno.layers.explaining import ExplanationResult
     from dyno.study.defaults import check_format
@@ -176,7 +176,7 @@ def explain(
     print(explained.tried.export(format) if at_once and explained.tried else explained.export(format), end="")
 
 
-# The command `dyno cold-start`: from the start of a process to the first answer.
+# The command `dyno bench cold-start`: from the start of a process to the first answer.
 
 
 @options.takes(
@@ -197,7 +197,7 @@ def cold_start(
     ] = "both",
     format: options.Format = "text",
 ) -> None:
-    """Time everything from the start of a process to the first answer: imports, loading, the first call."""
+    """Time the start of a process up to its first answer. Imports, loading, the first call."""
     from dyno.layers import cold_start
     from dyno.report.export import export
     from dyno.study.defaults import check_format
@@ -208,7 +208,7 @@ def cold_start(
     raise typer.Exit(exits.left_out(starts.left_out))
 
 
-# `dyno agree --layers`: which layer of an engine is off, and which few make most of the error.
+# `dyno diff --layers`: which layer of an engine is off, and which few make most of the error.
 
 LAYERS = "Layers"
 Layers = Annotated[
@@ -235,15 +235,15 @@ Order = Annotated[
         show_default="graph",
     ),
 ]
-# Options of `dyno agree` by the names of their fields: as they are written, and what to give instead.
+# Options of `dyno diff` by the names of their fields: as they are written, and what to give instead.
 INSTEAD = {
-    "backends": ("--backends", "forms behind the model, such as openvino/int8"),
+    "backends": ("--backend", "forms behind the model, such as openvino/int8"),
     "precisions": ("--precision", "forms behind the model, such as openvino/int8"),
     "routes": ("--routes", "the exported file"),
 }
 
 
-def agree_layers(
+def diff_layers(
     overrides: options.Overrides,
     models: Sequence[str],
     rows: Mapping[str, Any],

@@ -146,7 +146,7 @@ TRIED = TableKind("prescriptions", "Prescriptions", "What was tried to make B fa
 
 @dataclass(frozen=True)
 class Outcome:
-    """A prescription as `--backends` has its engine, how many times as fast as B it was (None: not measured), what is
+    """A prescription as `--backend` has its engine, how many times as fast as B it was (None: not measured), what is
     known of its outputs, whether they are right, and why it has no speed."""
 
     called: IndicatedPrescription
@@ -171,7 +171,7 @@ COLUMNS = (
     Column("prescription", "what was changed", kind=TEXT),
     Column("called_by", "the cause that costs B most of those that it may cure", kind=TEXT, title="called for by"),
     Column("cost_us", "what that costs B", "µs", title="costs, µs"),
-    Column("engine", "for --backends", kind=TEXT, rank=3),
+    Column("engine", "for --backend", kind=TEXT, rank=3),
     Column("speedup", "latency of B over its own", kind=RATIO, interval=True, title="times as fast"),
     Column("speedup_low", "its lower limit", kind=RATIO, cell=lambda row: ""),
     Column("speedup_high", "its upper limit", kind=RATIO, cell=lambda row: ""),
@@ -203,7 +203,7 @@ def describe_tried(outcomes: Sequence[Outcome], title: str) -> list[str]:
     if kept:
         found, one = max(kept, key=lambda pair: pair[0].value)
         gain = ratio(found.value, found.low, found.high)
-        told.append(f"The best is {one.called.prescription.text}: {gain} as fast, by --backends {one.engine}.")
+        told.append(f"The best is {one.called.prescription.text}: {gain} as fast, by --backend {one.engine}.")
     return told
 
 
@@ -313,7 +313,7 @@ def _apply_prescription(choice: Choice, precision: str, called: IndicatedPrescri
 
 
 def _format_choice(choice: Choice, precision: str) -> str:
-    """Return a configuration in the notation of `--backends`."""
+    """Return a configuration in the notation of `--backend`."""
     return replace(choice, precisions=(precision,), rounds=0).text
 
 

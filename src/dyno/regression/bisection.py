@@ -1,4 +1,4 @@
-"""`dyno bisect`: the first version of a library with which a model is slower, by comparisons with the first one."""
+"""`dyno compare --bisect`: the first version of a library with which a model is slower."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dyno.study import commits
 from dyno.study import interpreters as study_interpreters
 from dyno.study.defaults import default_runner, folder_for, one_model
 from dyno.study.interpreters import missing
-from dyno.study.study import Choice
+from dyno.study.study import Choice, name_fields
 from dyno.table import Row
 from dyno.worker import registry
 from dyno.worker.spec import Runtime, UserError
@@ -110,6 +110,7 @@ def bisect(
     on. Versions that can't be installed or run are skipped. `settings` are fields of `dyno.Study`. Run folders lie
     below `out`, or below a new folder in runs/bisect.
     """
+    settings = name_fields(settings)
     rules = GateRules(fail_on=(fail_on,))
     if not rules.gate or rules.fail_on != (SLOWER,):
         raise UserError(f"bisect needs a limit of slow-down, such as slower=5%, not {fail_on!r}")
@@ -141,7 +142,7 @@ def _choose_backend(source: str, library: str, chosen: Sequence[str]) -> str:
         return chosen[0] if chosen else default
     users = [name for name in (default, *registry.names()) if _has_requirement(name, library)]
     if not users:
-        raise UserError(f"no backend needs {library}; give --backends")
+        raise UserError(f"no backend needs {library}; give --backend")
     return users[0]
 
 
@@ -206,7 +207,7 @@ class BisectionSearch:
         a, b = ({runtime: {"python": self.pythons[version]}} for version in (first, name))
         folder = self.folder / "".join(c if c.isalnum() or c in ".-_" else "-" for c in name)
         comparison = compare(
-            self.model, against=a, out=folder, quiet=self.progress.quiet, fail_on=(self.fail_on,),
+            self.model, baseline_python=a, out=folder, quiet=self.progress.quiet, fail_on=(self.fail_on,),
             **{**self.settings, "runtime": {**self.settings.get("runtime", {}), **b}},
         )  # fmt: skip
         return self._record_step(_judge_version(name, first, comparison))

@@ -69,7 +69,7 @@ def calibrate(
     rounds: int = 0,
     backend: str = "",
     device: str = "cpu",
-    builds: bool = False,
+    rebuild: bool = False,
     layout: Layout = AGAINST_THE_FIRST,
     keep: bool = True,
     quiet: bool = False,
@@ -78,11 +78,11 @@ def calibrate(
     """Test the instrument on this machine for `minutes`, or until there are `rounds` of them (0: no limit).
 
     In each round fresh processes of one trial are measured interleaved: equal ones, and some that are slowed down by 1,
-    2 and 5 %. With `builds` each round builds the engine twice, once for the first process and once for the others, so
+    2 and 5 %. With `rebuild` each round builds the engine twice, once for the first process and once for the others, so
     that the difference between builds is part of the noise. `model` is a source as in `Study` (default: a small network
     of Dyno's), `fields` are others of `Study`. The result has the figures; studies on this machine keep a summary of
-    it, unless `keep` is False or it is of builds. Raises `UserError` if the minutes are too few, if the trial does not
-    run, or if builds of its engine don't differ.
+    it, unless `keep` is False or it is of rebuilt engines. Raises `UserError` if the minutes are too few, if the trial
+    does not run, or if builds of its engine don't differ.
     """
     minutes, rounds = native((minutes, rounds))
     check_types({"minutes": minutes, "rounds": rounds}, {"minutes": float, "rounds": int})
@@ -92,8 +92,8 @@ def calibrate(
         raise UserError(f"{rounds} rounds are too few for a self-test; give {LEAST_ROUNDS} or more")
     if not minutes * 60 >= (least := LEAST_ROUNDS * len(layout.slowdowns) * study.seconds):
         raise _too_short(minutes, least)
-    trial = _plan_trial(study, builds)
-    engines = _Engines(trial, Files(progress, study.build_timeout), builds)
+    trial = _plan_trial(study, rebuild)
+    engines = _Engines(trial, Files(progress, study.build_timeout), rebuild)
     engines.of(0)  # what can't be made ends the self-test before its time counts
     with progress.running([]):
         measured = tuple(_iter_rounds(engines, layout, minutes, rounds, progress))
@@ -101,9 +101,9 @@ def calibrate(
         datetime.now().astimezone().isoformat(timespec="seconds"),
         system.versions(("inference-dyno",)).get("inference-dyno", ""), self_test.machine(device), device, trial.label,
         trial.runtime.threads, study.seconds, study.block, ROUNDS, measured,
-        versions(trial.runtime, registry.find(trial.backend).requires), builds=builds,
+        versions(trial.runtime, registry.find(trial.backend).requires), builds=rebuild,
     )  # fmt: skip
-    if keep and not builds:
+    if keep and not rebuild:
         self_test.keep(stored)
     return CalibrationResult(stored)
 

@@ -1,8 +1,9 @@
-"""Commands that compare with earlier results: compare and bisect."""
+"""The command `dyno compare`: two stored runs, two sides that are measured here, or versions of a library."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,14 +14,13 @@ from rich.markup import escape
 from dyno.cli import options
 from dyno.formatting import bullet
 from dyno.study.options import ComparisonOptions, DataOptions, MeasurementOptions, ModelOptions, RuntimeOptions
+from dyno.worker.option_values import option
 from dyno.worker.spec import UserError, plain
 
 if TYPE_CHECKING:
     from dyno.regression.comparison import Comparison
 
-# `dyno compare`: two stored runs, or two sides that are measured here.
-
-GATE = "Gate"
+GATE, TOLERANCE = "Gate", 0.02
 # Options that a comparison sets itself, or that its two sides can't have.
 OMITTED = "routes reference budget search confirm peak energy turns compared until minutes equivalent"
 DEFAULTS: dict[str, Any] = {"rounds": 5, "boundaries": "model", "backends": "the one for this kind of file"}
@@ -31,15 +31,29 @@ Summary = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class BisectOptions:
+    """Which versions of a library are tried."""
+
+    bisect: bool = option(False, "Find the first version of a library with which A is slower.", common=True)
+    library: str = option("", "Distribution whose versions are tried, e.g. onnxruntime.")
+    versions: str = option("", "Its versions in order, the good one first: 1.20.1,1.22.1,1.23.2. uv installs them.")
+    add: tuple[str, ...] = option((), "Another package to install beside each.", flags="--with")
+    pythons: str = option("", "Or interpreters in order: good=PATH,bad=PATH.")
+
+
 @options.takes(
-    ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, omit=OMITTED, **DEFAULTS,
+    BisectOptions, ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, omit=OMITTED,
+    rare="least rtol any_outputs junit summary tolerance", **DEFAULTS,
 )  # fmt: skip
 def compare(
     overrides: options.Overrides,
     a: Annotated[str, typer.Argument(help="What to compare with: a run folder, or a model.", metavar="A")],
-    b: Annotated[str, typer.Argument(help="What to judge: a run folder, or a model.", metavar="[B]")] = "",
-    again: Annotated[bool, typer.Option("--again", help="Measure stored runs once more, here and in turns.")] = False,
-    against: Annotated[
+    b: Annotated[str, typer.Argument(help="What to judge: a run folder, or a model.", metavar="B")] = "",
+    remeasure: Annotated[
+        bool, typer.Option("--remeasure", help="Measure stored runs again, here and in turns.")
+    ] = False,
+    baseline_python: Annotated[
         list[str], typer.Option(help="A is the same model with this BACKEND=PYTHON. May be repeated.", metavar="TEXT")
     ] = [],  # noqa: B006
     commits: Annotated[str, typer.Option(help="Git commits of A and B, A..B; no B is the file as it is now.")] = "",
@@ -48,12 +62,12 @@ def compare(
         typer.Option(
             help="Exit 1 on any of: slower, less-accurate, disagree (needs --least), status, wrong-outputs. "
             "slower=2% is a gate: exit 3 where it is undecided.",
-            rich_help_panel=GATE,
+            rich_help_panel=GATE, show_default="slower,less-accurate,status,wrong-outputs; with --bisect slower=5%",
         ),
-    ] = "slower,less-accurate,status,wrong-outputs",
+    ] = "",
     tolerance: Annotated[
         float, typer.Option(help="Relative slow-down that is still accepted.", rich_help_panel=GATE)
-    ] = 0.02,
+    ] = TOLERANCE,
     least: options.Least = 0.0,
     rtol: options.Rtol = 1e-3,
     any_outputs: Annotated[
@@ -64,19 +78,30 @@ def compare(
     summary: Summary = "",
     out: options.Out = "",
     format: options.Format = "text",
-) -> None:
-    """Is B slower than A? Two runs, files, commits or versions of a library; exit 1 if B got worse, 3 if undecided."""
+) -> None:  # fmt: skip
+    """Say whether B is slower than A: runs, files, commits, versions. Exit 1 if B got worse, 3 if undecided."""
     from dyno.regression import comparison
     from dyno.study.defaults import check_format
 
+    versions = options.take_options(BisectOptions, overrides)
+    conditions = {"fail_on": tuple(_parse_items(fail_on))} if fail_on else {}
+    rules = {"tolerance": tolerance, "least": least, "rtol": rtol, "any_outputs": any_outputs}
+    sides = {"remeasure": remeasure, "baseline_python": baseline_python, "commits": commits}
+    if versions.bisect:
+        usual = {"tolerance": TOLERANCE, "rtol": 1e-3, "format": "text"}
+        others = {**rules, **sides, "B": b, "junit": junit, "summary": summary, "format": format}
+        _refuse_beside_bisect([name for name, value in others.items() if value and value != usual.get(name)], overrides)
+        raise typer.Exit(_bisect(a, versions, fail_on, out, overrides))
+    if given := next((f.name for f in fields(versions) if getattr(versions, f.name)), ""):
+        raise UserError(f"--{given.replace('add', 'with')} is for --bisect; add that, or omit it")
     check_format(format)
     check_files(junit, summary)
-    conditions = tuple(name.strip() for name in fail_on.split(",") if name.strip())
-    rules = {"fail_on": conditions, "tolerance": tolerance, "least": least, "rtol": rtol, "any_outputs": any_outputs}
-    settings = {**rules, **overrides}
-    if against:
-        settings["against"] = options.pythons(against, "--against")
-    result = comparison.compare(a, b or None, again=again, commits=commits, out=out or None, quiet=False, **settings)
+    settings = {**conditions, **rules, **overrides}
+    if baseline_python:
+        settings["baseline_python"] = options.pythons(baseline_python, "--baseline-python")
+    result = comparison.compare(
+        a, b or None, remeasure=remeasure, commits=commits, out=out or None, quiet=False, **settings
+    )
     raise typer.Exit(output(result, format, junit, summary))
 
 
@@ -93,50 +118,34 @@ def check_files(junit: str, summary: str) -> None:
         raise UserError(f"{summary} is a folder; give the file to write")
 
 
-# `dyno bisect`: the first version of a library with which a model is slower.
+# `dyno compare --bisect`: the first version of a library with which a model is slower.
 
 
-@options.takes(
-    ComparisonOptions,
-    ModelOptions,
-    DataOptions,
-    MeasurementOptions,
-    RuntimeOptions,
-    omit=f"{OMITTED} runtime",
-    **DEFAULTS,
-)
-def bisect(
-    overrides: options.Overrides,
-    model: options.Model,
-    library: Annotated[str, typer.Option(help="Distribution whose versions are tried, e.g. onnxruntime.")] = "",
-    versions: Annotated[
-        str, typer.Option(help="Its versions in order, the good one first: 1.20.1,1.22.1,1.23.2. uv installs them.")
-    ] = "",
-    add: Annotated[
-        list[str], typer.Option("--with", help="Another package to install beside each. May be repeated.")
-    ] = [],  # noqa: B006
-    pythons: Annotated[
-        str, typer.Option(help="Or interpreters in order: good=PATH,bad=PATH.", metavar="A=PATH,…")
-    ] = "",
-    fail_on: Annotated[str, typer.Option(help="The slow-down that makes a version bad.")] = "slower=5%",
-    out: options.Out = "",
-) -> None:
-    """Find the first version of a library with which a model is slower: exit 1 with it, 0 if none, 3 if undecided."""
-    from dyno.regression import bisection as module
-    from dyno.worker.spec import plain
+def _refuse_beside_bisect(given: Sequence[str], overrides: options.Overrides) -> None:
+    if "runtime" in overrides:
+        raise UserError("--bisect chooses the interpreters; omit --python, or give them as --pythons NAME=PATH,…")
+    if given:
+        flag = given[0] if given[0] == "B" else f"--{given[0].replace('_', '-')}"
+        raise UserError(f"--bisect compares versions with one model; omit {flag}")
 
-    result = module.bisect(
-        model, library=library, versions=_parse_items(versions), pythons=_parse_interpreters(pythons), add=add,
-        fail_on=fail_on, out=out or None, quiet=False, **overrides,
+
+def _bisect(model: str, asked: BisectOptions, fail_on: str, out: str, overrides: options.Overrides) -> int:
+    """Find and print the first bad version; return 1 with it, 0 if there is none, 3 if undecided."""
+    from dyno.regression import bisection
+
+    result = bisection.bisect(
+        model, library=asked.library, versions=_parse_items(asked.versions),
+        pythons=_parse_interpreters(asked.pythons), add=asked.add, fail_on=fail_on or bisection.FAIL_ON,
+        out=out or None, quiet=False, **overrides,
     )  # fmt: skip
     print("\n".join(map(plain, result.verdicts)))
-    raise typer.Exit(result.exit_code)
+    return result.exit_code
 
 
 def _parse_items(text: str) -> list[str]:
     names = [item.strip() for item in text.split(",") if item.strip()]
     if len(set(names)) < len(names):
-        raise UserError(f"{text!r} names a version twice; give each one once")
+        raise UserError(f"{text!r} has an item twice; give each one once")
     return names
 
 

@@ -164,9 +164,9 @@ def _apply_gate(
     elif row["verdict"] == stats.ONE_ROUND:
         reason = "one round only, which can't show how much rounds differ; measure two rounds or more"
     elif row["verdict"] == TWO_SESSIONS:
-        reason = "A and B were measured in two sessions; measure both again side by side, with --again"
+        reason = "A and B were measured in two sessions; measure both again side by side, with --remeasure"
     elif elsewhere:
-        reason = f"A was measured on another machine ({elsewhere}); measure it again here with --again"
+        reason = f"A was measured on another machine ({elsewhere}); measure it again here with --remeasure"
     elif contention and contention.mostly:
         reason = (
             f"other programs kept up to {contention.processors:.1f} processors busy, and it wasn't measured in turns"

@@ -28,7 +28,7 @@ from dyno.study import commits
 from dyno.study.commits import keeps_weights
 from dyno.study.defaults import default_runner, folder_for
 from dyno.study.plan import TrialSelection
-from dyno.study.study import Study
+from dyno.study.study import Study, name_fields
 from dyno.table import Row, Table, missing
 from dyno.videos import tables as videos
 from dyno.worker.record import write_text
@@ -121,8 +121,8 @@ def compare(
     a: Any,
     b: Any = None,
     *,
-    again: bool = False,
-    against: Mapping[str, Mapping[str, Any]] | None = None,
+    remeasure: bool = False,
+    baseline_python: Mapping[str, Mapping[str, Any]] | None = None,
     commits: str = "",
     out: str | Path | None = None,
     quiet: bool = True,
@@ -131,12 +131,13 @@ def compare(
     """Compare B with A, trial by trial: speed, accuracy, outputs, status.
 
     `a` and `b` are two run folders (or `Result`s), or anything that a study takes as a model; models are measured here,
-    interleaved. A run folder together with a model, or two run folders with `again`, are measured again as well. If `a`
-    and `b` are one model, `against` has the interpreters of A, {"onnxruntime": {"python": PATH}}, or `commits` the git
-    commits of A and B, "main..HEAD". A single run folder that a comparison was measured into is read again. `settings`
-    are fields of `dyno.Study` and of the rules: fail_on, tolerance, least, rtol, atol, any_outputs. The run folder is
-    `out`, or a new one below runs/compare. Raises `UserError` if nothing can be compared.
+    interleaved. A run folder together with a model, or two run folders with `remeasure`, are measured again as well. If
+    `a` and `b` are one model, `baseline_python` has the interpreters of A, {"onnxruntime": {"python": PATH}}, or
+    `commits` the git commits of A and B, "main..HEAD". A single run folder that a comparison was measured into is read
+    again. `settings` are fields of `dyno.Study` and of the rules: fail_on, tolerance, least, rtol, atol, any_outputs.
+    The run folder is `out`, or a new one below runs/compare. Raises `UserError` if nothing can be compared.
     """
+    settings = name_fields(settings)
     rules = GateRules(**{name: settings.pop(name) for name in RULES if name in settings})
     sources = [source for source in (a, b) if source is not None]
     if not sources:
@@ -144,15 +145,15 @@ def compare(
     if refused := next((name for name in settings if name in REFUSED), ""):
         raise UserError(f"a comparison doesn't take {refused}; {LIMITS}")
     runs = [_load_run(source) for source in sources]
-    if None not in runs and not (again or against or commits or settings):
+    if None not in runs and not (remeasure or baseline_python or commits or settings):
         loaded = [run for run in runs if run is not None]
         if len(loaded) == 1:
             return Comparison(tables.of_sides(loaded[0], rules), loaded[0].folder)
         both = tables.pair_trials(loaded[0], loaded[1])
         return Comparison(tables.compare_runs(loaded[0], loaded[1], rules), video=videos.make_comparison_table(both))
-    if len(runs) == 2 and None not in runs and not again:
-        raise UserError("two stored runs are compared as they are; --again measures both here, with other settings")
-    study = _build_study(sources, again, against, commits, settings)
+    if len(runs) == 2 and None not in runs and not remeasure:
+        raise UserError("two stored runs are compared as they are; --remeasure measures both here, with other settings")
+    study = _build_study(sources, remeasure, baseline_python, commits, settings)
     models = dict.fromkeys(model for side in study.sides.values() for model in side.models)
     folder = folder_for(out, "compare", list(models))
     return measured(study, folder, rules, Progress(quiet=quiet))
@@ -191,20 +192,24 @@ def _load_run(source: Any) -> Results | None:
 
 
 def _build_study(
-    sources: list[Any], again: bool, against: Mapping[str, Any] | None, span: str, settings: Mapping[str, Any]
+    sources: list[Any],
+    remeasure: bool,
+    baseline_python: Mapping[str, Any] | None,
+    span: str,
+    settings: Mapping[str, Any],
 ) -> Study:
     """Build the study of the two sides that the user names."""
     runs = [_load_run(source) for source in sources]
     first, last = _build_side(sources[0]), _build_side(sources[-1])
-    if len(sources) == 1 and not (against or span):
+    if len(sources) == 1 and not (baseline_python or span):
         raise UserError(
             f"there is nothing to compare {first.models[0]} with; give another run or model, "
-            "--against BACKEND=PYTHON or --commits A..B"
+            "--remeasurest BACKEND=PYTHON or --commits A..B"
         )
-    if again and not any(run is not None for run in runs):
-        raise UserError("--again measures stored runs again; give at least one run folder")
-    if (against is not None or span) and len(sources) > 1:
-        raise UserError("--against and --commits compare one model with itself; give one model")
+    if remeasure and not any(run is not None for run in runs):
+        raise UserError("--remeasure measures stored runs again; give at least one run folder")
+    if (baseline_python is not None or span) and len(sources) > 1:
+        raise UserError("--remeasurest and --commits compare one model with itself; give one model")
     if span:
         before, after = _at_commits(first.models[0], span)
         first, last = replace(first, models=(before,)), replace(last, models=(after,))
@@ -213,7 +218,7 @@ def _build_study(
     b = {name: getattr(last, name) for name in ("models", "weights", "pretrained", "runtime")}
     b |= {name: settings[name] for name in b if name in settings}
     a = {name: getattr(first, name) for name in b} | {name: settings[name] for name in b if name in settings}
-    a |= {"models": first.models} | ({"runtime": dict(against)} if against is not None else {})
+    a |= {"models": first.models} | ({"runtime": dict(baseline_python)} if baseline_python is not None else {})
     baseline = {name: a[name] for name in a if name == "models" or a[name] != b[name]}
     return Study(**{**defaults, **b, "models": last.models, "baseline": baseline})
 
@@ -254,10 +259,10 @@ def _at_commits(model: str, span: str) -> tuple[str, str]:
 
 
 GOOD, REGRESSION, UNDECIDED = 0, 1, 3  # exit codes
-APART = "Two stored runs, measured one after the other; --again measures both here in turns."
+APART = "Two stored runs, measured one after the other; --remeasure measures both here in turns."
 SESSIONS = (
     "Two stored runs are two sessions. Their rounds don't show what differs between sessions, so no row is called "
-    "faster or slower: --again measures both here in turns."
+    "faster or slower: --remeasure measures both here in turns."
 )
 
 

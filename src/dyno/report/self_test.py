@@ -17,7 +17,7 @@ from dyno.table import COUNT, Column, Row, Table
 from dyno.worker.spec import UserError, from_json
 
 POOR = 0.05  # of false alarms; beyond it for certain, and the intervals can't be trusted
-HINT = "not known: `dyno calibrate` tests the instrument on this machine"
+HINT = "not known: `dyno selftest` tests the instrument on this machine"
 BOUND = {
     "process": "The process bounds it: two fresh ones differ, however long they measure. More rounds help.",
     "neighbours": "Neighbours bound it: other programs, or other guests of the host, use the processors. A quieter "

@@ -27,7 +27,7 @@ from dyno.worker import tasks
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import SAME_OUTPUTS, Facts
 from dyno.worker.record import Record
-from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, Trial, UserError
+from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, Trial, UserError, usual_name
 from dyno.worker.tasks.task import Task
 
 # Files of a run that are forms of one network, so that they belong into one table with one reference.
@@ -544,4 +544,5 @@ def find_trial(results: Results, choice: str) -> TrialResult:
 def match_form(results: Results, text: str) -> tuple[str, list[TrialResult]]:
     """Return the backend, with or without options, that BACKEND/PRECISION names, and the trials that match both."""
     name, _, precision = text.replace("/", ":").rpartition(":") if "/" in text else (text, "", "")
+    name, precision = usual_name(name), usual_name(precision)
     return name, [t for t in results if name in (t.backend, t.variant) and precision in ("", t.precision)]

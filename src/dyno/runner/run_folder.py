@@ -143,7 +143,7 @@ def refuse_other(study: Study, folder: Path) -> None:
     """Raise `UserError` if the folder's numbers were measured with settings that the study contradicts."""
     before = earlier(folder)
     if before is not None and (settings := contradictions(before, study)) and measured(folder):
-        remove = f"dyno rm {shlex.quote(str(folder))}"
+        remove = f"dyno runs rm {shlex.quote(str(folder))}"
         raise UserError(f"{folder} {differences(settings)}; give another --out, or remove it with `{remove}` first")
 
 
@@ -367,7 +367,7 @@ OWN = {"lock"}  # files that a refused study may have left in its folder
 
 
 def folder_name(models: Sequence[str]) -> str:
-    """Return a folder's name: `resnet18` for torchvision:resnet18, `m` for a/m.onnx, `net-build` for net.py:build.
+    """Return a folder's name: `resnet18` for torchvision:resnet18, `m` for a/m.onnx, `net-f` for net.py:f.
 
     Several models are joined by a hyphen.
     """
@@ -380,7 +380,7 @@ def _name_model(source: str) -> str:
     if module_path in ("", *LIBRARIES) or registry.format_of(source):
         return name
     module = Path(module_path).stem if module_path.endswith(".py") else module_path.rpartition(".")[2]
-    return name if module == name else f"{module}-{name}"
+    return name if module == name.partition("(")[0] else f"{module}-{name}"
 
 
 def _clean_name(name: str) -> str:

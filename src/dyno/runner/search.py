@@ -174,7 +174,7 @@ class Configuration:
         return self.by(route).variant, self.trial.precision
 
     def text(self, route: str = "") -> str:
-        """Return the configuration by this route in the notation of `--backends`."""
+        """Return the configuration by this route in the notation of `--backend`."""
         trial = self.by(route)
         runtime = "" if trial.runtime.name == "main" else trial.runtime.name
         return Choice(trial.backend, trial.options, (trial.precision,), runtime).text

@@ -78,7 +78,7 @@ def states() -> list[dict[str, Any]]:
 
 def _describe_state(device: str) -> dict[str, Any]:
     test, wrong = find(device)
-    again = f"dyno calibrate{'' if device == 'cpu' else f' --device {device}'}"
+    again = f"dyno selftest{'' if device == 'cpu' else f' --device {device}'}"
     if test is None:
         state = f"not valid: {wrong}; run `{again}` again" if wrong else f"none yet; run `{again}`"
         return {"device": device, "grade": "", "date": "", "state": state}

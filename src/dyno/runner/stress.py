@@ -1,4 +1,4 @@
-"""`dyno stress`: the stress test of a dynamic engine, in a separate process."""
+"""`dyno bench stress`: the stress test of a dynamic engine, in a separate process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def phases_of(text: str) -> list[str]:
     unknown = [name for name in names if name not in PHASES and not (name.isdecimal() and int(name) > 0)]
     if unknown or not names:
         raise UserError(
-            f"--batches takes {', '.join(PHASES)} and numbers of at least 1, not {', '.join(unknown) or 'nothing'}"
+            f"--phases takes {', '.join(PHASES)} and numbers of at least 1, not {', '.join(unknown) or 'nothing'}"
         )
     return list(dict.fromkeys(names))
 

@@ -1,4 +1,4 @@
-"""The command `dyno serve-test`: how many requests per second an engine answers within a bound."""
+"""The command `dyno bench serve`: how many requests per second an engine answers within a bound."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import typer
 
 from dyno.cli import options
 from dyno.study.options import ComparisonOptions, DataOptions, MeasurementOptions, ModelOptions, RuntimeOptions
-from dyno.videos.commands import exit_load, print_load, take_options
+from dyno.videos.commands import exit_load, print_load
 from dyno.worker.serve.options import ServeOptions
 
 UNUSED = (
@@ -21,18 +21,18 @@ UNUSED = (
     rounds="1, or 3 where engines are compared", seconds=1.0, warmup=0.5,
     compared="32, or four times --batch up to 512, or three times",
 )  # fmt: skip
-def serve_test(
+def serve(
     overrides: options.Overrides,
     model: options.Model,
     out: options.Out = "",
     format: options.Format = "text",
 ) -> None:
-    """Requests at random times, batched with a deadline: how many per second hold a bound, such as --p99 20ms?"""
+    """Find how many requests per second an engine answers in time. At random times, batched, in e.g. --p99 20ms."""
     from dyno.serving import session
     from dyno.study.defaults import check_format
 
     check_format(format)
-    requests = take_options(ServeOptions, overrides)
+    requests = options.take_options(ServeOptions, overrides)
     served = session.serve_test(model, out=out or None, options=requests, quiet=False, **overrides)
     print_load(served, format)
     raise typer.Exit(exit_load(served))

@@ -16,7 +16,7 @@ from dyno.runner.execute import execute
 from dyno.runner.run_folder import measured
 from dyno.store import begun
 from dyno.study.defaults import folder_for, reference_of, study_of_own_jobs
-from dyno.study.study import Study
+from dyno.study.study import Study, name_fields
 from dyno.videos.session import LoadResult, share_processors, store_about
 from dyno.worker import registry
 from dyno.worker.option_values import check_types
@@ -72,12 +72,13 @@ def serve_test(
     """Find how many requests per second each engine answers within a bound, or measure given rates.
 
     `options` say the bound, when requests come and how they are batched, and `settings` (fields of `Study`) name the
-    engines; `batches` are the largest batches. The run folder is `out`, or a new one below runs/serve-test. Raises
+    engines; `batches` are the largest batches. The run folder is `out`, or a new one below runs/serve. Raises
     `UserError`, one line.
     """
     from dyno.results.stats import samples_for
 
     check_types({"options": options}, {"options": ServeOptions | None})
+    settings = name_fields(settings)
     options = options or ServeOptions(p99="20ms")
     if options.endpoint:
         model, settings = _at_server(model, options.endpoint, settings)
@@ -89,7 +90,7 @@ def serve_test(
     path = Path(options.trace).absolute() if options.trace else None
     sha256 = hashlib.sha256(read_trace(path).tobytes()).hexdigest() if path else ""
     requests = Requests(options, samples_for(options.quantile), str(path or ""), sha256)
-    folder = folder_for(out, "serve-test", [name])
+    folder = folder_for(out, "serve", [name])
     progress = Progress(quiet=quiet)
     with begun(folder):
         store_about(folder, ABOUT, requests.settings(), "of other requests", "without requests")
@@ -120,7 +121,7 @@ def _run_reference(reference: Study, folder: Path, progress: Progress) -> None:
 def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the model (if not local, its name on the server) and the settings with the server as the backend."""
     if settings.get("backends"):
-        raise UserError("an endpoint takes the place of a backend; omit --backends")
+        raise UserError("an endpoint takes the place of a backend; omit --backend")
     if expected := registry.find(ENDPOINT.rstrip(":")).values["url"](url):
         raise UserError(f"the endpoint is {url!r}; write {expected}")
     here = ":" in str(model) or Path(model).is_file()

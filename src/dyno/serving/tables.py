@@ -343,7 +343,7 @@ RATE_COLUMNS = (
 )
 SERVE = TableKind(
     "serve", "Requests", "The highest rate of requests that holds a bound of latency, and where the time goes there.",
-    _make_serve_table, "this run is of no requests; `dyno serve-test` makes one", "tables", 18,
+    _make_serve_table, "this run is of no requests; `dyno bench serve` makes one", "tables", 18,
     leads=True, sentences=lambda run: of_run(figures.list_served(run)),
 )  # fmt: skip
 RATES = TableKind(

@@ -1,4 +1,4 @@
-"""One model by itself, as `dyno time`, `dyno eval` and `dyno agree` measure it: its settings, and its run folder."""
+"""One model by itself, as `dyno time`, `dyno eval` and `dyno diff` measure it: its settings, and its run folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from dyno.store import gpu_identity
 from dyno.study.commits import keeps_weights
-from dyno.study.study import Choice, Study, model_name
+from dyno.study.study import Choice, Study, model_name, name_fields
 from dyno.worker import registry
 from dyno.worker.option_values import check_types
-from dyno.worker.spec import ENDPOINT, FIXED, UserError, check_known
+from dyno.worker.spec import ENDPOINT, FIXED, UserError, check_known, usual_name
 
 # What a command refuses before anything is trained, measured or written.
 
@@ -55,7 +55,7 @@ def check_device(study: Study) -> None:
     if "," in study.device:
         raise UserError(f"several devices ({study.device}) are for `dyno run` alone; give one --device here")
     if study.on:
-        raise UserError(f"a cluster (--on {study.on}) is for `dyno run` alone; omit it here")
+        raise UserError(f"a cluster (--cluster {study.on}) is for `dyno run` alone; omit it here")
     check_kind(study)
     if missing_gpu(study.device):
         raise UserError(
@@ -92,7 +92,7 @@ def _driver_count() -> int:
 def check_several(studies: Sequence[Study]) -> None:
     """Refuse to compare a single configuration."""
     if sum(map(_count_configurations, studies)) < 2:
-        raise UserError("there is only one configuration to compare; give another model or file, or --backends A,B")
+        raise UserError("there is only one configuration to compare; give another model or file, or --backend A,B")
 
 
 def _count_configurations(study: Study) -> int:
@@ -111,6 +111,7 @@ OWN = (ENDPOINT, "fake:")  # prefixes of models that nothing but the backend of 
 ONE_ROUND: dict[str, Any] = {"rounds": 1, "turns": False}
 SELF_TEST_MINUTES = 5.0
 DEMO_MINUTES = 4.5
+QUICK: dict[str, Any] = {"rounds": 1, "confirm": 0, "search": False, "seconds": 0.3, "warmup": 0.3}
 # Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
 EVALUATION: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
@@ -137,6 +138,7 @@ def study_of_own_jobs(model: str, batch: int, settings: Mapping[str, Any]) -> tu
 
     The batch is `batch` unless `settings` has another.
     """
+    settings = name_fields(settings)
     study = study_of(model, {**OWN_JOBS, "batches": (batch,)}, settings)
     several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
     if "rounds" not in settings:
@@ -149,7 +151,7 @@ def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] 
 
     Raises `UserError` for a missing device, and for several devices.
     """
-    study = Study(models=(model,), **{**(usual or {}), **settings})
+    study = Study(models=(model,), **{**(usual or {}), **name_fields(settings)})
     if "device" in settings or study.on:  # whether a file's usual one has to be there, is up to what is done with it
         check_device(study)
     return study
@@ -183,9 +185,11 @@ def form(text: str, names: Sequence[str]) -> tuple[str, str] | None:
     `names` are the names that a form may have; None for a file or any other name, which is a model.
     """
     backend, _, precision = text.partition("/")
-    if Path(text).is_file() or backend.partition("@")[0] not in names:
+    name, at, options = backend.partition("@")
+    known = name if name in names else usual_name(name)
+    if Path(text).is_file() or known not in names:
         return None
-    return backend, precision
+    return f"{known}{at}{options}", usual_name(precision)
 
 
 def default_runner(model: str) -> tuple[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import math
 import os
 import shlex
@@ -34,6 +36,7 @@ from dyno.study import commits, input_options
 from dyno.study.commits import keeps_weights, stored_source
 from dyno.study.defaults import form
 from dyno.study.interpreters import missing, runtime_of
+from dyno.study.library_names import NETWORK_LIBRARIES, find_libraries, list_names
 from dyno.study.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
@@ -55,6 +58,7 @@ from dyno.worker.spec import (
     digest,
 )
 
+NEAR = 0.75  # similarity at which a name is suggested; among a thousand names something is always half alike
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which need their network
 LIBRARIES = "site-packages"  # packages there are identified by their version
 INSPECTION_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "onnx", "openvino")
@@ -71,7 +75,7 @@ class InspectionFailed(UserError):
 def model_spec(study: Study, source: str) -> ModelSpec:
     """Return the model as the user named it, with the hashes of every file that defines it."""
     named, source = source, stored_source(commits.checked_out(source))
-    first, *others = source.split(",")
+    first, *others = source.partition("(")[0].split(",")
     if others and (":" in first or registry.format_of(first)) and not Path(source).exists():
         raise UserError(f"models are given one by one, without commas: {shlex.join([first, *others])}")
     common: dict[str, Any] = {
@@ -113,11 +117,15 @@ def _no_model(source: str) -> str:
     if named := form(source, registry.names()):
         backend, precision = named
         asked = f" --precision {precision}" if precision else ""
-        return f"{source} is a backend, not a model; give it with --backends {backend}{asked}"
+        return f"{source} is a backend, not a model; give it with --backend {backend}{asked}"
     if source.endswith((".yaml", ".yml")):
         return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
     if source.endswith(".ort"):
         return f"{source} is in ONNX Runtime's own format, which nothing else reads; give its original .onnx file"
+    if Path(source).suffix == ".py":
+        return _name_functions(source)
+    if Path(source).suffix in CHECKPOINTS and not Path(source).is_file():
+        return f"there is no such file: {source}"
     if Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
         return (
             f"{source} is not a model file ({', '.join(registry.suffixes())}); weights need their network "
@@ -125,10 +133,38 @@ def _no_model(source: str) -> str:
         )
     if "/" in source:
         return no_such(source)
-    meant = " or ".join(
-        shlex.join(f"{library}:{name}" for name in source.split(",")) for library in ("torchvision", "timm")
-    )
-    return f"model {source!r} has no source prefix; did you mean {meant}?"
+    if "," in source:
+        return f"models are given one by one, without commas: {shlex.join(source.split(','))}"
+    if meant := [f"{library}:{source}" for library in find_libraries(source)]:
+        return f"{' and '.join(find_libraries(source))} each have a model {source}; give {' or '.join(meant)}"
+    names = {name: library for library in NETWORK_LIBRARIES for name in list_names(library)}
+    if near := difflib.get_close_matches(source, names, 1, NEAR):
+        return f"there is no model {source!r}; did you mean {names[near[0]]}:{near[0]}?"
+    return no_such(source)
+
+
+def _name_functions(source: str) -> str:
+    """Return the error message for a Python file without a function: with those that it has."""
+    path = Path(source)
+    if not path.is_file():
+        return f"there is no Python file {source}"
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError) as e:
+        return f"{source} is not valid Python: {e}"
+    calls = [f"{source}:{_describe_call(each)}" for each in body
+             if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]  # fmt: skip
+    if not calls:
+        return f"{source} has no function; write one that returns the module, and give {source}:FUNCTION"
+    return f"give one of the functions of {source}, which returns the module: {', '.join(calls)}"
+
+
+def _describe_call(function: ast.FunctionDef) -> str:
+    """Return a function's name with the arguments that it needs."""
+    given = function.args
+    needed = [a.arg for a in given.args[: len(given.args) - len(given.defaults)]]
+    needed += [a.arg for a, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value is None]
+    return function.name + (f"({', '.join(f'{name}=…' for name in needed)})" if needed else "")
 
 
 def no_such(path: str) -> str:

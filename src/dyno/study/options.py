@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
 
+from dyno.worker.option_values import option
 from dyno.worker.spec import BOUNDARIES, PRECISIONS, ROUNDS, Plan
 
 Group = TypeVar("Group")
@@ -52,21 +53,9 @@ MODEL_HELP = (
 )
 
 
-def option(default: Any, help: str, flag: str = "", *, usual: str = "", common: bool = False) -> Any:
-    """Return a field with its help.
-
-    `flag` is its name on the command line (default: the field's), `usual` describes the default, and `common` options
-    appear in a command's short help.
-    """
-    metadata = {"help": help, "flag": flag, "usual": usual, "common": common}
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
 def required(help: str) -> Any:
     """Return a field without a default, which is not an option of the command line."""
-    return field(metadata={"help": help, "flag": None})
+    return field(metadata={"help": help, "flags": None})
 
 
 @settings
@@ -78,16 +67,27 @@ class ComparisonOptions:
         (),
         "Backends, with options as NAME@option=value: pytorch,onnxruntime@optimization=basic.",
         usual="all that are installed for the device",
+        flags="--backend --backends",
         common=True,
     )
     precisions: Strings = option(
-        (), f"Precisions: {', '.join(PRECISIONS)}.", "--precision", usual="the file's own, else fp32", common=True
+        (),
+        f"Precisions: {', '.join(PRECISIONS)}.",
+        flags="--precision --precisions",
+        usual="the file's own, else fp32",
+        common=True,
     )
-    batches: Ints = option((), "Batch sizes: 1,8,32.", "--batch", usual="1, or the file's fixed batch", common=True)
+    batches: Ints = option(
+        (),
+        "Batch sizes: 1,8,32.",
+        flags="--batch --batches --batch-size",
+        usual="1, or the file's fixed batch",
+        common=True,
+    )
     sizes: Sizes = option(
         (),
         "Image sizes in pixels: 224, or HEIGHTxWIDTH.",
-        "--size",
+        flags="--size --sizes --imgsz",
         usual="the model's own, else 224",
         common=True,
     )
@@ -100,7 +100,7 @@ class ComparisonOptions:
         default_factory=dict,
         metadata={
             "help": "Side A of a comparison, as the settings that differ: models, weights, pretrained, runtime.",
-            "flag": None,
+            "flags": None,
             "usual": "nothing: no comparison of two sides",
         },
     )
@@ -121,7 +121,7 @@ class ModelOptions:
     inputs: Strings = option(
         (),
         "Values of an input: ids=0..30521 (a range), sr=16000 (a constant), or feeds.npz.",
-        "--input",
+        flags="--input",
         usual="random",
     )
     weights: Location = option("", "Checkpoint: .safetensors, or .pt/.pth read without running code.", common=True)
@@ -155,7 +155,7 @@ class DataOptions:
         "", "Images to calibrate INT8 on; no accuracy is measured on them.", usual="some of the data"
     )
     unreadable: str = option("refuse", "What to do about images that can't be read: refuse, or skip them.")
-    compared: int = option(32, "Number of random inputs to compare outputs on where there is no data.", "--inputs")
+    compared: int = option(32, "Number of random inputs to compare outputs on where there is no data.")
     budget: dict[str, float] = option(
         {}, "Percentage points of accuracy that may be lost: top1=0.5, top5=0.5 or mAP=0.5.", common=True
     )
@@ -223,7 +223,7 @@ class ClusterOptions:
 
     on: str = option(
         "", "A cluster to spread the study over: ray=ADDRESS of its head node, or slurm=4 for four jobs of Slurm.",
-        usual="this host",
+        usual="this host", flags="--cluster",
     )  # fmt: skip
 
 
@@ -236,7 +236,7 @@ class RuntimeOptions:
     )
     threads: int = option(0, "CPU threads of every backend.", usual="one per physical core")
     runtime: dict[str, dict[str, Any]] = option(
-        {}, "Another interpreter for a backend: tensorrt=/path/to/python.", "--python", usual="this one"
+        {}, "Another interpreter for a backend: tensorrt=/path/to/python.", flags="--python", usual="this one"
     )
 
 

@@ -181,7 +181,7 @@ def _check_sides(sides: Mapping[str, Sequence[PlannedTrial]]) -> None:
     configurations = [{f"{entry.trial.variant} {entry.trial.precision}" for entry in side} for side in (a, b)]
     if not configurations[0] & configurations[1]:
         in_a, in_b = (", ".join(sorted(names)) for names in configurations)
-        raise UserError(f"A runs as {in_a} and B as {in_b}; give the --backends and --precision of both")
+        raise UserError(f"A runs as {in_a} and B as {in_b}; give the --backend and --precision of both")
 
 
 STEPS = ("modelopt",)  # steps of making a file that may use a separate interpreter

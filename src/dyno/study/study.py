@@ -7,6 +7,7 @@ refused with a sentence, as a row.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import signal
 import sys
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from dyno.study.library_names import find_libraries
 from dyno.study.options import (
     ClusterOptions,
     ComparisonOptions,
@@ -45,6 +47,7 @@ from dyno.worker.spec import (
     UserError,
     check_known,
     check_utf8,
+    usual_name,
 )
 
 LARGEST = 1e9  # of seconds, minutes and percent
@@ -55,6 +58,10 @@ RANGES = {
     "channels": (1, LARGEST_SIZE), "classes": (1, LARGEST_BATCH), "samples": (0, 100_000_000), "threads": (0, 10_000),
     "seed": (0, MOST),
 }  # fmt: skip
+# Functions that say nothing of the network that they make.
+UNTELLING = "build build_model create_model get_model load_model main make make_model model".split()
+# Fields for several values, by the name of one.
+ONE = {"model": "models", "backend": "backends", "precision": "precisions", "batch": "batches", "size": "sizes"}
 CAN_FREEZE = hasattr(signal, "SIGSTOP")  # what measuring in turns needs
 CONFIRMATIONS = 3  # of a winner, where the study has a budget and doesn't say
 LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
@@ -92,7 +99,7 @@ class Choice:
             if not (key and equals and value):
                 raise UserError(f"backend option {part!r} in {text!r} is not NAME=VALUE")
             found[key] = value
-        precisions = tuple(found["precision"].split("+")) if "precision" in found else ()
+        precisions = tuple(map(usual_name, found["precision"].split("+"))) if "precision" in found else ()
         options = {key: _parse_value(value) for key, value in found.items() if key not in RESERVED}
         rounds = found.get("rounds", "")
         if rounds and not (rounds.isdecimal() and 1 <= int(rounds) <= MOST_ROUNDS):
@@ -128,6 +135,8 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             if name not in ("models", "baseline"):  # which may hold modules, and their inputs as tensors
                 object.__setattr__(self, name, native(value))
         object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
+        object.__setattr__(self, "precisions", tuple(map(usual_name, self.precisions)))
+        object.__setattr__(self, "backends", tuple(map(_name_backend, self.backends)))
         object.__setattr__(self, "models", tuple(_name_source(model, self) for model in self.models))
         object.__setattr__(
             self, "baseline", {name: self._convert_baseline(name, self.baseline[name]) for name in self.baseline}
@@ -298,17 +307,45 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
         )  # fmt: skip
 
 
+def name_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by the names of fields: `batch` is `batches`, and so on; raise `UserError` if both are given."""
+    if both := next((one for one in ONE if one in settings and ONE[one] in settings), ""):
+        raise UserError(f"{both} and {ONE[both]} are one setting; give one of them")
+    return {ONE.get(name, name): value for name, value in settings.items()}
+
+
+def _take_either_name(initialise: Any) -> Any:
+    @functools.wraps(initialise)
+    def initialise_study(self: Study, *arguments: Any, **settings: Any) -> None:
+        initialise(self, *arguments, **name_fields(settings))
+
+    return initialise_study
+
+
+Study.__init__ = _take_either_name(Study.__init__)  # type: ignore[method-assign]
 Study.__doc__ = (Study.__doc__ or "").format(fields=described(Study))
 
 
 def _name_source(model: Any, study: Study) -> Any:
     """Return a model as text: its path, or the file in which a module in memory is stored."""
+    if isinstance(model, str) and model.isidentifier() and not Path(model).exists():
+        libraries = find_libraries(model)
+        return f"{libraries[0]}:{model}" if len(libraries) == 1 else model
     if not _in_memory(model) and not callable(model):
         return native(model)
     from dyno.study import in_memory, input_options
 
     size = parse_size(study.sizes[0]) if study.sizes else None
     return in_memory.saved(model, input_options.overrides(study.inputs, study.shapes), study.channels, size)
+
+
+def _name_backend(text: Any) -> Any:
+    """Return a backend with its options, by the names that Dyno knows."""
+    if not isinstance(text, str):  # which is refused
+        return text
+    name, at, options = text.partition("@")
+    named = Choice.parse(text).text if "precision=" in options else text
+    return named if usual_name(name) == name else f"{usual_name(name)}{at}{named.partition('@')[2]}"
 
 
 def _in_memory(value: Any) -> bool:
@@ -373,7 +410,11 @@ def model_name(source: str) -> str:
         return Path(source.partition(":")[2]).stem
     if registry.format_of(source) or source.endswith((*SAVED, ".pt", ".pth", ".cfg")):
         return Path(source).stem
-    return source.rpartition(":")[2]
+    location, _, function = source.rpartition(":")
+    name, bracket, arguments = function.partition("(")
+    if name in UNTELLING and location:
+        name = Path(location).stem if location.endswith(".py") else location.rpartition(".")[2]
+    return f"{name}{bracket}{arguments}"
 
 
 def _check_runtimes(tables: Mapping[str, Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""`dyno train`: its options; `training` does the work."""
+"""`dyno data train`: its options; `training` does the work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue a training; fail where there is none.")] = False,
     out: Annotated[str, typer.Option("--out", "-o", help="Folder.", show_default="runs/train-NAME")] = "",
 ) -> None:
-    """Train a classifier on class folders, evaluate it; the same command again continues where it stopped."""
+    """Train a classifier on class folders, and evaluate it. The same command again continues where it stopped."""
     from dyno.cli.commands import finish
     from dyno.training import session
 

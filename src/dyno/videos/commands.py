@@ -1,9 +1,9 @@
-"""The command `dyno video`: a video through one or several engines."""
+"""The command `dyno bench video`: a video through one or several engines."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,7 +23,6 @@ from dyno.worker.video.options import VideoOptions
 if TYPE_CHECKING:
     from dyno.videos.session import LoadResult
 
-Options = TypeVar("Options")
 UNUSED = "routes reference compared budget search confirm boundaries turns block until minutes peak energy timeout data"
 SOURCE = "A video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input."
 
@@ -37,14 +36,14 @@ def video(
     source: Annotated[str, typer.Argument(help=SOURCE, metavar="IN")],
     model: Annotated[str, typer.Option(help=MODEL_HELP)],
     output: Annotated[
-        str, typer.Argument(help="Annotated video, image or folder to write.", metavar="[OUT]", show_default="none")
+        str, typer.Argument(help="Annotated video, image or folder to write.", metavar="OUT", show_default="none")
     ] = "",
     json: Annotated[str, typer.Option(help="File for the boxes: a line of JSON for each frame.")] = "",
     save: Annotated[str, typer.Option(help="File for the pipeline's trace: .trace.json, for Perfetto.")] = "",
     out: options.Out = "",
     format: options.Format = "text",
 ) -> None:
-    """Detect objects in a video as fast as its slowest stage allows, and say which stage that is."""
+    """Detect objects in a video, and say which stage bounds its speed."""
     from dyno.study.defaults import check_format
     from dyno.videos import session
 
@@ -56,7 +55,7 @@ def video(
         boxes=json,
         save=save,
         out=out or None,
-        options=take_options(VideoOptions, overrides),
+        options=options.take_options(VideoOptions, overrides),
         quiet=False,
         **overrides,
     )
@@ -67,12 +66,6 @@ def video(
     for path in filmed.unwritten:
         print(f"dyno: {path} is not written, as its round was measured before; give another --out", file=sys.stderr)
     raise typer.Exit(INTERRUPTED if filmed.stopped else code or UNFINISHED * bool(filmed.unwritten))
-
-
-def take_options(kind: type[Options], overrides: options.Overrides) -> Options:
-    """Take the fields of a load's own options out of the options that the user gave."""
-    names: Any = vars(kind)["__dataclass_fields__"]
-    return kind(**{name: overrides.pop(name) for name in names if name in overrides})
 
 
 def print_load(result: LoadResult, format: str) -> None:

@@ -193,7 +193,7 @@ STREAM_COLUMNS = (
 )
 VIDEO = TableKind(
     "video", "Video", "Frames per second of a video end to end and of inference, what bounds it, and latency.",
-    _make_video_table, "this run is of no video; `dyno video` makes one", "tables", 15,
+    _make_video_table, "this run is of no video; `dyno bench video` makes one", "tables", 15,
     leads=True, sentences=lambda run: words.of_run(figures.of_run(run)),
 )  # fmt: skip
 STAGES = TableKind(
@@ -388,7 +388,7 @@ NOTE = (
 PATH = TableKind(
     "video-critical-path", "Critical path of the video",
     "What each stage of a video's pipeline contributes to the end of the run, and what it waits for.", _make_table,
-    "this run is of no video of one stream; `dyno video` makes one", "tables", 18,
+    "this run is of no video of one stream; `dyno bench video` makes one", "tables", 18,
 )  # fmt: skip
 
 

@@ -258,7 +258,7 @@ class FileFormat(ABC):
     """One kind of model file: its suffixes, how it is read, what belongs to it, and what runs it by default.
 
     `suffixes` begins with the one that is written; `backend` and `device` run such a file by default; the recipes
-    of the backends in `builders` make one (`dyno build`). With `on_device` nothing but its backend on its device can
+    of the backends in `builders` make one (`dyno export`). With `on_device` nothing but its backend on its device can
     read it.
     """
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,18 @@ WORDS: dict[Any, str] = {
     str: "text", Path: "a path", int: "a whole number", float: "a number", bool: "true or false", Any: "any value",
 }  # fmt: skip
 Check = Callable[[Option], str]  # "" for a valid value, else a description of valid ones
+
+
+def option(default: Any, help: str, usual: str = "", *, flags: str = "", common: bool = False) -> Any:
+    """Return a dataclass's field that is an option of the command line, with its help.
+
+    `usual` describes the default. `flags` are its names on the command line, the one that help shows first (default:
+    the field's name). `common` options appear in a command's short help.
+    """
+    metadata = {"help": help, "flags": flags, "usual": usual, "common": common}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def one_of(*names: str) -> Check:

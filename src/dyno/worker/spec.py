@@ -72,6 +72,18 @@ class Unavailable(Exception):
     """A backend, device or precision that this machine doesn't have; the trial becomes *skipped* with this reason."""
 
 
+# Usual other names of backends and precisions.
+OTHER_NAMES = {
+    "onnx": "onnxruntime", "ort": "onnxruntime", "ov": "openvino", "torch": "pytorch", "trt": "tensorrt",
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16",
+}  # fmt: skip
+
+
+def usual_name(name: str) -> str:
+    """Return the name of a backend or a precision by which Dyno knows it."""
+    return OTHER_NAMES.get(name, name)
+
+
 def check_known(what: str, name: str, known: Iterable[str]) -> None:
     """Raise a `UserError` with the nearest spelling if the name is not known."""
     known = tuple(known)

@@ -35,7 +35,7 @@ def test_a_winner_is_told_with_what_is_real_right_and_next(tmp_path: Path) -> No
         right.startswith("outputs agree with those of pytorch fp32, to 0.001 %; top-1 9")
         and "ran in the requested type" in right
     )
-    assert step == f"take it: dyno take {tmp_path / 'run'}"
+    assert step == f"take it: dyno export {tmp_path / 'run'}"
     assert {each.kind for each in one.findings} == {NOTE}
 
 
@@ -48,7 +48,7 @@ def test_a_winner_whose_runner_up_may_be_as_fast_is_open(tmp_path: Path) -> None
     assert "; not decided against a fp32 (" in answers["real"] and one.badge == "open"
     assert "more rounds" in answers["real"]
     assert answers["next"].startswith(("the same command without --rounds goes on", "the difference is too small"))
-    assert "; take b fp32, the first of them: dyno take " in answers["next"]
+    assert "; take b fp32, the first of them: dyno export " in answers["next"]
 
 
 def test_a_run_until_decided_goes_on_with_more_minutes(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_outputs_that_change_or_never_do_are_not_called_right(tmp_path: Path) ->
 
 def test_the_command_to_take_it_can_be_pasted(tmp_path: Path) -> None:
     (one,) = decided(tmp_path / "a run & <more>", FAST)
-    assert dict(one.answers)["next"] == f"take it: dyno take '{tmp_path}/a run & <more>/run'"
+    assert dict(one.answers)["next"] == f"take it: dyno export '{tmp_path}/a run & <more>/run'"
 
 
 def test_one_round_is_open_and_says_how_many_to_take(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_branch_on_values_is_measured_in_pytorch_and_crowned_nowhere_else(dyno
         Image.fromarray(pixels.astype(np.uint8)).save(photos / f"{k}.png")
     words = ("--data", photos, "--size", 32, "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02)
     done = dyno(
-        "run", f"{nets}:branch", "--backends", "pytorch,onnxruntime,openvino", *words, "--out", nets.parent / "r"
+        "run", f"{nets}:branch", "--backend", "pytorch,onnxruntime,openvino", *words, "--out", nets.parent / "r"
     )
     assert done.returncode == 3, done.stderr
     rows = load(nets.parent / "r").to_pandas().set_index("backend")

@@ -192,7 +192,7 @@ def test_a_torchscript_program_is_a_model_whatever_its_suffix(tmp_path: Path) ->
 def test_a_checkpoint_runs_from_the_command_line(saved: Callable[..., Path], tmp_path: Path, dyno: Any) -> None:
     path = saved("yolov8n", 3)
     short = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --routes usual".split()
-    words = ("--backends", "pytorch,onnxruntime", "--size", 64, *short, "--out", "r")
+    words = ("--backend", "pytorch,onnxruntime", "--size", 64, *short, "--out", "r")
     done = dyno("run", path, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     shown = dyno("show", "r", "--format", "json", cwd=tmp_path)

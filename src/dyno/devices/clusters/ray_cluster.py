@@ -50,7 +50,7 @@ def places(address: str, device: str) -> Iterator[list[Place]]:
     try:
         import ray
     except ImportError as e:
-        raise UserError(f"--on ray needs Ray: {e}; {install('ray')}") from e
+        raise UserError(f"--cluster ray needs Ray: {e}; {install('ray')}") from e
     _check_reachable(address)
     terminate = signal.getsignal(signal.SIGTERM)  # Ray's own handler prints the trace of its C++
     try:
@@ -76,7 +76,9 @@ def _check_reachable(address: str) -> None:
     scheme, _, place = address.rpartition("://")
     host, _, port = place.rpartition(":")
     if scheme not in ("", "ray") or not host or not port.isdecimal() or int(port) > LAST_PORT:
-        raise UserError(f"{address!r} is not the address of a Ray cluster; write --on ray=HOST:PORT of its head node")
+        raise UserError(
+            f"{address!r} is not the address of a Ray cluster; write --cluster ray=HOST:PORT of its head node"
+        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except OSError as e:

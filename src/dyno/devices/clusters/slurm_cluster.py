@@ -38,9 +38,9 @@ from dyno.worker.extras import install
 from dyno.worker.record import refuse_links
 from dyno.worker.spec import UserError, check_known, plain
 
-# What `--on slurm=…` says: how many jobs, of which kind.
+# What `--cluster slurm=…` says: how many jobs, of which kind.
 
-EXAMPLE = "--on slurm=4,partition=gpu,time=60"
+EXAMPLE = "--cluster slurm=4,partition=gpu,time=60"
 # Options of sbatch that are handed on as they are.
 OF_SBATCH = (
     "partition", "account", "qos", "constraint", "gres", "mem", "cpus-per-task", "nodelist", "exclude", "reservation",
@@ -68,18 +68,20 @@ def parse(spec: str) -> SlurmRequest:
     items = [item.strip() for item in spec.split(",")] if spec.strip() else []
     jobs = items.pop(0) if items and "=" not in items[0] else "1"
     if not (jobs.isascii() and jobs.isdecimal() and int(jobs)):
-        raise UserError(f"--on slurm needs a whole number of jobs of at least 1, not {jobs!r}; write e.g. {EXAMPLE}")
+        raise UserError(
+            f"--cluster slurm needs a whole number of jobs of at least 1, not {jobs!r}; write e.g. {EXAMPLE}"
+        )
     given: dict[str, str] = {}
     for item in items:
         name, _, value = (part.strip() for part in item.partition("="))
         if not value:
-            raise UserError(f"{item!r} of --on slurm is not NAME=VALUE; write e.g. {EXAMPLE}")
-        check_known("option of --on slurm", name, ("cluster", *MINUTES, *OF_SBATCH))
+            raise UserError(f"{item!r} of --cluster slurm is not NAME=VALUE; write e.g. {EXAMPLE}")
+        check_known("option of --cluster slurm", name, ("cluster", *MINUTES, *OF_SBATCH))
         if name in given:
-            raise UserError(f"{name} is given twice for --on slurm; give it once")
+            raise UserError(f"{name} is given twice for --cluster slurm; give it once")
         given[name] = value
     cluster = given.pop("cluster", CLUSTERS[0])
-    check_known("cluster of --on slurm", cluster, CLUSTERS)
+    check_known("cluster of --cluster slurm", cluster, CLUSTERS)
     minutes = {name: _parse_minutes(name, given.pop(name, str(usual))) for name, usual in MINUTES.items()}
     if given and cluster == "local":
         raise UserError(f"cluster=local runs the jobs on this host, where {', '.join(given)} has no meaning; omit it")
@@ -88,7 +90,7 @@ def parse(spec: str) -> SlurmRequest:
 
 def _parse_minutes(name: str, value: str) -> int:
     if not (value.isascii() and value.isdecimal() and int(value)):
-        raise UserError(f"{name} of --on slurm must be a whole number of minutes, not {value!r}")
+        raise UserError(f"{name} of --cluster slurm must be a whole number of minutes, not {value!r}")
     return int(value)
 
 
@@ -272,7 +274,7 @@ class Queue:
                 self._show_reasons()
                 time.sleep(POLL_S)
         if not self._running:
-            raise UserError(f"no job of --on slurm has started: {self._why}")
+            raise UserError(f"no job of --cluster slurm has started: {self._why}")
         return [host for host in self.jobs if host in self._running]
 
     def _sort_jobs(self) -> None:
@@ -365,7 +367,7 @@ def _import_submitit() -> Any:
     try:
         import submitit.helpers
     except ImportError as e:
-        raise UserError(f"--on slurm needs submitit: {e}; {install('submitit')}") from e
+        raise UserError(f"--cluster slurm needs submitit: {e}; {install('submitit')}") from e
     return submitit
 
 
@@ -445,8 +447,8 @@ def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path)
         executor = submitit.SlurmExecutor(logs, python=f"exec {shlex.quote(sys.executable)}")
     except RuntimeError as e:
         raise UserError(
-            "--on slurm needs Slurm's commands (sbatch, squeue, scancel), and there are none here; "
-            "give the command on a host of the cluster, or try it with --on slurm=2,cluster=local"
+            "--cluster slurm needs Slurm's commands (sbatch, squeue, scancel), and there are none here; "
+            "give the command on a host of the cluster, or try it with --cluster slurm=2,cluster=local"
         ) from e
     own = {"gres": "gpu:1"} if device == "cuda" else {} if "cpus-per-task" in wanted.sbatch else {"exclusive": True}
     # Without srun: where a version has it so, its step gets other processors than the job. A job that Slurm would start
@@ -480,7 +482,7 @@ def _list_places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> 
                     "job there; leave cpus-per-task out, so that each has a host for itself"
                 )
     if not places:
-        raise UserError(f"no job of --on slurm can take part: {why}")
+        raise UserError(f"no job of --cluster slurm can take part: {why}")
     # The jobs of one host in their own order: the next command's may start in another.
     return distinct(sorted(places, key=lambda place: (place.name, place.cores)))
 

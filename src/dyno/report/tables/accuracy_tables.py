@@ -169,7 +169,7 @@ EVALUATION = TableKind(
 )
 
 
-# Outputs against a reference's: of a run's trials against their own, and what `dyno agree` prints.
+# Outputs against a reference's: of a run's trials against their own, and what `dyno diff` prints.
 
 MOST_PAIRS = 300  # trials whose raw outputs are compared
 

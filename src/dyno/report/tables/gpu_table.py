@@ -196,7 +196,7 @@ STRESS = TableKind(
     "stress",
     "Stress test",
     "A row per phase: latencies, wrong outputs, growth of memory.",
-    command="dyno stress ENGINE",
+    command="dyno bench stress ENGINE",
 )
 
 

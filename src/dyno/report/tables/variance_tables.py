@@ -100,7 +100,7 @@ BUILDS = TableKind(
     "Builds of one engine",
     "A row per build: layers, parameters, file size, build time and latency, and whether builds differ beyond noise.",
     _make_builds_table,
-    "this run has one build of each engine; `dyno build --repeat` makes several",
+    "this run has one build of each engine; `dyno export --repeat` makes several",
 )
 
 

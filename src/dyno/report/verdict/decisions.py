@@ -239,7 +239,7 @@ def describe_correctness(ranking: Ranking, winner: pd.Series, run: RunData) -> s
     else:
         parts.append("its outputs were not compared with any")
     if winner.get("outputs_doubt"):
-        parts.append(f"{winner['outputs_doubt']}: give more with --inputs or --data")
+        parts.append(f"{winner['outputs_doubt']}: give more with --compared or --data")
     if trial.facts.random_outputs:
         parts = [trial.oddity]
     elif trial.oddity:
@@ -276,7 +276,7 @@ def next_step(ranking: Ranking, contest: Contest, gain: Speedup | None, run: Run
         if contest.rivals and not contest.is_one_round
         else "take it"
     )
-    steps.append(f"{chosen}: dyno take {shlex.quote(str(run.records.folder))}{id}")
+    steps.append(f"{chosen}: dyno export {shlex.quote(str(run.records.folder))}{id}")
     return "; ".join([*steps, *filter(None, [_undecided_budget(ranking, run)])])
 
 

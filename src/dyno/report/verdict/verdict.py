@@ -127,7 +127,7 @@ def read_verdict(run: RunData) -> Verdict:
 def _describe_next_step(run: RunData) -> str:
     """Describe the next step where the machine was too busy for a winner."""
     step, folder = "measure again on a quiet machine", shlex.quote(str(run.records.folder))
-    return f"{step}, or choose: dyno take {folder} BACKEND/PRECISION" if list(winners(run)) else step
+    return f"{step}, or choose: dyno export {folder} BACKEND/PRECISION" if list(winners(run)) else step
 
 
 def _wrong_outputs(run: RunData) -> Iterator[Finding]:

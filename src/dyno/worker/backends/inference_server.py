@@ -1,4 +1,4 @@
-"""A server that answers KServe's protocol v2 (Triton and others) in place of an engine here, for `dyno serve-test`."""
+"""A server that answers KServe's protocol v2 (Triton and others) in place of an engine here, for `dyno bench serve`."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def advice(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
     """Return advice on inputs of unknown shape and type, as the end of a message."""
     if not model.source:
         return "give example inputs too: models=(module, inputs)"
-    function = model.source.rpartition(":")[2]
+    function = model.source.rpartition(":")[2].partition("(")[0]
     shapes = " ".join(f"--shapes {name}:{'1x128:int64' if TOKENS.search(name) else '1x3x224x224'}" for name in names)
     if model.source.startswith("saved:"):
         return f"give {shapes}"

@@ -33,7 +33,9 @@ def cold_start(job: Job, journal: Journal) -> None:
     assert job.trial is not None
     trial, clock = job.trial, ColdStartClock()
     if STARTED not in os.environ:
-        raise UserError("the start time of this process is unknown; a cold start is measured by `dyno cold-start`")
+        raise UserError(
+            "the start time of this process is unknown; a cold start is measured by `dyno bench cold-start`"
+        )
     started = float(os.environ[STARTED])
     clock.parts[START] = time.monotonic() - started
     with clock.imports_apart():

@@ -389,7 +389,7 @@ def _advise_on_refusal(module: Any, model: ModelSpec, reason: str, image: bool) 
     if not (_may_differ(model, {}) or several or video):
         return ""
     kind, rest = models.parse(model.source)
-    function = rest.rpartition(":")[2] if kind in ("python", "module") else ""
+    function = rest.rpartition(":")[2].partition("(")[0] if kind in ("python", "module") else ""
     advice = modules.advice_on_reason(module, reason, "return")
     return f"; {advice or modules.advice_after_refusal(module, model, function, image)}"
 

@@ -56,7 +56,7 @@ def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -
     """Run `iterations` batches in every phase: the engine's own min, opt or max, random ones between, or a number.
 
     The reference is this engine at the smallest batch, image by image, so that no batch may change an image's outputs;
-    whether the engine itself is right is for `dyno agree`. A batch outside its profile is a `UserError`.
+    whether the engine itself is right is for `dyno diff`. A batch outside its profile is a `UserError`.
     """
     if type(session).reshape is Session.reshape:
         raise UserError(f"{trial.backend} takes only one shape; this test is for TensorRT and ONNX Runtime")
@@ -89,7 +89,7 @@ def _find_batch_ranges(session: Session, phases: list[str]) -> dict[str, tuple[i
     limits = session.batches
     if limits is None and not numbers:
         raise UserError(
-            "this engine has no profile that says min, opt and max; give numbers such as --batches 1,8,random"
+            "this engine has no profile that says min, opt and max; give numbers such as --phases 1,8,random"
         )
     low, opt, high = limits or (min(numbers), min(numbers), max(numbers))
     sizes = {"min": (low, low), "opt": (opt, opt), "max": (high, high), "random": (low, high)}

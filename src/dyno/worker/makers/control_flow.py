@@ -13,7 +13,7 @@ from dyno.worker.spec import NoRoute
 
 MARK = "_dyno_from_input"
 LARGE = 4096  # limits of the batch beyond this are of memory, not ways of the module
-REMEDY = "compute both branches and choose with torch.where, or measure it with --backends pytorch,compile"
+REMEDY = "compute both branches and choose with torch.where, or measure it with --backend pytorch,compile"
 
 
 class ReadsValue(Exception):

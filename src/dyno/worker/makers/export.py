@@ -294,16 +294,14 @@ def _explain_failure(
         return UserError(
             f"{recipe.model.name} gives other outputs at each call on one input, so no graph can be compared with it; "
             "let its forward draw no random numbers and keep nothing of earlier calls, or measure it with "
-            "--backends pytorch"
+            "--backend pytorch"
         )
     if undecided:
         return UserError(
             f"{recipe.model.name} amplifies rounding so much that no graph can be compared with it ({undecided}); "
-            "give trained weights (--weights), or measure it with --backends pytorch"
+            "give trained weights (--weights), or measure it with --backend pytorch"
         )
-    other = (
-        "try another --opset, measure it with --backends pytorch,compile, or give an ONNX file from another exporter"
-    )
+    other = "try another --opset, measure it with --backend pytorch,compile, or give an ONNX file from another exporter"
     remedy = "export with a fixed batch (--batch 1)" if source.free_batch else other
     return UserError(f"{recipe.model.name} can't be exported correctly, {remedy}; {'; '.join(notes)}")
 
@@ -413,7 +411,7 @@ def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
     if first.batch == other.batch:
         raise UserError(
             f"{model.name} returns {counts[0]} tensors for one input and {counts[1]} for another, and a graph has a "
-            "fixed number of outputs; return tensors of a fixed number, or measure it with --backends pytorch,compile"
+            "fixed number of outputs; return tensors of a fixed number, or measure it with --backend pytorch,compile"
         )
     raise UserError(
         f"{model.name} returns {counts[0]} tensors at batch {first.batch} and {counts[1]} at {other.batch}, and a "

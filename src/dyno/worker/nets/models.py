@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import hashlib
@@ -104,16 +105,27 @@ def parse(source: str) -> tuple[str, str]:
         return head, rest
     location, _, function = source.rpartition(":")
     if not location:
-        raise UserError(
-            f"model {source!r} has no source prefix; did you mean torchvision:{source}? A model is one of {FORMS}"
-        )
-    if not all(part.isidentifier() for part in function.split(".")):
+        raise UserError(f"model {source!r} has no source prefix, such as torchvision:; a model is one of {FORMS}")
+    if not all(part.isidentifier() for part in split_call(function)[0].split(".")):
         raise UserError(f"model {source!r}: {function!r} is not the name of a function; a model is one of {FORMS}")
     if location.endswith(".py"):
         return "python", source
     if not all(part.isidentifier() for part in location.split(".")):
         raise UserError(f"model {source!r}: {location!r} is neither a module nor a .py file; a model is one of {FORMS}")
     return "module", source
+
+
+def split_call(function: str) -> tuple[str, dict[str, Any]]:
+    """Split `build(width=16)` into the name and the arguments, which are literals; raise `UserError` for other text."""
+    name, bracket, rest = function.partition("(")
+    try:
+        call: Any = ast.parse(f"f({rest}" if bracket else "f()", mode="eval").body
+        arguments = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError, AttributeError):
+        call, arguments = None, {}
+    if call is None or call.args or None in arguments:
+        raise UserError(f"{function!r} is not FUNCTION(NAME=VALUE, …) with plain values, such as build(width=16)")
+    return name, arguments
 
 
 def load(model: ModelSpec, dims: Dims | None = None) -> Any:
@@ -167,7 +179,7 @@ def examples(model: ModelSpec) -> Any:
         return saved_modules.examples(rest)
     if kind not in ("python", "module"):
         return None
-    source = f"{model.source}_inputs"
+    source = f"{model.source.partition('(')[0]}_inputs"
     if _find_attribute(source, model.source_sha256)[2] is None:
         return None
     torch = _import_library("torch")
@@ -335,7 +347,7 @@ def _find_function(model: ModelSpec) -> Callable[..., Any]:
     location, module, attribute = _find_attribute(model.source, model.source_sha256)
     if attribute is None:
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        check_known(f"function of {location}", model.source.rpartition(":")[2], names)
+        check_known(f"function of {location}", split_call(model.source.rpartition(":")[2])[0], names)
     if not callable(attribute) or isinstance(attribute, _import_library("torch").nn.Module):
         raise UserError(f"{model.source} is a {type(attribute).__name__}; it must be a function that returns a module")
     function: Callable[..., Any] = attribute
@@ -348,22 +360,39 @@ def _find_attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
     file = location.endswith(".py")
     module = local_code.load_file(Path(location), sha256) if file else local_code.load_module(location, source)
     value = module
-    for part in path.split("."):
+    for part in split_call(path)[0].split("."):
         value = getattr(value, part, None)
     return location, module, value
 
 
 def call_options(model: ModelSpec, function: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Return the keyword arguments for the user's function."""
+    arguments = split_call(model.source.rpartition(":")[2])[1]
     if model.classes is not None and _has_parameter(function or _find_function(model), "num_classes"):
-        return {"num_classes": model.classes}
-    return {}
+        return {"num_classes": model.classes} | arguments
+    return arguments
 
 
 def _call_function(function: Callable[..., Any], model: ModelSpec) -> Any:
     options = call_options(model, function)
+    _check_arguments(model.source, function, options)
     with local_code.running(model.source):
         return function(**options)
+
+
+def _check_arguments(source: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a parameter of the user's function that has no value, or a value that has none."""
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as e:
+        parameters = inspect.signature(function).parameters.values()
+        named = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        call = ", ".join(f"{p.name}={options.get(p.name, 16)!r}" for p in named)
+        place = source.partition("(")[0].rpartition("/")[2]
+        verb = "is " if str(e).startswith("missing") else ""
+        raise UserError(f"{place} {verb}{e}; give it, e.g. {place}({call})") from e
+    except ValueError:  # built-in functions have no signature
+        return
 
 
 def _has_parameter(function: Callable[..., Any], name: str) -> bool:

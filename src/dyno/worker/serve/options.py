@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from dyno.worker.option_values import at_least, settle
+from dyno.worker.option_values import at_least, option, settle
 from dyno.worker.spec import UserError
 
 UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
@@ -15,40 +15,31 @@ PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 BOUND = "Latency limit (SLO) at the percentile, with its unit"
 
 
-def _define_option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
-    """Return a field with its help for the command line; `usual` describes the default."""
-    return field(default=default, metadata={"help": help, "usual": usual, "common": common})
-
-
 @dataclass(frozen=True)
 class ServeOptions:
     """Requests."""
 
-    p99: str = _define_option("", f"{BOUND}: 20ms.", "none", common=True)
-    p50: str = _define_option("", f"{BOUND}.", "none")
-    p90: str = _define_option("", f"{BOUND}.", "none")
-    p999: str = _define_option("", f"{BOUND} (the 99.9th percentile).", "none")
-    rate: tuple[float, ...] = _define_option(
+    p99: str = option("", f"{BOUND}: 20ms.", "none", common=True)
+    p50: str = option("", f"{BOUND}.", "none")
+    p90: str = option("", f"{BOUND}.", "none")
+    p999: str = option("", f"{BOUND} (the 99.9th percentile).", "none")
+    rate: tuple[float, ...] = option(
         (), "Requests per second to try: 50,100,200.", "search for the highest that holds the bound", common=True
     )
-    trace: str = _define_option("", "File of arrival times in seconds, one per line, in place of random ones.", "none")
-    endpoint: str = _define_option(
+    trace: str = option("", "File of arrival times in seconds, one per line, in place of random ones.", "none")
+    endpoint: str = option(
         "",
         "Server of KServe's protocol v2 that has MODEL, a name there or a model here: http://HOST:PORT or grpc://HOST:PORT.",
         "none: an engine here",
     )
-    max_wait: str = _define_option("2ms", "Longest that a request waits for others to fill the batch (0ms: never).")
-    instances: int = _define_option(
-        1, "Sessions that answer at once, each with its own copy of the model.", common=True
-    )
-    queue: int = _define_option(
-        0, "Most requests that wait; those that come then are refused (0: no limit).", "no limit"
-    )
-    duration: str = _define_option(
+    max_wait: str = option("2ms", "Longest that a request waits for others to fill the batch (0ms: never).")
+    instances: int = option(1, "Sessions that answer at once, each with its own copy of the model.", common=True)
+    queue: int = option(0, "Most requests that wait; those that come then are refused (0: no limit).", "no limit")
+    duration: str = option(
         "", "How long requests come at each rate, with its unit: 30s.", "10 s, longer where the percentile needs it"
     )
-    resolution: float = _define_option(0.05, "The search ends when the next rate would be less than this share higher.")
-    engine_batches: tuple[int, ...] = _define_option(
+    resolution: float = option(0.05, "The search ends when the next rate would be less than this share higher.")
+    engine_batches: tuple[int, ...] = option(
         (), "Batches that the engine is loaded for; others are padded to the next.", "powers of two up to --batch"
     )
 

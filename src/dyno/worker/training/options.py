@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from dyno.worker.option_values import option
 from dyno.worker.spec import UserError, check_known
 
 # Default peak learning rate and weight decay of each optimiser.
@@ -22,44 +23,35 @@ MIXED = ("none", "fp16", "bf16")
 FREE = ("workers",)  # may change when a training goes on: they don't change its result
 
 
-def _define_option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
-    """Return a field with its help for the command line; `usual` describes the default."""
-    return field(default=default, metadata={"help": help, "usual": usual, "common": common})
-
-
 @dataclass(frozen=True)
 class TrainOptions:
     """How to train a classifier."""
 
-    epochs: int = _define_option(20, "Passes over the training images.", common=True)
-    batch: int = _define_option(32, "Images per step.", common=True)
-    optimizer: str = _define_option("adamw", f"Optimiser: {', '.join(OPTIMIZERS)}.", common=True)
-    lr: float | None = _define_option(
-        None, "Highest learning rate of the schedule.", "the optimiser's usual", common=True
-    )
-    momentum: float = _define_option(0.9, "Momentum of sgd and rmsprop.")
-    weight_decay: float | None = _define_option(None, "Weight decay.", "the optimiser's usual")
-    schedule: str = _define_option(
+    epochs: int = option(20, "Passes over the training images.", common=True)
+    batch: int = option(32, "Images per step.", common=True)
+    optimizer: str = option("adamw", f"Optimiser: {', '.join(OPTIMIZERS)}.", common=True)
+    lr: float | None = option(None, "Highest learning rate of the schedule.", "the optimiser's usual", common=True)
+    momentum: float = option(0.9, "Momentum of sgd and rmsprop.")
+    weight_decay: float | None = option(None, "Weight decay.", "the optimiser's usual")
+    schedule: str = option(
         "onecycle",
         "Learning rate over time: onecycle (up, then down along a cosine), or after a linear warm-up cosine, step (a "
         "tenth after each third) or constant.",
     )
-    warmup_epochs: float = _define_option(
-        0.0, "Epochs in which the rate rises.", "none; 30 % of the training for onecycle"
-    )
-    augment: str = _define_option(
+    warmup_epochs: float = option(0.0, "Epochs in which the rate rises.", "none; 30 % of the training for onecycle")
+    augment: str = option(
         "light",
         "Augmentation: none; shift (by up to a tenth, never mirrored: digits, letters, signs); light (random crop, "
         "mirrored); standard (random resized crop, mirrored).",
         "light; shift for digits",
         common=True,
     )
-    label_smoothing: float = _define_option(0.1, "Label smoothing, from 0 to less than 1.")
-    mixed_precision: str = _define_option("none", f"torch.autocast: {', '.join(MIXED)}; fp16 needs a GPU.")
-    freeze: bool = _define_option(False, "Train the classifier layer alone.")
-    workers: int = _define_option(0, "Processes that read images; they don't change the result.", "the training's own")
-    seed: int = _define_option(0, "Seed of weights, split, order and augmentation.")
-    device: str = _define_option("cpu", "Device: cpu, or cuda:0, cuda:1…", common=True)
+    label_smoothing: float = option(0.1, "Label smoothing, from 0 to less than 1.")
+    mixed_precision: str = option("none", f"torch.autocast: {', '.join(MIXED)}; fp16 needs a GPU.")
+    freeze: bool = option(False, "Train the classifier layer alone.")
+    workers: int = option(0, "Processes that read images; they don't change the result.", "the training's own")
+    seed: int = option(0, "Seed of weights, split, order and augmentation.")
+    device: str = option("cpu", "Device: cpu, or cuda:0, cuda:1…", common=True)
 
     def __post_init__(self) -> None:
         for name, choices in (

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from dyno.worker.facts.job import DEVICE, HOST
-from dyno.worker.option_values import at_least, settle
+from dyno.worker.option_values import at_least, option, settle
 from dyno.worker.spec import UserError, check_known
 
 SIZE = re.compile(r"(\d+)x(\d+)")
@@ -29,50 +28,43 @@ VIDEOS = (
 OPENING = "open the source"  # the stage of a job in which a source that isn't a video is noticed
 
 
-def _define_option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
-    """Return a field with its help for the command line; `usual` describes the default."""
-    return field(default=default, metadata={"help": help, "usual": usual, "common": common})
-
-
 @dataclass(frozen=True)
 class VideoOptions:
     """Video."""
 
-    confidence: float = _define_option(0.25, "Least score of a box.", common=True)
-    iou: float = _define_option(0.7, "Overlap above which the weaker of two boxes of a class is dropped.")
-    most: int = _define_option(300, "Most boxes of a frame.")
-    frames: int = _define_option(0, "Stop after this many frames.", "the whole video", common=True)
-    streams: int = _define_option(
+    confidence: float = option(0.25, "Least score of a box.", common=True)
+    iou: float = option(0.7, "Overlap above which the weaker of two boxes of a class is dropped.")
+    most: int = option(300, "Most boxes of a frame.")
+    frames: int = option(0, "Stop after this many frames.", "the whole video", common=True)
+    streams: int = option(
         1, "Number of concurrent copies of the video through one engine; the first is written as OUT."
     )
-    preload: int = _define_option(
+    preload: int = option(
         0,
         "Decode this many frames into memory first, and answer them again and again, until --frames: without decoding.",
     )
-    prepare: str = _define_option(
+    prepare: str = option(
         "",
         "Where frames become the network's input: host (OpenCV), or device (PyTorch, where the engine computes).",
         "device where PyTorch or ONNX Runtime is the engine, on a GPU; else host",
     )
-    decode: str = _define_option(
+    decode: str = option(
         "", "What decodes a video: host (FFmpeg), or device (the GPU's own decoder, whose frames stay there).", "host"
     )
-    track: str = _define_option(
+    track: str = option(
         "", f"Follow objects, and count them, by this method: {', '.join(TRACKERS)}.", "boxes alone", common=True
     )
-    track_confidence: float = _define_option(
+    track_confidence: float = option(
         0.0, "Least score of a box by which an object is first seen; weaker boxes only carry it on.", "--confidence"
     )
-    codec: str = _define_option("", "Codec to write with: h264, hevc, vp9, av1, mpeg4…", "the container's own")
-    live: bool | None = _define_option(
+    codec: str = option("", "Codec to write with: h264, hevc, vp9, av1, mpeg4…", "the container's own")
+    live: bool | None = option(
         None,
         "Drop the oldest waiting frame when frames come faster than they are answered, as from a camera.",
         "yes for cameras and streams, no for files",
     )
-    frame_size: str = _define_option(
-        "", "Of raw frames (IN is -): WIDTHxHEIGHT; three bytes, red, green, blue, per pixel."
-    )
-    frame_rate: float = _define_option(30.0, "Of raw frames and folders of images, per second.")
+    frame_size: str = option("", "Of raw frames (IN is -): WIDTHxHEIGHT; three bytes, red, green, blue, per pixel.")
+    frame_rate: float = option(30.0, "Of raw frames and folders of images, per second.")
 
     def __post_init__(self) -> None:
         settle(self)

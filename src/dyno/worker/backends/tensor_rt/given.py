@@ -99,7 +99,7 @@ def inside(product: str, path: str, device_name: str) -> LayerGraph:
     if not any(layer.type for layer in opened.layers):
         raise UserError(
             f"{path} was built without layer information; build it again with detailed profiling verbosity "
-            "(trtexec --profilingVerbosity=detailed), or with dyno build"
+            "(trtexec --profilingVerbosity=detailed), or with dyno export"
         )
     return layers.inside(opened.layers, f"{title} {opened.version}")
 
