@@ -70,7 +70,7 @@ def stored(folder: Path, pattern: str = "r*") -> dict[tuple[str, str], dict[str,
 def test_a_first_answer_comes_with_the_first_batch(study: Studies, tmp_path: Path) -> None:
     printed = StringIO()
     execute(study(batches=(1, 2), rounds=2), tmp_path / "run", Progress(console=Console(file=printed, width=200)))
-    answers = [line for line in printed.getvalue().splitlines() if " round " in line and "fastest" in line]
+    answers = [line for line in printed.getvalue().splitlines() if " round " in line and "ahead after" in line]
     assert [re.match(r"\w+ round \d( of \d)?", line)[0] for line in answers] == ["in round 1", "after round 1 of 2"]  # type: ignore[index]
     assert "at batch 1" in answers[0] or "at batch 2" in answers[0]
 

@@ -40,7 +40,7 @@ class Progress:
         self.seconds: dict[str, float] = {}
         self.lines: list[Text] = []
         self.answer: list[RenderableType] = []
-        self.answer_s = 0.0  # what reading the run for it took
+        self.answer_s: float | None = None  # what reading the run for it took, the first time apart: that imports too
         self.job: Trial | None = None
         self.now = ""
         self.step = ""

@@ -261,12 +261,13 @@ class Rounds:
         from dyno.report.tables import trial_table
         from dyno.report.verdict import verdict
 
-        if not self.progress.quiet and self.progress.answer_s < READING_S:
+        before = self.progress.answer_s
+        if not self.progress.quiet and (before or 0.0) < READING_S:
             since = time.monotonic()
             answer = verdict.answer_so_far(trial_table.read_trials(self.run.folder))
             title = f"{'in' if is_part else 'after'} round {number + 1}" + (f" of {planned}" if planned else "")
             self.progress.show_answer(title, answer.sentences, answer.rows)
-            self.progress.answer_s = time.monotonic() - since
+            self.progress.answer_s = 0.0 if before is None else time.monotonic() - since
 
     def _in_turns(
         self,
