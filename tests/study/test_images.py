@@ -162,7 +162,7 @@ def test_a_study_looks_at_the_classes_of_the_model(tmp_path: Path, dyno) -> None
     photos(tmp_path / "pets", "cat", "dog")
     done = dyno("eval", *words, "--data", "pets", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("dyno: pets has 2 class folders, but build has 1000 classes; build it with")
+    assert done.stderr.startswith("dyno: pets has 2 class folders, but net has 1000 classes; build it with")
     photos(tmp_path / "loose", "")
     done = dyno("eval", *words, "--data", "loose", "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

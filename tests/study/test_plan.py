@@ -191,7 +191,7 @@ def test_a_file_keeps_its_weights_beside_a_network_that_takes_others(tmp_path: P
 @pytest.mark.parametrize(
     ("source", "fields", "message"),
     [
-        ("best.pt", {}, "best.pt is not a model file (.onnx, .xml, .engine, .plan); weights need"),
+        ("best.pt", {}, "there is no such file: best.pt"),
         ("nets/resnet18", {}, "there is no file or folder nets/resnet18; give a model such as torchvision:resnet18, a"),
         ("yolov8n.yaml", {}, "model 'yolov8n.yaml' has no source prefix; did you mean ultralytics:"),
         (

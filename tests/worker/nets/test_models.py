@@ -63,7 +63,7 @@ def test_parse_refuses_what_is_no_source(source):
         ("torchvision:resnt50", "did you mean torchvision:resnet50?"),
         ("timm:vit_tiny_patch16_22", "did you mean timm:vit_tiny_patch16_224?"),
         ("torchvision.models:resnt50", "did you mean 'resnet50'?"),
-        ("resnet50", "did you mean torchvision:resnet50?"),
+        ("resnet50", "has no source prefix, such as torchvision:"),
         ("nowhere_at_all:net", "No module named 'nowhere_at_all'"),
         ("missing.py:net", "missing.py doesn't exist"),
         ("math:pi", "is a float"),
