@@ -218,6 +218,13 @@ def test_models_that_are_not_there(source: str, fields: dict, message: str) -> N
     assert str(caught.value).startswith(message)
 
 
+def test_weights_alone_are_no_model(tmp_path: Path) -> None:
+    path = tmp_path / "net.safetensors"
+    path.touch()
+    with pytest.raises(UserError, match=r"is not a model file .*; weights need their network .*--weights"):
+        model_spec(Study(models=(str(path),)), str(path))
+
+
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is a folder; give a model.s file, or FILE\.py:FUNCTION"):
         model_spec(Study(models=(str(tmp_path),)), str(tmp_path))
