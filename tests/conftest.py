@@ -35,7 +35,8 @@ from yolo_small import TrainedModel, trained
 
 # As where Dyno imports OpenVINO, for tests that import it first: it would send usage data with each conversion.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
-os.environ |= SILENCE
+# But for Matplotlib's backend, with which a notebook would show no plot.
+os.environ |= {name: value for name, value in SILENCE.items() if name != "MPLBACKEND"}
 # How long an example takes depends on the machine, and one that fails is to fail again, here and anywhere.
 settings.register_profile("dyno", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dyno")
