@@ -61,7 +61,7 @@ def compare(
         str,
         typer.Option(
             help="Exit 1 on any of: slower, less-accurate, disagree (needs --least), status, wrong-outputs. "
-            "slower=2% is a gate: exit 3 where it is undecided.",
+            "slower=2% is a gate (exit 3: undecided); less-accurate=0.5 accepts a loss in points.",
             rich_help_panel=GATE, show_default="slower,less-accurate,status,wrong-outputs; with --bisect slower=5%",
         ),
     ] = "",
