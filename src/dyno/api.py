@@ -120,7 +120,7 @@ class Result:
 
     @property
     def winner(self) -> TrialResult | None:
-        """The trial that the verdict names as the fastest; None if there is none, or one for each of several models."""
+        """The fastest trial, or the first of those that may be; None without one, or with several models."""
         from dyno.results.ranking import winners
 
         ids = [id for _, id in winners(self.data)]

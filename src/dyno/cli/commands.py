@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 UNFINISHED = 3  # exit code where some of the models could not be measured
 ONE = (ComparisonOptions, ModelOptions, DataOptions, RuntimeOptions)
-PROBE_S, BUSY = 2.0, 0.5  # seconds of the look for other programs, and processors from which on they are said
+PROBE_S, BUSY = 2.0, 0.5  # seconds of looking for other programs; the fewest busy processors that matter
 PAUSE_S, WAIT_S = 10.0, 600.0  # between two looks, and until a study begins anyway
 # Defaults that go by the kind of file.
 FIXED = "the file's fixed batch"

@@ -194,7 +194,7 @@ def _busy_seconds() -> float:
 
 
 def count_busy(seconds: float) -> float:
-    """Return how many of the processors that this process may use are busy, on average over so many seconds."""
+    """Return the mean number of busy processors over `seconds`, of those that this process may use."""
     shares: list[float] = psutil.cpu_percent(seconds, percpu=True)
     return sum(shares[n] for n in os.sched_getaffinity(0) if n < len(shares)) / 100
 

@@ -62,8 +62,10 @@ class GateRules:
 
     def _parse_conditions(self, conditions: tuple[str, ...]) -> None:
         names = []
-        if len({percent(c.partition("=")[2]) for c in conditions if c.startswith(f"{SLOWER}=")}) > 1:
-            raise UserError(f"{', '.join(c for c in conditions if '=' in c)} contradict each other; give one of them")
+        for name, parse in ((SLOWER, percent), (LESS_ACCURATE, parse_points)):
+            limited = [c for c in conditions if c.startswith(f"{name}=")]
+            if len({parse(c.partition("=")[2]) for c in limited}) > 1:
+                raise UserError(f"{', '.join(limited)} contradict each other; give one of them")
         for text in conditions:
             name, equals, limit = text.partition("=")
             if name not in CONDITIONS:
