@@ -65,7 +65,7 @@ def test_digits_that_say_nothing_are_left_out(gate: Gate) -> None:
 def test_two_limits_are_refused() -> None:
     with pytest.raises(dyno.UserError, match="slower=2%, slower=5% contradict each other"):
         GateRules(fail_on=("slower=2%", "slower=5%"))
-    with pytest.raises(dyno.UserError, match="less-accurate=0.5, less-accurate=1 contradict each other"):
+    with pytest.raises(dyno.UserError, match=r"less-accurate=0\.5, less-accurate=1 contradict each other"):
         GateRules(fail_on=("less-accurate=0.5", "less-accurate=1"))
     assert GateRules(fail_on=("slower=5%", "status", "slower=5.0%")).tolerance == 0.05
 
