@@ -172,7 +172,7 @@ def test_what_can_not_be_taken_is_one_line(run: Result, refused: Callable[..., s
     assert "net.py exists already and was not written by" in refused("export", run.folder, "openvino", "-o", "net.xml")
     assert (tmp_path / "net.py").read_text() == NET
     assert refused("export", run.folder, "--precision", "fp16").endswith(
-        "exported as it was measured; omit --precision"
+        "exported as it was measured; omit every option but -o"
     )
     assert refused("export", "nowhere").startswith("nowhere does not exist")
 

@@ -118,7 +118,7 @@ def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, 
     if reason := run_folders.why_no_run(run):
         raise UserError(f"{run} {reason}")
     if given:
-        raise UserError(f"a run's trial is exported as it was measured; omit --{next(iter(given)).replace('_', '-')}")
+        raise UserError("a run's trial is exported as it was measured; omit every option but -o")
     taken = take.take(trial_table.read_trials(run), trial, out)
     print(f"{taken.label}: {taken.file} ({taken.bytes / 1e6:.2f} MB)")
     for note in taken.notes:
