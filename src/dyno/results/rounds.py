@@ -17,6 +17,7 @@ from dyno.worker.jobs.turns import find_disturbed
 from dyno.worker.record import Measurement, Record
 
 LATENCIES = ("model", "all")
+LOADING = ("import", "load", "first_call", "build")  # seconds that other jobs lengthen if they load at the same time
 HOST, GPU = "host", "gpu"
 
 
@@ -62,7 +63,12 @@ class Round:
         return by_host
 
     def value(self, tag: str, boundary: str = "") -> float | None:
-        """Return the single value measured under this tag and boundary (SI), or None."""
+        """Return the single value measured under this tag and boundary (SI), or None.
+
+        The seconds of loading count only where no other job loaded at the same time.
+        """
+        if tag in LOADING and self.facts.turns and self.facts.turns.together:
+            return None
         measured = self.measurement(tag, boundary)
         value = math.nan if measured is None or measured.value is None else float(measured.value)
         return value if math.isfinite(value) else None

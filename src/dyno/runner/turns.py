@@ -25,7 +25,7 @@ from dyno.jobs import launcher, nvml
 from dyno.jobs.nvml import ROOM, UNKNOWN_B, Gpu, find_gpu
 from dyno.jobs.progress import Progress
 from dyno.runner.device_lock import processors_held
-from dyno.worker.jobs.turns import CONDUCTOR, DONE, END, GO, IMPORTED, LEAST_BLOCKS, READY, find_disturbed
+from dyno.worker.jobs.turns import CONDUCTOR, DONE, END, GO, IMPORTED, LEAST_BLOCKS, LOADED, READY, find_disturbed
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Trial
 
@@ -80,7 +80,8 @@ class InterleavedGroup:
 
     `turns` lists which of the live jobs measure together in a block; the turns are then shuffled. Jobs on different
     devices are `apart`: they start and end at once, those of one round warm up at once, and no job waits for another's
-    memory. The others import their libraries side by side, and load one after the other.
+    memory. The others load one after the other in their first round, which shows how long that takes and how much
+    memory they need. In later rounds on a CPU they import, load and end in parallel. They always warm up in turn.
     """
 
     players: Sequence[InterleavedJob]
@@ -94,6 +95,7 @@ class InterleavedGroup:
     largest: int = 0  # bytes that a process took
     largest_on_gpu: float = 0.0
     gpu: Gpu | None = None
+    together: bool = False  # whether jobs load in parallel
     pids: set[int] = field(default_factory=set)  # of all that began to load
 
     def play(self) -> None:
@@ -115,12 +117,14 @@ class InterleavedGroup:
 
     def _load_players(self) -> None:
         """Start them in shuffled order until memory is full: those that import at once, then each until it is warm."""
+        self.together = not self.apart and not self.gpu and all(player.memory for player in self.players)
         waiting, place = self._shuffle_items("start", self.players), 0
         while waiting:
             together: list[InterleavedJob] = []
             while waiting and len(together) < self._at_once():
                 first_waits = self.players[0] in waiting[1:]
-                if self.apart or not place or self._has_room(waiting[0], 1 + len(together) + first_waits):
+                group = together if self.together else ()
+                if self.apart or not place or self._has_room([waiting[0], *group], 1 + len(together) + first_waits):
                     self._start_player(waiting[0], place)
                     together.append(waiting[0])
                     place += 1
@@ -129,21 +133,28 @@ class InterleavedGroup:
                 del waiting[0]
             self._advance_players(together)
             imported = [player for player in together if player.said]
-            if not self.apart:
-                self._warm_in_turn(imported, waiting)
-                continue
-            for number in sorted({player.number for player in imported}):  # those of several rounds share a device
-                self._warm_players([player for player in imported if player.number == number])
+            if self.together:
+                self._load_engines(imported)
+                for player in imported:
+                    self._warm_players([player])
+            elif self.apart:
+                for number in sorted({player.number for player in imported}):  # those of several rounds share a device
+                    one_round = [player for player in imported if player.number == number]
+                    self._load_engines(one_round)
+                    self._warm_players(one_round)
+            else:
+                self._load_in_turn(imported, waiting)
 
-    def _warm_in_turn(self, imported: Sequence[InterleavedJob], waiting: Sequence[InterleavedJob]) -> None:
+    def _load_in_turn(self, imported: Sequence[InterleavedJob], waiting: Sequence[InterleavedJob]) -> None:
         """Let one after the other load and warm up, those that have room beside all that have."""
         for number, player in enumerate(imported):
             first_waits = self.players[0] in (*imported[number + 1 :], *waiting)
-            if number and not self._has_room(player, 1 + first_waits):
+            if number and not self._has_room([player], 1 + first_waits):
                 self._let_go(player)
                 shutil.rmtree(player.folder)
                 continue
             free = self.gpu.free() if self.gpu else 0.0
+            self._load_engines([player])
             self._warm_players([player])
             if self.gpu and player.said:
                 self.largest_on_gpu = max(self.largest_on_gpu, free - self.gpu.free())
@@ -153,12 +164,12 @@ class InterleavedGroup:
 
         A job is pinned to as many processors as it has threads, and all jobs to the same ones.
         """
-        if self.apart:
+        if self.apart or self.together:
             return len(self.players)
         return max(1, min(len(os.sched_getaffinity(0)), self.players[0].job.runtime.threads))
 
-    def _warm_players(self, players: Sequence[InterleavedJob]) -> None:
-        """Let those that have imported load and warm up, at once."""
+    def _load_engines(self, players: Sequence[InterleavedJob]) -> None:
+        """Let jobs that have imported load in parallel."""
         for player in players:
             self.pids.add(_find_process(player).pid)
         for player in players:
@@ -167,16 +178,21 @@ class InterleavedGroup:
             self.progress.start(player.trial, player.number)
         self._advance_players(players, GO)
 
-    def _has_room(self, player: InterleavedJob, count: int) -> bool:
-        """Return whether `count` processes of the player's size fit into the free memory."""
-        need = max(player.memory, self.largest) or UNKNOWN_B
+    def _warm_players(self, players: Sequence[InterleavedJob]) -> None:
+        """Let jobs that have loaded warm up in parallel."""
+        self._advance_players([player for player in players if player.said], GO)
+
+    def _has_room(self, players: Sequence[InterleavedJob], count: int) -> bool:
+        """Return whether `count` processes of the largest player's size fit into the free memory."""
+        need = max(self.largest, *(player.memory for player in players)) or UNKNOWN_B
         if self.gpu and self.gpu.free() < ROOM * self.largest_on_gpu * count:
             return False
         return nvml.read_available() > ROOM * need * count
 
     def _start_player(self, player: InterleavedJob, place: int) -> None:
         job = player.job = replace(
-            player.job, options={**player.job.options, "turns": {"set": self.name, "place": place}}
+            player.job,
+            options={**player.job.options, "turns": {"set": self.name, "place": place, "together": self.together}},
         )
         self.progress.start(player.trial, player.number)
         hear, tell = os.pipe()
@@ -225,9 +241,14 @@ class InterleavedGroup:
         order = self._shuffle_items(f"{boundary} end", self.alive)
         if boundary == last:  # the first is what others are compared with: its record is on disk first
             order.sort(key=lambda player: player is not self.players[0])
-        for together in [order] if self.apart else each(order):
-            self.progress.start(together[0].trial, together[0].number)
-            self._advance_players(together, END)
+        groups = each(order)
+        if self.apart:
+            groups = [order]
+        elif self.together and boundary == last:
+            groups = [order[:1], order[1:]]
+        for group in filter(None, groups):
+            self.progress.start(group[0].trial, group[0].number)
+            self._advance_players(group, END)
 
     def _disturbed_blocks(self) -> set[int]:
         """Return the numbers of this boundary's blocks in which other programs disturbed any of the players.
@@ -265,7 +286,7 @@ class InterleavedGroup:
 
     def _run_players(self, players: Sequence[InterleavedJob], word: str) -> None:
         running, begin = list(players), time.monotonic()
-        measuring = word == GO and any(player.said != IMPORTED for player in players)
+        measuring = word == GO and any(player.said not in (IMPORTED, LOADED) for player in players)
         if word:
             for player in running:
                 _wake_player(player)

@@ -265,10 +265,14 @@ Window = tuple[float, float]  # begin and end in seconds of CLOCK_MONOTONIC
 
 @dataclass(frozen=True)
 class Turns:
-    """A job that measured in turns: the name of its set of processes, and the place in which it was started."""
+    """A job that measured in turns: the name of its set of processes, and the place in which it was started.
+
+    `together` is true where others loaded at the same time, so that the seconds of loading are not its alone.
+    """
 
     set: str = ""
     place: int = 0
+    together: bool = False
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     feeds = [session.stage(feed) for feed in host_feeds]
     journal.timed("first_call", "first call", measure.step(session, "model", feeds))
     first = _read_outputs(session) if job.round == 0 else {}
+    turns.loaded()
     restore = measure.restoring(session, feeds, journal.warn)
     _time_boundaries(session, job.boundaries, trial, feeds, journal, turns, restore)
     if ENERGY in job.options:

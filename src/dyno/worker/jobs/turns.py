@@ -1,8 +1,8 @@
 """Measuring in blocks, by turns with other workers: the worker's side of a conversation of one line at a time.
 
-The worker says `ready import` once it has imported its library, and loads at `go`. It says `ready BOUNDARY` once it is
-warm, measures a block at each `go` and answers `done DELAY` (see `find_disturbed`), until `end`. Between two lines the
-conductor freezes it: several import at a time, but one loads or measures.
+The worker says `ready import` once it has imported its library, loads at `go` and says `ready load`. It warms up at the
+next `go`, says `ready BOUNDARY`, measures a block at each `go` and answers `done DELAY` (see `find_disturbed`), until
+`end`. Between two lines the conductor freezes it: several import or load at a time, but one warms up or measures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dyno.worker.spec import Plan
 
 CONDUCTOR = "DYNO_CONDUCTOR"  # the variable with the numbers of two inherited pipe ends, `READ,WRITE`
 READY, GO, DONE, END = "ready", "go", "done", "end"
-IMPORTED = f"{READY} import"
+IMPORTED, LOADED = f"{READY} import", f"{READY} load"
 LEAST_BLOCKS = 3  # even when one block outlasts the whole budget
 # Of a block's time and threads, waited for a processor. A virtual machine's own kernel takes 2 to 4 % of some blocks of
 # two threads on two processors; a median over a block's samples doesn't feel it.
@@ -54,6 +54,9 @@ class Uninterleaved:
     def imported(self) -> None:
         """Report that the library is imported, and return when it is time to load."""
 
+    def loaded(self) -> None:
+        """Report that the engine is loaded, and return when it is time to warm up."""
+
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
         """Yield a number for each block to measure now."""
         self.delays = []
@@ -85,6 +88,10 @@ class Interleaved(Uninterleaved):
     def imported(self) -> None:
         """See `Uninterleaved.imported`."""
         self._ask_conductor(IMPORTED)
+
+    def loaded(self) -> None:
+        """See `Uninterleaved.loaded`."""
+        self._ask_conductor(LOADED)
 
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
         """See `Uninterleaved.blocks`."""
