@@ -25,7 +25,7 @@ SYNSETS = {"n01440764": 0, "n01751748": 65, "n15075141": 999}
 
 
 def data_for(folder: Path | str, outputs: int = 0, task: str = "classify", **more: Any) -> DataSpec:
-    study = Study(models=("fake:net",), data=str(folder))
+    study = Study(models=("fake:net",), backends=("pytorch",), data=str(folder))
     return prepared(study, ModelSpec("net", "fake:net", task=task, **more), (16, 16), outputs)
 
 
@@ -85,8 +85,9 @@ def test_images_without_labels_are_right_for_any_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({}, False),
+        ({}, True),
         ({"precisions": ("fp32", "fp16", "bf16")}, False),
+        ({"backends": ("onnxruntime",)}, False),
         ({"precisions": ("fp32", "int8")}, True),
         ({"backends": ("onnxruntime@precision=fp32+int8",)}, True),
         ({"backends": ("pytorch", "compile"), "precisions": ("fp32", "int8")}, False),

@@ -49,6 +49,37 @@ def test_backends_are_asked_for_their_own_precisions(fake_study: Studies) -> Non
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("settings", "flags", "expected"),
+    [
+        ({}, set(), {("pytorch", "fp32"), ("openvino", "fp32")}),
+        ({}, {"amx_bf16"}, {(name, p) for name in ("pytorch", "openvino") for p in ("fp32", "bf16")}),
+        ({"data": True}, set(), {("pytorch", "fp32"), ("openvino", "fp32"), ("openvino", "int8")}),
+        ({"data": True, "backends": ("openvino",)}, {"amx_bf16"}, {("openvino", "fp32")}),
+        ({"data": True, "precisions": ("bf16",)}, {"amx_bf16"}, {("pytorch", "bf16"), ("openvino", "bf16")}),
+        ({"data": True, "models": ("torchvision:alexnet", "torchvision:resnet18")}, set(), None),
+    ],
+)
+def test_lower_precisions_run_where_none_is_named(
+    settings: dict[str, Any],
+    flags: set[str],
+    expected: set[tuple[str, str]] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    images = pytest.importorskip("PIL.Image")
+    pytest.importorskip("torchvision"), pytest.importorskip("openvino")
+    monkeypatch.setattr("dyno.study.plan.installed", lambda device: ("pytorch", "openvino"))
+    monkeypatch.setattr("dyno.worker.system.cpu_flags", lambda: {"avx2", *flags})
+    for number in range(10):
+        images.new("RGB", (64, 64), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    fields = {"models": ("torchvision:resnet18",), "sizes": ("64",), **settings}
+    planned = expand(Study(**{**fields, "data": str(tmp_path) if settings.get("data") else ""}))
+    assert not any(one.refusal for one in planned)
+    found = {(one.trial.backend, one.trial.precision) for one in planned}
+    assert found == (expected or {("pytorch", "fp32"), ("openvino", "fp32"), ("openvino", "int8")})
+
+
 def test_what_is_asked_twice_runs_once(fake_study: Studies) -> None:
     assert len(trials(fake_study(backends=("fake", "fake"), batches=(1, 1), sizes=("8", "8x8")))) == 1
 

@@ -77,7 +77,8 @@ def calibrates(study: Study) -> bool:
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in registry.names()]
     for choice in choices:
         engine = registry.find(choice.name)
-        precisions = set(choice.precisions or study.precisions) & set(engine.precisions)
+        asked = choice.precisions or study.precisions or (CALIBRATED if study.adds_precisions else ())
+        precisions = set(asked) & set(engine.precisions)
         keeps = "keep" in choice.options or (study.searches and "keep" in engine.options)
         if precisions & CALIBRATED or (keeps and precisions & RANKED):
             return True

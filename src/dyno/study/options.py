@@ -74,7 +74,7 @@ class ComparisonOptions:
         (),
         f"Precisions: {', '.join(PRECISIONS)}.",
         flags="--precision --precisions",
-        usual="the file's own, else fp32",
+        usual="the file's own or fp32; without --backend also bf16 or fp16 where it is native, and int8 with --data",
         common=True,
     )
     batches: Ints = option(

@@ -267,13 +267,10 @@ def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list
         for batch in counts:
             dims = Dims(batch, height, width, inspection.shapes)
             model_facts = _model_facts(study, inspection, dims, model)
-            planned += [
-                replace(
-                    _check_trial(study, _build_trial(study, choice, model, precision, dims, data)),
-                    model_facts=model_facts,
-                )
-                for choice, precision in _list_configurations(study, choices, model)
-            ]
+            for choice, precision in _list_configurations(study, choices, model, data):
+                entry = _check_trial(study, _build_trial(study, choice, model, precision, dims, data))
+                if not (entry.refusal and study.adds_precisions and precision != _own_precision(model)):
+                    planned.append(replace(entry, model_facts=model_facts))
     return planned
 
 
@@ -300,12 +297,27 @@ def _name_model(study: Study, source: str, model: ModelSpec) -> ModelSpec:
     return replace(model, name=source) if [*map(model_name, study.models)].count(model.name) > 1 else model
 
 
-def _list_configurations(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[Choice, str]]:
-    """Return every backend in each of its precisions."""
-    default = study.precisions or (model.precision or "fp32",)
+def _list_configurations(
+    study: Study, choices: list[Choice], model: ModelSpec, data: DataSpec | None = None
+) -> list[tuple[Choice, str]]:
+    """Return every backend in each of its precisions.
+
+    Where the study names neither, an fp32 model also runs in fp16 on a GPU, in bf16 on a CPU that computes in it, and
+    in int8 if `data` has calibration images.
+    """
+    default = study.precisions or (_own_precision(model),)
+    if study.adds_precisions and default == ("fp32",):
+        on_cpu = study.device.partition(":")[0] == "cpu"
+        half = ("bf16",) if on_cpu and system.has_arithmetic("bf16") else () if on_cpu else ("fp16",)
+        calibrated = data is not None and data.folder and meta(data)["splits"].get("calibration")
+        default += half + (("int8",) if calibrated else ())
     readers = choices if study.backends else [choice for choice in choices if _can_read(choice.name, model)] or choices
     by_route = routed(readers, study.routes, file=bool(model.file))
     return [(choice, precision) for choice in by_route for precision in choice.precisions or default]
+
+
+def _own_precision(model: ModelSpec) -> str:
+    return model.precision or "fp32"
 
 
 def _can_read(name: str, model: ModelSpec) -> bool:

@@ -280,6 +280,11 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
         return {"a": dataclasses.replace(own, **self.baseline), "b": own}
 
     @property
+    def adds_precisions(self) -> bool:
+        """Whether backends also run in the lower precisions that this machine computes in: not if any is named."""
+        return not (self.precisions or self.backends or self.baseline)
+
+    @property
     def confirmations(self) -> int:
         """How often winners are measured again after they were selected."""
         return self.confirm if self.confirm is not None else CONFIRMATIONS if self.budget else 0

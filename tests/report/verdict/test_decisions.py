@@ -39,6 +39,24 @@ def test_a_winner_is_told_with_what_is_real_right_and_next(tmp_path: Path) -> No
     assert {each.kind for each in one.findings} == {NOTE}
 
 
+@pytest.mark.parametrize(
+    ("study", "ways", "untried"),
+    [
+        ("", [Way("pytorch"), Way("onnxruntime")], "int8 (add --data)"),
+        ('data = "photos"', [Way("openvino")], "int8 (add --precision fp32,int8 and --data)"),
+        ('data = "photos"', [Way("openvino"), Way("openvino", "int8")], None),
+        ("", [Way("pytorch")], None),
+        ('precisions = ["fp32"]', [Way("openvino")], None),
+        ('backends = ["openvino"]', [Way("openvino")], None),
+    ],
+)
+def test_a_precision_that_was_not_tried_is_named(
+    study: str, ways: list[Way], untried: str | None, tmp_path: Path
+) -> None:
+    (one,) = decided(tmp_path, *ways, study=study)
+    assert dict(one.answers).get("not tried") == untried
+
+
 def test_a_winner_whose_runner_up_may_be_as_fast_is_open(tmp_path: Path) -> None:
     (one,) = decided(tmp_path, Way("pytorch"), FAST, CLOSE)
     answers = dict(one.answers)

@@ -45,6 +45,7 @@ from dyno.results.run_data import RunData
 from dyno.results.stats import EQUIVALENT, FASTER, MOST_ROUNDS, ONE_ROUND, Speedup
 from dyno.results.trial_result import UNFINISHED, TrialResult, by_build
 from dyno.table import missing
+from dyno.worker.registry import find, names
 from dyno.worker.spec import LOOKS
 
 if TYPE_CHECKING:
@@ -278,6 +279,27 @@ def next_step(ranking: Ranking, contest: Contest, gain: Speedup | None, run: Run
     )
     steps.append(f"{chosen}: dyno export {shlex.quote(str(run.records.folder))}{id}")
     return "; ".join([*steps, *filter(None, [_undecided_budget(ranking, run)])])
+
+
+def list_untried(run: RunData) -> str:
+    """List precisions that the study's backends could also run in, each with the option that adds it.
+
+    Return "" where the user chose backends or precisions, or gave a file that is in a lower precision already.
+    """
+    settings, trials = run.records.settings, list(run.records)
+    if any(settings.get(name) for name in ("backends", "precisions", "baseline")):
+        return ""
+    if any(t.spec["model"].get("precision", "") not in ("", "fp32") for t in trials):
+        return ""
+    values = "--data" if any(t.spec["dims"]["height"] for t in trials) else "--input with their range"
+    added = {"int8": f"--precision fp32,int8 and {values}", "bf16": "--precision fp32,bf16"}
+    if not (settings.get("data") or settings.get("calibration")):
+        added["int8"] = "--data" if values == "--data" else added["int8"]
+    if all(t.device.partition(":")[0] == "cpu" for t in trials):
+        del added["bf16"]  # where the processor computes in it, it was tried
+    able = {name for t in trials if t.backend in names() for name in find(t.backend).precisions}
+    untried = [name for name in added if name in able - {t.precision for t in trials}]
+    return ", ".join(f"{name} (add {added[name]})" for name in untried)
 
 
 def _more_rounds(pair: Speedup, goes_on: bool, rounds: int, run: RunData) -> str:
@@ -558,6 +580,7 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
             ("real", describe_reality(ranking, contest, gain, run, doubted)),
             ("right", describe_correctness(ranking, winner, run)),
             ("next", next_step(ranking, contest, gain, run)),
+            *([("not tried", untried)] if (untried := list_untried(run)) else []),
         ),
         (
             *confirmed,
