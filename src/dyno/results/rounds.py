@@ -67,7 +67,7 @@ class Round:
 
         The seconds of loading count only where no other job loaded at the same time.
         """
-        if tag in LOADING and self.facts.turns and self.facts.turns.together:
+        if tag in LOADING and self.facts.turns and self.facts.turns.together > 1:
             return None
         measured = self.measurement(tag, boundary)
         value = math.nan if measured is None or measured.value is None else float(measured.value)

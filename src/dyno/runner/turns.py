@@ -190,9 +190,10 @@ class InterleavedGroup:
         return nvml.read_available() > ROOM * need * count
 
     def _start_player(self, player: InterleavedJob, place: int) -> None:
+        together = len(self.players) if self.together else 1
         job = player.job = replace(
             player.job,
-            options={**player.job.options, "turns": {"set": self.name, "place": place, "together": self.together}},
+            options={**player.job.options, "turns": {"set": self.name, "place": place, "together": together}},
         )
         self.progress.start(player.trial, player.number)
         hear, tell = os.pipe()

@@ -218,7 +218,9 @@ def perform(job: Job, journal: Journal, turns: Uninterleaved) -> Record:
         if job.kind == "run":
             assert job.trial is not None
             if turns.conducted:
-                journal.facts(turns=from_json(Turns, job.options["turns"]))
+                own = from_json(Turns, job.options["turns"])
+                turns.together = own.together
+                journal.facts(turns=own)
             run_trial(job, job.trial, journal, turns)
         else:
             OTHER_JOBS[job.kind](job, journal)

@@ -267,12 +267,13 @@ Window = tuple[float, float]  # begin and end in seconds of CLOCK_MONOTONIC
 class Turns:
     """A job that measured in turns: the name of its set of processes, and the place in which it was started.
 
-    `together` is true where others loaded at the same time, so that the seconds of loading are not its alone.
+    `together` is the number of jobs that loaded at the same time: where it is not 1, the seconds of loading are those
+    of all of them.
     """
 
     set: str = ""
     place: int = 0
-    together: bool = False
+    together: int = 1
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Uninterleaved:
 
     conducted = False
     waited_s = 0.0
+    together = 1  # jobs that load at the same time
 
     def __init__(self) -> None:
         self.delays: list[float] = []  # of the boundary's blocks so far: see `find_disturbed`
@@ -75,12 +76,14 @@ class Uninterleaved:
 
 
 class Interleaved(Uninterleaved):
-    """Blocks start when the conductor says so; `waited_s` is the time spent waiting, which is not the job's own."""
+    """Blocks start when the conductor says so; `waited_s` is the time that is not the job's own: it waited, or others
+    loaded at the same time."""
 
     conducted = True
 
     def __init__(self, read: int, write: int) -> None:
         super().__init__()
+        self._began = time.perf_counter()
         for end in (read, write):
             os.set_inheritable(end, False)
         self._heard, self._said = os.fdopen(read, "r"), os.fdopen(write, "w", buffering=1)
@@ -91,6 +94,8 @@ class Interleaved(Uninterleaved):
 
     def loaded(self) -> None:
         """See `Uninterleaved.loaded`."""
+        loading = time.perf_counter() - self._began - self.waited_s
+        self.waited_s += loading * (1 - 1 / self.together)
         self._ask_conductor(LOADED)
 
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
