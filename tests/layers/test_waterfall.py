@@ -105,9 +105,24 @@ def test_steps_close_whatever_the_layers_leave(latency_a: float, latency_b: floa
         assert sum(s.a for s in steps) == pytest.approx(found.gap.a, rel=1e-12)
         assert sum(s.b for s in steps) == pytest.approx(found.gap.b, rel=1e-12)
         assert sum(s.difference.value for s in steps) == pytest.approx(found.gap.difference.value, rel=1e-12)
-    medians = [np.median([np.median(each.unprofiled) for each in s.processes]) for s in found.pair.sides]
+    kept = [k for k in range(rounds) if k not in found.left_out]
+    medians = [np.median([np.median(s.processes[k].unprofiled) for k in kept]) for s in found.pair.sides]
     assert [found.gap.a, found.gap.b] == pytest.approx(medians)
     assert all(s.difference.low <= s.difference.value <= s.difference.high for s in found.causes)
+
+
+def test_rounds_are_pairs_and_a_disturbed_one_is_left_out() -> None:
+    def shift(side: PairSide, shifts_us: list[float]) -> PairSide:
+        moved = zip(side.processes, shifts_us, strict=True)
+        return replace(side, processes=tuple(replace(t, unprofiled=t.unprofiled + 1e-6 * us) for t, us in moved))
+
+    together = [0.0, 60, 10, 35, 20]  # what the machine adds to both processes of a round
+    found = waterfall.make_waterfall(replace(pair(), a=shift(pair().a, together), b=shift(pair().b, together)))
+    assert 1e6 * found.gap.difference.low > -116 and 1e6 * found.gap.difference.high < -108 and not found.left_out
+    hit = waterfall.make_waterfall(replace(pair(), b=shift(pair().b, [0.0, 0, 9000, 0, 0])))
+    assert hit.left_out == (2,) and hit.gap.proven
+    assert (1e6 * hit.gap.a, 1e6 * hit.gap.b) == pytest.approx((220, 108), rel=0.01)
+    assert reasons.list_reasons_why(hit)[0].text.endswith("1 of 5 rounds left out: other programs disturbed them.")
 
 
 def test_each_part_has_its_cause() -> None:
@@ -241,7 +256,7 @@ def test_quiet_runs_have_no_interruption_by_rounding() -> None:
     """The mean of two processes' sums is another number than the sum of their layers' means."""
     up, down = [1.1e-6 * k for k in range(1, 8)], [1.3e-6 * k for k in range(7, 0, -1)]
     quiet = [Times(np.full(50, 1e-3), np.full(50, 1e-3), np.tile(layers, (50, 1))) for layers in (up, down)]
-    found = waterfall._make_estimates(PairSide(2, "fp32", tuple(quiet), 1), np.random.default_rng(0))
+    found = waterfall._make_estimates(quiet)
     assert not found.interrupted.any()
 
 

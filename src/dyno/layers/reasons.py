@@ -62,6 +62,8 @@ class _Words:
             text = f"{times}: {_format_seconds(abs(self._gap.difference.value))} {way} {_format_limits(self._gap)}."
         else:
             text = f"{times}: no difference is shown, the interval {_format_limits(self._gap)} holds 0."
+        if left_out := len(self._w.left_out):
+            text += f" {left_out} of {len(self._w.pair.a.processes)} rounds left out: other programs disturbed them."
         return _make_reason(GAP, text, self._gap)
 
     def strangers(self) -> Iterator[Reason]:

@@ -19,12 +19,12 @@ import numpy as np
 from dyno.formatting import counting, short, significant
 from dyno.layers import causes, pairs
 from dyno.layers.causes import BETWEEN, INTERRUPTED, WAITING, WHOLE, Cause, CausePart
-from dyno.layers.pairs import FormPair, PairSide
+from dyno.layers.pairs import FormPair
 from dyno.layers.tables import names_cell
 from dyno.layers.times import Times
 from dyno.report.style import INK, WIDTH, styled
 from dyno.report.table_kind import TableKind
-from dyno.results.stats import CONFIDENCE, Interval
+from dyno.results.stats import CONFIDENCE, Interval, find_rejected
 from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
 
 RESAMPLES = 1000
@@ -77,12 +77,16 @@ class Estimates:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """The steps from A to B: `steps` has one for each part, `causes` one for each cause; both add up to `gap`."""
+    """The steps from A to B: `steps` has one for each part, `causes` one for each cause; both add up to `gap`.
+
+    `left_out` has the numbers of the rounds that other programs disturbed.
+    """
 
     pair: FormPair
     parts: tuple[CausePart, ...]
     a: Estimates
     b: Estimates
+    left_out: tuple[int, ...] = ()
 
     @cached_property
     def gap(self) -> WaterfallStep:
@@ -145,15 +149,20 @@ class Waterfall:
 def make_waterfall(pair: FormPair) -> Waterfall:
     """Build the pair's steps, with intervals by percentile bootstrap (1,000 resamples).
 
-    With one process a side its repeats are resampled, which tells nothing about another process; with several the
-    processes are resampled.
+    With one process a side its repeats are resampled, which tells nothing about another process. With several, rounds
+    are resampled, each with its process of A and of B, but for disturbed rounds: those whose ratio of latencies
+    `find_rejected` rejects.
     """
-    rng = np.random.default_rng(SEED)
-    return Waterfall(pair, tuple(causes.parts(pair)), *(_make_estimates(side, rng) for side in pair.sides))
+    sides = np.array([[np.median(each.unprofiled) for each in side.processes] for side in pair.sides])
+    left_out = find_rejected(np.log(sides[1] / sides[0]))
+    rounds = [number for number in range(sides.shape[1]) if number not in left_out]
+    a, b = (_make_estimates([side.processes[number] for number in rounds]) for side in pair.sides)
+    return Waterfall(pair, tuple(causes.parts(pair)), a, b, tuple(sorted(left_out)))
 
 
-def _make_estimates(side: PairSide, rng: np.random.Generator) -> Estimates:
-    medians = np.hstack([_resample_medians(samples, rng) for samples in _list_samples(side.processes)])
+def _make_estimates(processes: Sequence[Times]) -> Estimates:
+    rng = np.random.default_rng(SEED)  # the same rounds are drawn for both sides
+    medians = np.hstack([_resample_medians(samples, rng) for samples in _list_samples(processes)])
     latency, layers, sums, working = medians[:, 0], medians[:, 1:-2], medians[:, -2], medians[:, -1]
     watched = float(layers[0].sum())
     layers, even = scaled(latency, layers), lowered(latency, layers)

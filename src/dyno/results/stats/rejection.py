@@ -34,11 +34,11 @@ def most_rejected(count: int) -> int:
 
 def keep_undisturbed(values: np.ndarray) -> np.ndarray:
     """Return the values that aren't rejected, in their order; float64 [rounds]."""
-    farthest = _find_rejected(values)
+    farthest = find_rejected(values)
     return np.delete(values, farthest) if farthest else values
 
 
-def _find_rejected(values: np.ndarray) -> list[int]:
+def find_rejected(values: np.ndarray) -> list[int]:
     """Return the places of the values that are rejected."""
     each = values.tolist()
     middle = median(each)
@@ -73,7 +73,7 @@ def over_rounds(rounds: Sequence[np.ndarray]) -> Summary:
     if len(rounds) == 1:
         return summary(rounds[0])
     each = np.array([astuple(summary(samples)) for samples in rounds])
-    disturbed = _find_rejected(np.log([np.median(samples) for samples in rounds]))
+    disturbed = find_rejected(np.log([np.median(samples) for samples in rounds]))
     kept = np.delete(each, disturbed, axis=0)
     with np.errstate(divide="ignore"):  # a deviation may be 0, and is then
         means = Summary(*np.exp(np.log(kept).mean(axis=0)).tolist())
