@@ -168,6 +168,10 @@ def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, d
     usual = {("onnxruntime", 1), ("onnxruntime", 2)}
     assert rows == usual | {("onnxruntime@exporter=torchscript", 1), ("onnxruntime@exporter=torchscript", 2)}
     assert "by the route torchscript ran" in done.stdout
+    written = {
+        part: [p.stat().st_mtime_ns for p in (tmp_path / part).rglob("record.json")] for part in ("trials", "routes")
+    }
+    assert min(written["trials"]) < min(written["routes"]), "a first answer doesn't wait for other routes"
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("record.json")}
     again = dyno(*words)
     assert again.returncode == 0 and "other routes" not in again.stderr

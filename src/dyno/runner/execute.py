@@ -7,6 +7,7 @@ import itertools
 import platform
 import random
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -144,7 +145,7 @@ def execute(
     Of the stored results, only failures whose reason may be gone are retried, or all failures with `retry_failed`. With
     `only`, other trials are left as they are; raises `UserError` if the study doesn't have these here. `launch` runs
     the jobs of rounds that are not interleaved (default: `launch_in_turn`), and may turn them into jobs of another
-    kind. With `other_routes`, other routes to the ONNX file are tried first if the study names none.
+    kind. With `other_routes`, other routes to the ONNX file are tried after the first round if the study names none.
     """
     check_device(study)
     if only is None:  # else the folder is a part of a run that was checked
@@ -171,13 +172,13 @@ def execute(
             with progress.running([]):
                 find_peak(study, run.folder / "peak", progress)
 
-        if other_routes and not study.routes:
-            measure = partial(execute, progress=progress)
-            todo += search.search_routes(study, run.folder, todo, files.file, progress, measure)
-
         fits = correctness.make_matcher(study.reference, todo) if study.reference else None
         options = {ENERGY: SUSTAINED_S} if study.energy else {}
         rounds = Rounds(run, files, progress, fits, launch, options)
+        if other_routes and not study.routes:
+            rounds.all(todo, most=1)  # a first answer, before other routes to the ONNX file are exported
+            measure = partial(execute, progress=progress)
+            todo += search.search_routes(study, run.folder, todo, files.file, progress, measure)
         rounds.all(todo)
         if study.searches:
             todo += search.search_precisions(study, folder, todo, rounds.all)
@@ -212,8 +213,8 @@ class Rounds:
     launch: Launch | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def all(self, trials: list[Trial], others: Sequence[Trial] = ()) -> None:
-        """Measure every round of the trials that isn't stored yet, one model after the other.
+    def all(self, trials: list[Trial], others: Sequence[Trial] = (), *, most: int = sys.maxsize) -> None:
+        """Measure every round of the trials that isn't stored yet, the first `most` at most, one model after the other.
 
         Interleaved trials also run beside their reference among the `others`. Models are not compared with each other,
         and if a long study is stopped early, some of its models are complete.
@@ -221,26 +222,27 @@ class Rounds:
         models: dict[str, list[Trial]] = {}
         for trial in trials:
             models.setdefault(model_key(trial), []).append(trial)
-        orders = [_order_jobs(same_model) for same_model in models.values()]
+        orders = [[job for job in _order_jobs(same_model) if job[1] < most] for same_model in models.values()]
         with self.progress.running([trial for order in orders for trial, _ in order]):
             for (key, same_model), order in zip(models.items(), orders, strict=True):
-                incomplete = [trial for trial in same_model if _is_incomplete(self.run, trial)]
+                incomplete = [trial for trial in same_model if _is_incomplete(self.run, trial, most)]
+                planned = max(trial.plan.rounds for trial in same_model)
                 turns = bool(same_model[0].plan.blocks)
                 beside = [t for t in others if model_key(t) == key] if turns else []
                 # In turns, those whose rounds are stored may be measured once more beside others.
                 self.files.all([*same_model, *beside] if turns and incomplete else incomplete)
                 if turns:
-                    last = max(trial.plan.rounds for trial in same_model) - 1
-                    for number in range(last + 1):
+                    for number in range(min(planned, most)):
+                        is_new = any(_find_record(self.run, trial, number) is None for trial in incomplete)
                         self._in_turns([t for t in same_model if number < t.plan.rounds], number, beside, self.options)
-                        if incomplete and number < last:
-                            self._show_answer(number, last + 1)
+                        if is_new and number < planned - 1:
+                            self._show_answer(number, planned)
                     continue
                 for number, jobs in itertools.groupby(order, key=lambda job: job[1]):
                     for trial, _ in jobs:
                         self._measure_alone(trial, number, self.options)
-                    if incomplete and number < order[-1][1]:
-                        self._show_answer(number, order[-1][1] + 1)
+                    if incomplete and number < planned - 1:
+                        self._show_answer(number, planned)
 
     def further(self, trials: list[Trial], number: int, boundaries: Sequence[str]) -> None:
         """Measure round `number` of trials of one model, at these boundaries only."""
@@ -383,8 +385,8 @@ def _find_record(run: Run, trial: Trial, number: int) -> Record | None:
     return records[-1] or next(failed, None)
 
 
-def _is_incomplete(run: Run, trial: Trial) -> bool:
-    return any(_find_record(run, trial, number) is None for number in range(trial.plan.rounds))
+def _is_incomplete(run: Run, trial: Trial, most: int) -> bool:
+    return any(_find_record(run, trial, number) is None for number in range(min(trial.plan.rounds, most)))
 
 
 class Files:

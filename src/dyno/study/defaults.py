@@ -111,7 +111,14 @@ OWN = (ENDPOINT, "fake:")  # prefixes of models that nothing but the backend of 
 ONE_ROUND: dict[str, Any] = {"rounds": 1, "turns": False}
 SELF_TEST_MINUTES = 5.0
 DEMO_MINUTES = 4.0
-QUICK: dict[str, Any] = {"rounds": 1, "confirm": 0, "search": False, "seconds": 0.3, "warmup": 0.3}
+QUICK: dict[str, Any] = {
+    "rounds": 1,
+    "confirm": 0,
+    "search": False,
+    "routes": ("usual",),
+    "seconds": 0.3,
+    "warmup": 0.3,
+}
 # Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
 EVALUATION: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
