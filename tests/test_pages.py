@@ -27,7 +27,7 @@ HOW_TO = (
     "quickstart", "tutorial", "inputs", "data", "training", "ci", "trtexec", "many-devices", "video", "serve-test",
     "cold-start", "profile", "explain", "inspect", "agree-layers", "layer-files",
 )  # fmt: skip
-PAGES = ("README.md", *(f"docs/{name}.md" for name in HOW_TO))
+PAGES = ("README.md", "AGENTS.md", *(f"docs/{name}.md" for name in HOW_TO))
 FENCE = re.compile(
     r"^(?:<!-- needs: (?P<needs>[^\n]*) -->\n)?```(?P<kind>bash|toml|python)\n(?P<text>.*?)^```", re.M | re.S
 )

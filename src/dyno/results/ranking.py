@@ -440,6 +440,11 @@ class Contest:
         return [(row, lead) for row, lead in zip(further, self.leads, strict=True) if lead.verdict != stats.FASTER]
 
     @property
+    def candidates(self) -> tuple[str, ...]:
+        """The ids of the first row's trial and of those that may be the fastest as well."""
+        return tuple(str(row["trial"]) for row in (self.ranked.iloc[0], *(row for row, _ in self.rivals)))
+
+    @property
     def is_one_round(self) -> bool:
         """Whether every pair has one round alone, which proves nothing."""
         return bool(self.leads) and all(lead.verdict == stats.ONE_ROUND for lead in self.leads)

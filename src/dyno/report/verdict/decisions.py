@@ -594,6 +594,8 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
         ),
         card_figures(ranking, gain, badge, run),
         badge,
+        contest.candidates,
+        "latency",
     )
 
 
@@ -689,7 +691,8 @@ def _most_images(ranking: Ranking, run: RunData) -> Decision:
     badge = choose_badge(contest, None, run, doubted)
     kind = BEST if badge == DECIDED else WARNING
     findings = (*confirmed, *list_rejected(contest.leads[:1]))
-    return Decision(kind, ranking.where, _describe_rate(ranking, contest, run), tuple(shown), findings, (), badge)
+    text = _describe_rate(ranking, contest, run)
+    return Decision(kind, ranking.where, text, tuple(shown), findings, (), badge, contest.candidates, "throughput")
 
 
 def _describe_rate(ranking: Ranking, contest: Contest, run: RunData) -> str:

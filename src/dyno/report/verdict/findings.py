@@ -51,6 +51,7 @@ class Decision:
 
     `answers` are short ones, by what they answer: whether it is real, whether it is right, what to do next. `findings`
     are what else there is to say of it, `figures` its numbers for a card, and `badge` says in a word how sure it is.
+    `candidates` are the trials that may win, by id, and `by` is the speed that decides.
     """
 
     kind: str
@@ -60,6 +61,8 @@ class Decision:
     findings: tuple[Finding, ...] = ()
     figures: tuple[Figure, ...] = ()
     badge: str = ""
+    candidates: tuple[str, ...] = ()
+    by: str = ""
 
     @property
     def sentence(self) -> str:

@@ -307,7 +307,7 @@ def _format_batches(trials: list[TrialResult]) -> str:
 
 
 def about(run: RunData) -> dict[str, Any]:
-    """Return the run's name, date, machine, study, visible differences and verdict.
+    """Return the run's name, date, machine, study, visible differences, decisions and verdict in sentences.
 
     `date` is the start of its first job (ISO 8601), `visible` the differences it can see, None where that isn't known.
     """
@@ -318,7 +318,20 @@ def about(run: RunData) -> dict[str, Any]:
         "machine": records.environment,
         "study": records.settings,
         "visible": self_test.of_run(records) or None,
+        "decisions": [_describe_decision(each) for each in read_verdict(run).decisions],
         "verdict": list_sentences(run),
+    }
+
+
+def _describe_decision(decision: Decision) -> dict[str, Any]:
+    """Return a decision as data: one candidate is the winner, of several each may be."""
+    return {
+        "about": decision.where,
+        "by": decision.by,
+        "certainty": decision.badge,
+        "candidates": [*decision.candidates],
+        "text": decision.text,
+        "answers": dict(decision.answers),
     }
 
 
