@@ -41,11 +41,13 @@ from dyno.study.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
 from dyno.worker.inspection import Inspection
+from dyno.worker.nets import huggingface
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import Record, regular
 from dyno.worker.spec import (
     ENDPOINT,
     NETWORK_FILES,
+    NETWORK_FOLDER,
     SAVED,
     Dims,
     Job,
@@ -61,7 +63,7 @@ from dyno.worker.spec import (
 NEAR = 0.75  # similarity at which a name is suggested; among a thousand names something is always half alike
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which need their network
 LIBRARIES = "site-packages"  # packages there are identified by their version
-INSPECTION_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "onnx", "openvino")
+INSPECTION_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "transformers", "onnx", "openvino")
 
 
 class InspectionFailed(UserError):
@@ -95,6 +97,8 @@ def model_spec(study: Study, source: str) -> ModelSpec:
     if registry.format_of(source):
         sha256 = sha256_of(path := absolute(_find_file(source, "model file")))
         return ModelSpec(source=f"file:{beside_its_parts(path, sha256)}", source_sha256=sha256, **common)
+    if huggingface.is_folder(source):
+        return _of_folder(source.removeprefix(f"{NETWORK_FOLDER}:"), common)
     if source.endswith(SAVED) or source.startswith("saved:"):
         path = _find_file(source.removeprefix("saved:"), "saved module")
         # Dyno's own lie in folders that are named after their content, whatever PyTorch's writer makes of it.
@@ -104,6 +108,17 @@ def model_spec(study: Study, source: str) -> ModelSpec:
     if ":" not in source:
         raise UserError(_no_model(source))
     return ModelSpec(source=_make_absolute(source), source_sha256=_source_sha256(source), **common)
+
+
+def _of_folder(name: str, common: dict[str, Any]) -> ModelSpec:
+    """Return the model of a folder of transformers: a local one with its weights, the hub's with them if asked for."""
+    folder = huggingface.locate(name, common["pretrained"])
+    weights = huggingface.weight_files(folder)
+    owned = Path(name).is_dir() and bool(weights) and not common.get("weights")
+    common["pretrained"] = common["pretrained"] or owned
+    parts = [*sorted(folder.glob("*.json")), *(weights if common["pretrained"] else ())]
+    sha256 = digest([(path.name, sha256_of(path)) for path in parts])
+    return ModelSpec(source=f"{NETWORK_FOLDER}:{folder}", source_sha256=sha256, **common)
 
 
 def _no_model(source: str) -> str:

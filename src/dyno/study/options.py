@@ -48,8 +48,8 @@ def settings(group: type[Group]) -> type[Group]:
 
 
 MODEL_HELP = (
-    "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, FILE.xml, "
-    "FILE.cfg, FILE.pt2, FILE.torchscript, FILE.jit or FILE.engine"
+    "torchvision:NAME, timm:NAME, hf:ORG/NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, "
+    "FILE.xml, FILE.cfg, FILE.pt2, FILE.torchscript, FILE.jit or FILE.engine"
 )
 
 

@@ -31,6 +31,7 @@ from dyno.study.options import (
 )
 from dyno.worker import registry, tasks
 from dyno.worker.jobs.turns import LEAST_BLOCKS
+from dyno.worker.nets import huggingface
 from dyno.worker.option_values import MOST, check_range, check_types, native, several
 from dyno.worker.record import regular
 from dyno.worker.spec import (
@@ -39,6 +40,7 @@ from dyno.worker.spec import (
     FIXED,
     LOOKS,
     NETWORK_FILES,
+    NETWORK_FOLDER,
     PRECISIONS,
     ROUNDS,
     SAVED,
@@ -413,6 +415,8 @@ def model_name(source: str) -> str:
     """Return the model's name in tables and folders: the part behind the colon, or the file's stem."""
     if source.partition(":")[0] in NETWORK_FILES:
         return Path(source.partition(":")[2]).stem
+    if huggingface.is_folder(source):
+        return Path(source.removeprefix(f"{NETWORK_FOLDER}:")).name
     if registry.format_of(source) or source.endswith((*SAVED, ".pt", ".pth", ".cfg")):
         return Path(source).stem
     location, _, function = source.rpartition(":")

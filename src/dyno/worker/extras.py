@@ -22,6 +22,7 @@ EXTRAS = {
     "trackers": "track",
     "tritonclient": "serve",
     "ultralytics": "ultralytics",
+    "transformers": "hf",
 }
 # Builds of ONNX Runtime. All of them install the same files, so there is at most one in an environment.
 ONNX_RUNTIME_BUILDS = "|".join(

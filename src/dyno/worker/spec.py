@@ -27,6 +27,7 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8", "int4", "fp4", "int
 BOUNDARIES = ("model", "all", "throughput")
 ENDPOINT = "endpoint:"  # prefix of the name of a model that a server has
 NETWORK_FILES = ("ultralytics", "darknet")  # prefixes behind which a user's own file may stand
+NETWORK_FOLDER = "hf"  # the prefix behind which a folder stands
 # Unless a study says otherwise; where rounds go on until decided, those before the first look. Three would have two
 # degrees of freedom, with which a row of a family of seven needs a difference of ten spreads; five need three.
 ROUNDS = 5
@@ -184,8 +185,8 @@ class Preprocess:
 class ModelSpec:
     """A network and its weights.
 
-    `source` is `torchvision:NAME`, `timm:NAME`, `MODULE:FUNCTION`, `FILE.py:FUNCTION`, `saved:PATH` (a module that
-    PyTorch stored: .pt2, .torchscript) or `file:PATH` (a model file; see `registry.formats`).
+    `source` is `torchvision:NAME`, `timm:NAME`, `hf:FOLDER`, `MODULE:FUNCTION`, `FILE.py:FUNCTION`, `saved:PATH` (a
+    module that PyTorch stored: .pt2, .torchscript) or `file:PATH` (a model file; see `registry.formats`).
     `weights` is a checkpoint's path and `weights_sha256` its content; without either, `pretrained` decides between the
     library's published weights and random ones drawn from `seed`. `source_sha256` is the content of a file source, and
     `precision` what a file's graph is in already ("" for a module). `task` is what it is for (see `tasks`), `classes`
@@ -439,7 +440,9 @@ def _make_identity(value: Any) -> Any:
 def _strip_place(source: str, hashed: bool) -> str:
     """Return the source without the path of a file: its sha256 identifies the file."""
     place, _, function = source.rpartition(":")
-    if source.startswith(("file:", "saved:")) or (hashed and source.partition(":")[0] in NETWORK_FILES):
+    if source.startswith(("file:", "saved:", f"{NETWORK_FOLDER}:")) or (
+        hashed and source.partition(":")[0] in NETWORK_FILES
+    ):
         return source.partition(":")[0]
     return function if place.endswith(".py") else source
 

@@ -181,7 +181,7 @@ OTHER_BATCHES = (1, 3)
 # bytes, since the memory that the module takes grows with them, and a check must not be what ends an export.
 LARGER_BATCHES, LARGER_B = (17, 5), 32 << 20
 REAL_IMAGES = 8
-NETWORKS = ("torchvision", "timm", "ultralytics")  # libraries that may have the module
+NETWORKS = ("torchvision", "timm", "ultralytics", "transformers")  # libraries that may have the module
 
 
 def exported(

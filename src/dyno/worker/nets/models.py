@@ -18,11 +18,11 @@ import numpy as np
 
 from dyno.worker import tasks
 from dyno.worker.extras import install
-from dyno.worker.nets import darknet, local_code, random_weights, saved_modules, ultralytics_models
+from dyno.worker.nets import darknet, huggingface, local_code, random_weights, saved_modules, ultralytics_models
 from dyno.worker.nets.checkpoint import apply, by_own_names, head_classes, read_checkpoint
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
 from dyno.worker.sessions.torch_support import eager, evaluating, one_thread
-from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
+from dyno.worker.spec import NETWORK_FOLDER, Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
 
 # torchvision's detectors: they normalise, resize and suppress inside; the number of boxes differs per image.
 
@@ -86,20 +86,20 @@ DESCRIBED: dict[str, Any] = {"ultralytics": ultralytics_models, "darknet": darkn
 NEAR = 0.75  # similarity at which a name is suggested; among a thousand names something is always half alike
 SHA256 = 64  # hexadecimal digits
 FORMS = (
-    "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, darknet:FILE.cfg, MODULE:FUNCTION, FILE.py:FUNCTION, "
-    "saved:PATH or file:PATH"
+    "torchvision:NAME, timm:NAME, hf:ORG/NAME or hf:FOLDER, ultralytics:NAME.yaml, darknet:FILE.cfg, MODULE:FUNCTION, "
+    "FILE.py:FUNCTION, saved:PATH or file:PATH"
 )
 
 
 def parse(source: str) -> tuple[str, str]:
     """Parse a source into its kind and the rest, without importing anything.
 
-    Kinds are `torchvision`, `timm` and `ultralytics` (rest: the name), `darknet`, `file` and `saved` (the path),
+    Kinds are `torchvision`, `timm` and `ultralytics` (rest: the name), `darknet`, `file`, `saved` and `hf` (the path),
     `python` (FILE.py:FUNCTION) and `module` (MODULE:FUNCTION). The function follows the last colon, so that a path may
     contain colons. Raises `UserError` for any other text.
     """
     head, _, rest = source.partition(":")
-    if head in (*LIBRARIES, *DESCRIBED, "saved", "file"):
+    if head in (*LIBRARIES, *DESCRIBED, NETWORK_FOLDER, "saved", "file"):
         if not rest:
             raise UserError(f"model {source!r} has nothing after the colon; a model is one of {FORMS}")
         return head, rest
@@ -177,6 +177,8 @@ def examples(model: ModelSpec) -> Any:
     kind, rest = parse(model.source)
     if kind == "saved":
         return saved_modules.examples(rest)
+    if kind == NETWORK_FOLDER:
+        return huggingface.examples(model, rest)
     if kind not in ("python", "module"):
         return None
     source = f"{model.source.partition('(')[0]}_inputs"
@@ -235,6 +237,8 @@ def _library_config(model: ModelSpec) -> tuple[Preprocess | None, tuple[int, int
     if kind in DESCRIBED:
         config: tuple[Preprocess | None, tuple[int, int]] = DESCRIBED[kind].image_config(model, name)
         return config
+    if kind == NETWORK_FOLDER:
+        return huggingface.image_config(name)
     return _timm_config(name) if kind == "timm" else (None, None)
 
 
@@ -252,6 +256,8 @@ def _from_source(
         if model.source_sha256:
             _check_unchanged(rest, model.source_sha256, "model file")
         return DESCRIBED[kind].build(model, rest, state, free_batch=dims is not None and not dims.batch)
+    if kind == NETWORK_FOLDER:
+        return eager(torch, huggingface.build(model, rest))
     if kind == "saved":
         if len(model.source_sha256) == SHA256:  # else it is the name of a folder in the cache
             _check_unchanged(rest, model.source_sha256, "saved module")

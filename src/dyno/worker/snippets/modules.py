@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.inputs import input_data
-from dyno.worker.nets import models, saved_modules
+from dyno.worker.nets import huggingface, models, saved_modules
 from dyno.worker.nets.checkpoint import by_own_names, head_classes, read_checkpoint
 from dyno.worker.registry import find
 from dyno.worker.sessions.torch_support import import_torch
 from dyno.worker.snippets.graph_files import place
 from dyno.worker.snippets.parts import Script, ScriptPart, inputs_of
-from dyno.worker.spec import Artifact, ModelSpec, Option, Trial, UserError
+from dyno.worker.spec import NETWORK_FOLDER, Artifact, ModelSpec, Option, Trial, UserError
 
 LIBRARY = '''
 
@@ -204,6 +204,10 @@ def _write_build_code(trial: Trial, network: Any, about: dict[str, Any], folder:
         config, channels = network.yaml, network.yaml.get("ch") or network.yaml.get("channels") or model.channels
         code = YOLO.format(kind=type(network).__name__, channels=channels, classes=config.get("nc"))
         return ScriptPart(("ultralytics",), "from ultralytics.nn import tasks\n", {"CONFIG": config}, code)
+    if kind == NETWORK_FOLDER:
+        code = LIBRARY.format(call=huggingface.write_call(network))
+        constants = {"CONFIG": network.config.to_diff_dict()}
+        return ScriptPart(("transformers",), "import transformers\n", constants, code)
     if kind == "darknet":
         return _export_network(network, trial, folder)
     return _store_saved_module(name, folder) if kind == "saved" else _user_function(model, about, folder)

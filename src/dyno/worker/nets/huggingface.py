@@ -1,0 +1,158 @@
+"""Networks of Hugging Face's transformers: `hf:FOLDER`, as `save_pretrained` writes it, or `hf:ORG/NAME` of the hub.
+
+Only classes of the library itself are built: code that a folder brings along is not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from dyno.worker.extras import install
+from dyno.worker.spec import NETWORK_FOLDER, ModelSpec, Preprocess, Unavailable, UserError
+
+CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
+WEIGHTS = ("*.safetensors", "*.bin")
+INTERPOLATIONS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # of Pillow, by number
+TOKENS, SAMPLES = 128, 16_000  # of an example, where the model takes as many
+FRAMES = "input_features"  # of a speech encoder's spectrogram
+
+
+def is_folder(source: str) -> bool:
+    """Return whether a model's source names a folder of transformers."""
+    return source.partition(":")[0] == NETWORK_FOLDER or Path(source, CONFIG).is_file()
+
+
+def locate(name: str, pretrained: bool) -> Path:
+    """Return the folder of a model: a local one, or the hub's in its cache, where it is downloaded to if missing.
+
+    Weights are fetched with `pretrained` only. Raises `UserError` if the hub can't be reached or has no such model.
+    """
+    if Path(name).is_dir():
+        if not Path(name, CONFIG).is_file():
+            raise UserError(f"{name} has no {CONFIG}, so it is no model of transformers; save it with save_pretrained")
+        return Path(name).absolute()
+    if name.count("/") != 1:
+        raise UserError(f"hf:{name} is neither a folder nor ORG/NAME, such as hf:google/vit-base-patch16-224")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as e:
+        raise UserError(f"huggingface_hub can't be imported ({e}); {install('transformers')}") from e
+    wanted = ["*.json", *(WEIGHTS if pretrained else ())]
+    with contextlib.suppress(Exception):  # it is not in the cache as a whole
+        folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
+        if (folder / CONFIG).is_file() and (not pretrained or weight_files(folder)):
+            return folder
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except Exception as e:  # the hub's errors have many types, its network's more
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        raise UserError(
+            f"hf:{name} is not in the hub's cache and can't be downloaded: {reason}; give a local folder, hf:FOLDER"
+        ) from e
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of the folder's weights: safetensors, else PyTorch's own."""
+    found = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
+    return next((files for files in found if files), [])
+
+
+def build(model: ModelSpec, folder: str) -> Any:
+    """Build the network that config.json names, with the folder's weights or random ones.
+
+    Raises `Unavailable` without the library, and `UserError` for a network that it lacks or weights that don't fit.
+    """
+    transformers, config = _import_library(), _read_config(folder)
+    if model.classes is not None:
+        config.num_labels = model.classes
+    if model.channels != getattr(config, "num_channels", model.channels):
+        raise UserError(f"{model.name} has {config.num_channels} input channels; give --channels {config.num_channels}")
+    kind = getattr(transformers, _name_class(config), None)
+    if kind is None:
+        raise UserError(f"{model.name} is a {_name_class(config)}, which transformers {transformers.__version__} lacks")
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # a cache of keys and values would be an output
+    if not model.pretrained:
+        return kind(config)
+    try:
+        return kind.from_pretrained(folder, config=config, local_files_only=True, dtype="float32")
+    except (OSError, ValueError, RuntimeError) as e:
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        raise UserError(f"the weights of {folder} can't be loaded: {reason}") from e
+
+
+def write_call(network: Any) -> str:
+    """Return the expression that builds the network, without weights, from its configuration CONFIG."""
+    return f"transformers.{type(network).__name__}(transformers.{type(network.config).__name__}.from_dict(CONFIG))"
+
+
+def examples(model: ModelSpec, folder: str) -> Any:
+    """Return inputs by name for a network of text or sound, of one row; None for images."""
+    torch = __import__("torch")
+    transformers, config = _import_library(), _read_config(folder)
+    takes = str(getattr(getattr(transformers, _name_class(config), None), "main_input_name", ""))
+    drawn = torch.Generator().manual_seed(model.seed)
+    if takes == "input_ids":
+        length = min(TOKENS, int(getattr(config, "max_position_embeddings", 0) or TOKENS))
+        ids = torch.randint(int(config.vocab_size), (1, length), generator=drawn)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if takes == "input_values":
+        return {"input_values": torch.randn(1, SAMPLES, generator=drawn)}
+    if takes == FRAMES and hasattr(config, "num_mel_bins"):
+        frames = 2 * int(getattr(config, "max_source_positions", TOKENS))
+        return {FRAMES: torch.randn(1, int(config.num_mel_bins), frames, generator=drawn)}
+    return None
+
+
+def image_config(folder: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
+    """Return how the folder's processor prepares images, and their height and width; None where it doesn't say."""
+    path, size = Path(folder, PROCESSOR), _read_pair(getattr(_read_config(folder), "image_size", None))
+    if not path.is_file():
+        return None, size
+    with path.open(encoding="utf-8") as file:
+        given = json.load(file)
+    resized = given.get("size") or {}
+    resized = {"height": resized, "width": resized} if isinstance(resized, int) else resized
+    shortest = resized.get("shortest_edge")
+    cropped = _read_pair(given.get("crop_size")) if given.get("do_center_crop") else None
+    size = cropped or _read_pair(resized) or ((shortest, shortest) if shortest else size)
+    normalises = given.get("do_normalize", True) and given.get("image_mean") and given.get("image_std")
+    mean, std = (given["image_mean"], given["image_std"]) if normalises else ([0.0] * 3, [1.0] * 3)
+    resize = shortest / min(size) if shortest and size else 0.0
+    how = INTERPOLATIONS.get(int(given.get("resample", 2)), "bilinear")
+    return Preprocess(tuple(map(float, mean)), tuple(map(float, std)), float(resize), how), size
+
+
+def _read_pair(value: Any) -> tuple[int, int] | None:
+    if isinstance(value, dict):
+        value = (value["height"], value["width"]) if {"height", "width"} <= value.keys() else None
+    if isinstance(value, int):
+        value = (value, value)
+    return (int(value[0]), int(value[1])) if isinstance(value, (list, tuple)) and len(value) == 2 else None
+
+
+def _import_library() -> Any:
+    try:
+        import transformers
+    except ImportError as e:
+        raise Unavailable(f"transformers can't be imported ({e}); {install('transformers')}") from e
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _read_config(folder: str) -> Any:
+    try:
+        return _import_library().AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as e:
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        if "auto_map" in Path(folder, CONFIG).read_text(encoding="utf-8"):
+            reason = "it needs its own code, which is not run"
+        raise UserError(f"{folder} can't be read by transformers: {reason}") from e
+
+
+def _name_class(config: Any) -> str:
+    return str((config.architectures or [f"{type(config).__name__.removesuffix('Config')}Model"])[0])

@@ -1,0 +1,137 @@
+"""Networks of transformers, from folders that `save_pretrained` wrote: small, with random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno import Study, UserError
+from dyno.results.trial_result import load_run
+from dyno.study.model_info import inspect_model, model_spec
+from dyno.worker.nets import models
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+SMALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
+PROCESSOR = {
+    "do_resize": True, "size": {"shortest_edge": 40}, "do_center_crop": True, "crop_size": {"height": 32, "width": 32},
+    "resample": 3, "do_normalize": True, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4],
+}  # fmt: skip
+MAKERS: dict[str, Callable[[], Any]] = {
+    "vit": lambda: transformers.ViTForImageClassification(
+        transformers.ViTConfig(**SMALL, image_size=32, patch_size=8, num_labels=5)
+    ),
+    "bert": lambda: transformers.BertModel(
+        transformers.BertConfig(**SMALL, vocab_size=100, max_position_embeddings=32)
+    ),
+    "sound": lambda: transformers.Wav2Vec2Model(
+        transformers.Wav2Vec2Config(
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, conv_dim=(16,) * 7,
+            num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("folders")
+    torch.manual_seed(0)
+    for name, make in MAKERS.items():
+        make().save_pretrained(folder / name)
+    (folder / "vit/preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return folder
+
+
+def test_an_image_classifier_runs_with_the_folders_weights(folders: Path, call: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    words = ("--backend", "pytorch,onnxruntime", "--routes", "usual", "--rounds", "1", "--seconds", "0.05")
+    code, out, _ = call("run", str(folders / "vit"), *words, "--warmup", "0.02", "--out", "run")
+    assert code == 0 and "vit at size 32" in out and "agree with those of pytorch" in out
+    found = load_run(tmp_path / "run")
+    assert {t.backend for t in found if t.good} == {"pytorch", "onnxruntime"}
+    spec, inspection = inspect_model(model_spec(study := Study(models=(str(folders / "vit"),)), study.models[0]), study)
+    assert (inspection.size, spec.preprocess.mean, spec.preprocess.std) == ((32, 32), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    assert spec.preprocess.resize == 40 / 32 and spec.preprocess.interpolation == "bicubic"
+    own = transformers.ViTForImageClassification.from_pretrained(folders / "vit").eval()
+    image = torch.randn(1, 3, 32, 32)
+    with torch.inference_mode():
+        assert torch.allclose(models.load(spec)(image)["logits"], own(image)["logits"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs"), [("bert", {"input_ids": 32, "attention_mask": 32}), ("sound", {"input_values": 16_000})]
+)
+def test_text_and_sound_have_their_own_inputs(name: str, inputs: dict[str, int], folders: Path) -> None:
+    study = Study(models=(str(folders / name),))
+    spec, inspection = inspect_model(model_spec(study, study.models[0]), study)
+    assert {each.name: each.shape[-1] for each in spec.inputs if each.dtype} == inputs
+    assert inspection.size == (0, 0) and spec.name == name
+
+
+def test_weights_are_the_folders_own_and_identify_the_model(folders: Path, tmp_path: Path) -> None:
+    study = Study(models=(f"hf:{folders / 'bert'}",))
+    first = model_spec(study, study.models[0])
+    assert first.pretrained and first.source == f"hf:{folders / 'bert'}"
+    config = tmp_path / "bert/config.json"
+    config.parent.mkdir()
+    config.write_bytes((folders / "bert/config.json").read_bytes())
+    other = model_spec(study, f"hf:{config.parent}")
+    assert not other.pretrained and other.source_sha256 != first.source_sha256
+    drawn = [models.weights_sha256(models.build(other)) for _ in range(2)]
+    assert drawn[0] == drawn[1] != models.weights_sha256(models.build(first))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "bert", "architectures": ["NoSuchModel"]}, "is a NoSuchModel, which transformers"),
+        ({"model_type": "nothing known"}, "can't be read by transformers"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "own.Config"}}, "it needs its own code, which is not run"),
+    ],
+)
+def test_what_the_library_lacks_is_one_line(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise SystemExit('this must not run')")
+    study = Study(models=(str(tmp_path),))
+    with pytest.raises(UserError, match=said) as e:
+        inspect_model(model_spec(study, study.models[0]), study)
+    assert "\n" not in str(e.value)
+
+
+def test_a_name_that_the_hub_cannot_give_is_one_line(
+    call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub
+
+    def no_network(*_: Any, **__: Any) -> None:
+        raise OSError("no network\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
+    code, _, err = call("run", "hf:nobody/nothing", "--dry-run")
+    assert code == 2 and err.count("\n") == 1 and "can't be downloaded: no network; give a local folder" in err
+    code, _, err = call("run", "hf:nothing", "--dry-run")
+    assert code == 2 and "neither a folder nor ORG/NAME" in err
+    (tmp_path / "empty").mkdir()
+    code, _, err = call("run", f"hf:{tmp_path / 'empty'}", "--dry-run")
+    assert code == 2 and "has no config.json" in err
+
+
+def test_the_hubs_cache_is_enough(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def from_cache(name: str, **options: Any) -> str:
+        asked.append((name, options["local_files_only"], "*.safetensors" in options["allow_patterns"]))
+        return str(folders / "bert")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", from_cache)
+    study = Study(models=("hf:some/bert",), pretrained=True)
+    spec = model_spec(study, study.models[0])
+    assert spec.pretrained and spec.name == "bert" and asked == [("some/bert", True, True)]
+    assert not model_spec(Study(models=("hf:some/bert",)), "hf:some/bert").pretrained, "random without --pretrained"
