@@ -33,15 +33,7 @@ from dyno.study.defaults import (
     new_folder,
     study_of,
 )
-from dyno.study.options import (
-    MODEL_HELP,
-    ClusterOptions,
-    ComparisonOptions,
-    DataOptions,
-    MeasurementOptions,
-    ModelOptions,
-    RuntimeOptions,
-)
+from dyno.study.options import MODEL_HELP
 from dyno.study.study import Study, model_name
 from dyno.worker.extras import lacking
 from dyno.worker.spec import LOOKS, Trial, UserError, plain
@@ -50,20 +42,17 @@ if TYPE_CHECKING:
     from dyno.results.run_data import RunData
 
 UNFINISHED = 3  # exit code where some of the models could not be measured
-ONE = (ComparisonOptions, ModelOptions, DataOptions, RuntimeOptions)
 PROBE_S, BUSY = 2.0, 0.5  # seconds of looking for other programs; the fewest busy processors that matter
 PAUSE_S, WAIT_S = 10.0, 600.0  # between two looks, and until a study begins anyway
 # Defaults that go by the kind of file.
 FIXED = "the file's fixed batch"
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
-# Options for studies of several configurations, which a command doesn't have.
-NOT_FOR_ONE = "routes reference search confirm peak energy turns block equivalent until minutes"
+# Options of the commands that measure each model in one configuration at a time.
+EACH = f"{options.MODEL} {options.IMAGES} {options.RUNTIME}"
+TIMED = f"{options.CONFIGURATION} {EACH} {options.EFFORTS} boundaries timeout build_timeout"
 
 
-@options.takes(
-    ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, ClusterOptions,
-    rare="retry_failed",
-)  # fmt: skip
+@options.takes(Study, rare="retry_failed")
 def run(
     overrides: Overrides,
     models: options.Studied,
@@ -252,7 +241,7 @@ def _say_visible(run: RunData) -> None:
         print(wrapped(sentence) + "\n")
 
 
-@options.takes(ComparisonOptions, DataOptions, MeasurementOptions, only="reference budget equivalent")
+@options.takes("reference budget equivalent", show_all=True)
 def show(
     overrides: Overrides,
     run: options.SomeRun = None,
@@ -386,7 +375,7 @@ def _choose_folder(out: Path, models: Sequence[str], number: int) -> Path:
     return out if len(models) == 1 else out / f"{number}-{model_name(models[number]).replace('/', '-')}"
 
 
-@options.takes(*ONE, MeasurementOptions, omit=f"{NOT_FOR_ONE} compared budget", **BY_FILE)
+@options.takes(TIMED, **BY_FILE)
 def time(
     overrides: Overrides,
     models: options.Models,
@@ -420,7 +409,7 @@ def time(
     raise typer.Exit(trial_table.exit_code(table.to_pandas()) or UNFINISHED * (len(folders) < len(models)))
 
 
-@options.takes(*ONE, omit=f"{NOT_FOR_ONE} batches compared budget", **BY_FILE)
+@options.takes(f"backends precisions sizes {EACH}", **BY_FILE)
 def stress(
     overrides: Overrides,
     models: options.Models,
@@ -445,13 +434,7 @@ def stress(
     raise typer.Exit(max(*codes, UNFINISHED * (len(codes) < len(models))))
 
 
-@options.takes(
-    *ONE,
-    MeasurementOptions,
-    omit=f"{NOT_FOR_ONE} compared",
-    data=...,
-    **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"},
-)
+@options.takes(f"{TIMED} budget", data=..., **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"})
 def eval(
     overrides: Overrides,
     models: options.Models,
@@ -468,7 +451,7 @@ def eval(
     raise typer.Exit(code or UNFINISHED * (len(folders) < len(models)))
 
 
-@options.takes(*ONE, omit=f"{NOT_FOR_ONE} budget", **BY_FILE)
+@options.takes(f"{options.CONFIGURATION} {EACH} compared", **BY_FILE)
 def diff(
     overrides: Overrides,
     models: options.Models,
@@ -508,7 +491,7 @@ def diff(
     raise typer.Exit(UNFINISHED * (bool(failed) or len(folders) < len(models)))
 
 
-@options.takes(ComparisonOptions, ModelOptions, RuntimeOptions, omit="backends routes reference")
+@options.takes(f"precisions batches sizes {options.MODEL} {options.RUNTIME}")
 def selftest(
     overrides: Overrides,
     model: Annotated[

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dyno.cli import commands, options, run_folders
+from dyno.cli import options, run_folders
 from dyno.cli.exits import UNFINISHED
 from dyno.cli.options import Overrides
 from dyno.store import check_writable, copy
@@ -71,7 +71,11 @@ ONLY_ENGINES = {
 }  # fmt: skip
 
 
-@options.takes(ExportOptions, *commands.ONE, omit=f"{options.NOT_FOR_FILES} threads", device="cpu, cuda:0 for TensorRT")
+@options.takes(
+    ExportOptions,
+    "sizes inputs weights pretrained classes channels mean std task seed data calibration unreadable device runtime",
+    device="cpu, cuda:0 for TensorRT",
+)
 def export(
     overrides: Overrides,
     source: Annotated[str, typer.Argument(help=f"{MODEL_HELP}; or a run folder.", metavar="MODEL|RUN")],

@@ -9,14 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dyno.cli import exits, options
-from dyno.study.options import (
-    MODEL_HELP,
-    ComparisonOptions,
-    DataOptions,
-    MeasurementOptions,
-    ModelOptions,
-    RuntimeOptions,
-)
+from dyno.study.options import MODEL_HELP
 from dyno.worker.spec import UserError
 
 # The command `dyno inspect`: look inside a model, in one form or in several side by side.
@@ -34,14 +27,7 @@ ModelAndForms = Annotated[
 ]  # fmt: skip
 
 
-@options.takes(
-    ComparisonOptions,
-    ModelOptions,
-    DataOptions,
-    RuntimeOptions,
-    omit=options.NOT_FOR_FILES,
-    device="cpu, cuda:0 for TensorRT's engines",
-)
+@options.takes(f"sizes {options.MODEL} {options.IMAGES} {options.RUNTIME}", device="cpu, cuda:0 for TensorRT's engines")
 def inspect(
     overrides: options.Overrides,
     models: ModelAndForms,
@@ -62,15 +48,8 @@ def inspect(
 
 # The command `dyno profile`: how long each layer of a model takes.
 
-UNUSED = (
-    f"{options.NOT_FOR_FILES} rounds samples interval confirm boundaries turns block until minutes equivalent peak "
-    "energy"
-)
 
-
-@options.takes(
-    ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, omit=f"{UNUSED} timeout"
-)
+@options.takes(f"{options.FORMS} seconds warmup")
 def profile(
     overrides: options.Overrides,
     models: ModelAndForms,
@@ -128,7 +107,7 @@ WHAT = (
 )
 
 
-@options.takes(ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, omit=UNUSED)
+@options.takes(f"{options.FORMS} seconds warmup timeout")
 def explain(
     overrides: options.Overrides,
     what: Annotated[list[str], typer.Argument(help=WHAT, metavar="MODEL|RUN A B|FILE.json")],
@@ -179,14 +158,7 @@ def explain(
 # The command `dyno bench cold-start`: from the start of a process to the first answer.
 
 
-@options.takes(
-    ComparisonOptions,
-    ModelOptions,
-    DataOptions,
-    MeasurementOptions,
-    RuntimeOptions,
-    omit=f"{UNUSED} timeout seconds warmup",
-)
+@options.takes(options.FORMS)
 def cold_start(
     overrides: options.Overrides,
     models: ModelAndForms,

@@ -13,7 +13,6 @@ from rich.markup import escape
 
 from dyno.cli import options
 from dyno.formatting import bullet
-from dyno.study.options import ComparisonOptions, DataOptions, MeasurementOptions, ModelOptions, RuntimeOptions
 from dyno.worker.option_values import option
 from dyno.worker.spec import UserError, plain
 
@@ -21,8 +20,11 @@ if TYPE_CHECKING:
     from dyno.regression.comparison import Comparison
 
 GATE, TOLERANCE = "Gate", 0.02
-# Options that a comparison sets itself, or that its two sides can't have.
-OMITTED = "routes reference budget search confirm peak energy turns compared until minutes equivalent"
+# Options that both sides of a comparison have.
+SHARED = (
+    f"{options.CONFIGURATION} {options.MODEL} {options.IMAGES} {options.EFFORTS} boundaries block timeout "
+    f"build_timeout {options.RUNTIME}"
+)
 DEFAULTS: dict[str, Any] = {"rounds": 5, "boundaries": "model", "backends": "the one for this kind of file"}
 
 Junit = Annotated[str, typer.Option(help="Write the verdicts as JUnit's XML into this file.", rich_help_panel=GATE)]
@@ -43,7 +45,7 @@ class BisectOptions:
 
 
 @options.takes(
-    BisectOptions, ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, omit=OMITTED,
+    BisectOptions, SHARED,
     rare="least rtol any_outputs junit summary tolerance", **DEFAULTS,
 )  # fmt: skip
 def compare(
