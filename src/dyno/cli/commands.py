@@ -8,6 +8,7 @@ import time as time_module
 import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +37,7 @@ from dyno.study.defaults import (
 from dyno.study.options import MODEL_HELP
 from dyno.study.study import Study, model_name
 from dyno.worker.extras import lacking
+from dyno.worker.option_values import option
 from dyno.worker.spec import LOOKS, Trial, UserError, plain
 
 if TYPE_CHECKING:
@@ -491,22 +493,24 @@ def diff(
     raise typer.Exit(UNFINISHED * (bool(failed) or len(folders) < len(models)))
 
 
-@options.takes(f"precisions batches sizes {options.MODEL} {options.RUNTIME}")
+@dataclass(frozen=True)
+class SelfTestOptions:
+    """What is measured, and for how long."""
+
+    minutes: float = option(
+        SELF_TEST_MINUTES, "Minutes to measure for; the longer, the more certain the figures.", common=True
+    )
+    rounds: int = option(0, "Rounds at most; at least 3.", "as many as fit", common=True)
+    backend: str = option("", "Backend, with options as NAME@option=value.", "one that is installed", common=True)
+    rebuild: bool = option(False, "Build the engine anew in each round, as part of the noise.", common=True)
+
+
+@options.takes(SelfTestOptions, f"precisions batches sizes {options.MODEL} {options.RUNTIME}")
 def selftest(
     overrides: Overrides,
     model: Annotated[
         str, typer.Argument(help=MODEL_HELP, show_default="a small network of Dyno's", metavar="MODEL")
     ] = "",
-    minutes: Annotated[
-        float, typer.Option(help="Minutes to measure for; the longer, the more certain the figures.")
-    ] = SELF_TEST_MINUTES,
-    rounds: Annotated[int, typer.Option(help="Rounds at most; at least 3.", show_default="as many as fit")] = 0,
-    backend: Annotated[
-        str, typer.Option(help="Backend, with options as NAME@option=value.", show_default="one that is installed")
-    ] = "",
-    rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Build the engine anew in each round, as part of the noise.")
-    ] = False,
     format: options.Format = "text",
 ) -> None:
     """Measure how small a difference can be seen on this machine. With false alarms, and a grade."""
@@ -518,7 +522,7 @@ def selftest(
 
     check_format(format)
     try:
-        result = module.calibrate(model, minutes=minutes, rounds=rounds, backend=backend, rebuild=rebuild, **overrides)
+        result = module.calibrate(model, **overrides)
     except KeyboardInterrupt:
         print("dyno: stopped; an unfinished self-test is not stored", file=sys.stderr)
         sys.exit(INTERRUPTED)

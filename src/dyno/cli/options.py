@@ -51,7 +51,7 @@ EFFORTS = "rounds builds seconds warmup samples interval"
 RUNTIME = "device threads runtime"
 FORMS = f"sizes {MODEL} {IMAGES} builds build_timeout {RUNTIME}"  # of a command on several forms of a model
 # Fields with a value for each time that the option is written.
-REPEATED = ("shapes", "inputs", "budget", "runtime", "settings", "add")
+REPEATED = ("shapes", "inputs", "budget", "runtime", "settings", "add", "sheet")
 
 Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL|STUDY.toml")]
 Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL")]
