@@ -18,7 +18,7 @@ import psutil
 from dyno import Study
 from dyno.study.plan import expand
 
-MODULE = "dyno.devices.block_process"
+MODULE = "dyno.devices.blocks"
 MARK = "DYNO_TESTS_OF_SPREADING"
 DRIVER = """
 import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import json
 import subprocess
 import sys
@@ -16,14 +15,6 @@ import pytest
 from dyno import Study
 from dyno.store import cache_dir
 from dyno.study.study import Choice
-
-
-from pathlib import Path
-
-import pytest
-
-from dyno import Study
-
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 SIZE = 64

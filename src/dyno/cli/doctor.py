@@ -20,7 +20,7 @@ from dyno.layers.cold_start import without_byte_code
 from dyno.report import charts, tables
 from dyno.report.export import export
 from dyno.report.style import Chart
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.results import metrics
 from dyno.results.metrics.metric import Metric
 from dyno.runner import self_test
@@ -29,9 +29,9 @@ from dyno.table import TEXT, Column, Table
 from dyno.worker import extras, plugins, registry, snippets, system, tasks
 from dyno.worker.facts.engine import Probe
 from dyno.worker.record import Record
-from dyno.worker.snippets.parts import Script
+from dyno.worker.snippets import Script
 from dyno.worker.spec import Job, Runtime
-from dyno.worker.tasks.task import Task
+from dyno.worker.tasks import Task
 
 TIMEOUT_S = 120.0
 LISTED = ("torch", "onnx", "openvino")  # extras whose libraries decide what is measured

@@ -10,7 +10,7 @@ import pytest
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets import file_facts
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
-from dyno.worker.tasks.task import OutputShapes
+from dyno.worker.tasks import OutputShapes
 
 onnx = pytest.importorskip("onnx")
 
