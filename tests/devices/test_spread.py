@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+import spreading
 from dyno import Study, UserError
-from dyno.devices import blocks, one_host, spread
+from dyno.devices import blocks, spread
 from dyno.devices.places import RunningBlock
 from dyno.jobs.progress import Progress
 from dyno.report.tables.trial_table import read_trials
@@ -26,27 +27,17 @@ from dyno.results.trial_result import load_run
 from dyno.runner.execute import execute
 from dyno.worker import system
 from logged import Log
-from spreading import DRIVER, expected, records
+from spreading import DRIVER, records
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
 Studies = Callable[..., Study]
 DEVICES = "cpu:0,cpu:1"
 
 
-@pytest.fixture
-def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody measures whether the shares disturb each other."""
-    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
-
-
 @pytest.mark.slow
 def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Studies, tmp_path: Path) -> None:
     """Also that nothing is measured again, and what is said of the devices."""
-    fields = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}
-    log = Log()
-    spread.run(fake_study(device=DEVICES, **fields), tmp_path / "two", log)
-    assert records(tmp_path / "two").keys() == expected(fake_study(**fields))
-
+    spreading.run_twice(fake_study, tmp_path / "two", device=DEVICES)
     run = read_trials(tmp_path / "two")
     assert set(run.frame["status"]) == {"ok"}
     assert (run.frame.groupby("batch")["place"].nunique() == 1).all(), "a block is on one device"
@@ -59,10 +50,6 @@ def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Stu
         own = {cpu for r in trial.rounds for cpu in r.facts.affinity}
         assert trial.placement is not None
         assert trial.placement.card.endswith(f"processors {','.join(map(str, sorted(own)))}")
-
-    before, again = records(tmp_path / "two"), Log()
-    spread.run(fake_study(device=DEVICES, **fields), tmp_path / "two", again)
-    assert (records(tmp_path / "two"), again.said) == (before, [])
 
 
 @pytest.mark.slow
@@ -86,9 +73,7 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
     # Enough rounds that the process is killed before it ends.
     spread.run(fake_study(device=DEVICES, batches=(1, 2), rounds=4), tmp_path, log)
     first = started[0]
-    results = load_run(tmp_path)
-    assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 4 for t in results)
-    (moved,) = [t for t in results if t.placement and t.placement.lost]
+    moved = spreading.find_moved(tmp_path, 4)
     assert moved.placement is not None and moved.placement.place != first.place.name
     said = f"begun anew on {moved.placement.place}, as its process was lost on {first.place.name}: killed by SIGKILL"
     assert said in remarks.list_warnings(moved)
@@ -97,10 +82,10 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undisturbed")
 def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Studies, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
     study = fake_study(device=DEVICES, batches=(1, 2), rounds=4)
     (tmp_path / "study.toml").write_text(study.to_toml())
     folder = tmp_path / "run"
