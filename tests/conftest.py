@@ -43,7 +43,6 @@ settings.load_profile("dyno")
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = Plan(boundaries=("model", "all"), warmup_s=0.02, seconds=0.04, min_samples=5, rounds=1, timeout_s=1200.0)
 PROCESSORS = os.sched_getaffinity(0)
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -130,7 +129,7 @@ def fake_study() -> Callable[..., Study]:
 
 
 @pytest.fixture(scope="session")
-def dyno() -> Command:
+def dyno() -> Any:
     """The command line in a process of its own: `dyno("run", "fake:net", cwd=..., env=...)`."""
 
     def run(*words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 1200.0) -> Any:

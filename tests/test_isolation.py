@@ -24,8 +24,6 @@ from dyno.study.plan import expand
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import Artifact, Job, Runtime, Trial, to_json
 
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
-
 
 @pytest.fixture(scope="module")
 def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -80,7 +78,7 @@ def test_two_pythons_in_one_study(other_python: str, onnx_file: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_another_python_from_flags(other_python: str, onnx_file: Path, tmp_path: Path, dyno: Command) -> None:
+def test_another_python_from_flags(other_python: str, onnx_file: Path, tmp_path: Path, dyno: Any) -> None:
     usual = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --backend onnxruntime".split()
     done = dyno("run", onnx_file, *usual, "--python", f"onnxruntime={other_python}", "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr

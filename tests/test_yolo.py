@@ -30,7 +30,6 @@ from yolo_small import SIZE, TrainedModel
 pytestmark = [pytest.mark.rare, pytest.mark.usefixtures("preloaded")]
 MODELOPT = os.environ.get("DYNO_TEST_MODELOPT", "")
 TASK = "segment"  # has everything: boxes, scores, coefficients and prototypes
-Command = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def test_one_scale_for_all_of_the_output_would_lose_most_of_them(network: Networ
     assert found < 0.1 * there
 
 
-def test_every_backend_agrees_and_the_file_knows_its_task(network: Network, dyno: Command, tmp_path: Path) -> None:
+def test_every_backend_agrees_and_the_file_knows_its_task(network: Network, dyno: Any, tmp_path: Path) -> None:
     words = (network.trained.source, "--weights", network.trained.weights, "--size", SIZE)
     short = ("--threads", 1, "--compared", 4, "--rtol", 1e-2, "--atol", 1e-2, "--least", 0.999)
     backends = "pytorch,onnxruntime@exporter=dynamo,openvino@exporter=dynamo"  # tests/runner has other routes

@@ -20,7 +20,6 @@ from dyno import Study, __version__
 from dyno.cli import app, exits
 from dyno.devices import places, spread
 
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
 SHORT = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
 FAKE = ["run", "fake:net", "--channels", "1", "--backend", "fake@latency_ms=0.1", *SHORT]
 COMMANDS = (
@@ -30,11 +29,9 @@ BELOW = ("bench video", "bench serve", "bench cold-start", "bench stress", "runs
 
 CROWDED = "No winner is named"  # what a verdict says where others were busy meanwhile
 
-Refused = Callable[..., str]
-
 
 @pytest.mark.parametrize("harm", ["empty", "truncated", "text", "folder"])
-def test_a_broken_onnx_file_is_named(refused: Refused, onnx_file: Path, harm: str) -> None:
+def test_a_broken_onnx_file_is_named(refused: Any, onnx_file: Path, harm: str) -> None:
     content = onnx_file.read_bytes()
     onnx_file.unlink()
     if harm == "folder":
@@ -46,7 +43,7 @@ def test_a_broken_onnx_file_is_named(refused: Refused, onnx_file: Path, harm: st
     assert line.startswith("m.onnx is a folder, not a model file" if harm == "folder" else "m: ")
 
 
-def test_a_file_without_inputs_is_one_line(refused: Refused, onnx_file: Path) -> None:
+def test_a_file_without_inputs_is_one_line(refused: Any, onnx_file: Path) -> None:
     onnx = pytest.importorskip("onnx")
     model = onnx.load(onnx_file)
     value = onnx.helper.make_tensor("value", onnx.TensorProto.FLOAT, [1], [1.0])
@@ -57,7 +54,7 @@ def test_a_file_without_inputs_is_one_line(refused: Refused, onnx_file: Path) ->
     assert "m.onnx has no inputs, so there is nothing to run it on; export" in refused("run", "m.onnx")
 
 
-def test_a_broken_ir_is_named(refused: Refused, tmp_path: Path) -> None:
+def test_a_broken_ir_is_named(refused: Any, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     (tmp_path / "m.xml").write_text("<net name='x'>")
     assert "m.xml" in refused("run", "m.xml", "--backend", "openvino")
@@ -69,7 +66,7 @@ def photos(tmp_path: Path) -> Path:
     return photographs(tmp_path / "photos", "猫", "Ωμέγα [/x]", count=4)
 
 
-def test_data_folders_without_images(refused: Refused, tmp_path: Path) -> None:
+def test_data_folders_without_images(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert refused(*FAKE, "--data", "empty").startswith("no class folders in ")
     (tmp_path / "empty/cat").mkdir()
@@ -78,7 +75,7 @@ def test_data_folders_without_images(refused: Refused, tmp_path: Path) -> None:
     assert refused(*FAKE, "--data", "file").startswith("file is not a folder")
 
 
-def test_an_output_that_cannot_be_written(refused: Refused, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert refused(*FAKE, "--out", "file").endswith("file: is a file where a folder is needed; give another path")
     assert refused(*FAKE, "--out", "file/below").endswith("is a file where a folder is needed; give another path")
@@ -96,7 +93,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_read_only_file_system(refused: Refused, small_disk: Path) -> None:
+def test_a_read_only_file_system(refused: Any, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     assert "the file system is read-only; give another path (--out; DYNO_CACHE for the cache)" in refused(
         *FAKE, "--out", small_disk / "r"
@@ -187,7 +184,7 @@ def test_the_version_is_told_and_the_package_runs(call: Callable[..., Any]) -> N
 
 
 @pytest.mark.slow
-def test_it_is_installed_as_a_command(dyno: Command, tmp_path: Path) -> None:
+def test_it_is_installed_as_a_command(dyno: Any, tmp_path: Path) -> None:
     done = dyno(*FAKE, "--out", tmp_path / "r")
     assert done.returncode == 0, done.stderr
     assert "fake@latency_ms=0.1 fp32 takes" in done.stdout or CROWDED in done.stdout
@@ -199,7 +196,7 @@ def test_it_is_installed_as_a_command(dyno: Command, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("preloaded", "unreported")
 def test_unreadable_images_are_named_or_skipped_in_any_script(
-    refused: Refused, call: Callable[..., Any], photos: Path
+    refused: Any, call: Callable[..., Any], photos: Path
 ) -> None:
     (photos / "猫/1.png").write_bytes(b"no image")
     (photos / "猫/2.png").write_bytes((photos / "猫/2.png").read_bytes()[:60])

@@ -19,8 +19,6 @@ from darknet_files import write
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-Refused = Callable[..., str]
-
 
 def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("onnx")
@@ -46,7 +44,7 @@ def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
     assert onnx.load(tmp_path / "net.onnx").opset_import[0].version == opset
 
 
-def test_a_program_of_one_batch_says_which(refused: Refused, call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_program_of_one_batch_says_which(refused: Any, call: Callable[..., Any], tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.export.save(torch.export.export(torch.nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)), tmp_path / "n.pt2")
     for words in (("export", "n.pt2", "-o", "n.onnx"), ("export", "n.pt2", "-o", "n.xml")):
@@ -54,7 +52,7 @@ def test_a_program_of_one_batch_says_which(refused: Refused, call: Callable[...,
     assert "input float32 2x3x8x8" in call("export", "n.pt2", "-o", "n.onnx", "--batch", "2")[1]
 
 
-def test_batch_and_size_that_a_file_refuses(refused: Refused, onnx_file: Path) -> None:
+def test_batch_and_size_that_a_file_refuses(refused: Any, onnx_file: Path) -> None:
     usual = ("run", onnx_file, "--backend", "onnxruntime")
     assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")
     assert refused(*usual, "--size", "16").startswith(
@@ -92,7 +90,7 @@ def net(tmp_path: Path) -> str:
     return "net.py:net"
 
 
-def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Refused, net: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Any, net: str, tmp_path: Path) -> None:
     import torch
 
     ran = tmp_path / "it_ran"
@@ -104,14 +102,14 @@ def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Refused, net: str
     assert ran.exists(), "the file would have run it"
 
 
-def test_a_bare_pickle_is_refused_unrun(refused: Refused, net: str, tmp_path: Path) -> None:
+def test_a_bare_pickle_is_refused_unrun(refused: Any, net: str, tmp_path: Path) -> None:
     ran = tmp_path / "it_ran"
     (tmp_path / "w.pt").write_bytes(pickle.dumps({"0.weight": Runs(ran)}))
     assert "w.pt" in refused("run", net, "--backend", "pytorch", "--size", "8", "--weights", "w.pt")
     assert not ran.exists()
 
 
-def test_weights_that_do_not_fit_name_keys(refused: Refused, net: str, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_name_keys(refused: Any, net: str, tmp_path: Path) -> None:
     import torch
 
     torch.save({"0.weight": torch.zeros(4, 3, 3, 3), "head.bias": torch.zeros(5)}, tmp_path / "w.pt")
@@ -130,7 +128,7 @@ def test_weights_that_do_not_fit_name_keys(refused: Refused, net: str, tmp_path:
         (["net.py:net", "--size", "2"], "net: the model refuses 1x3x2x2: "),
     ],
 )
-def test_models_that_do_not_work(refused: Refused, net: str, words: list[str], line: str) -> None:
+def test_models_that_do_not_work(refused: Any, net: str, words: list[str], line: str) -> None:
     assert line in refused("run", *words, "--backend", "pytorch")
 
 
@@ -148,7 +146,7 @@ def test_a_stored_module_is_compared_with_its_own_weights(call: Callable[..., An
 
 
 def test_a_form_behind_a_model_is_that_model_in_a_backend(
-    call: Callable[..., Any], refused: Refused, net: str, tmp_path: Path
+    call: Callable[..., Any], refused: Any, net: str, tmp_path: Path
 ) -> None:
     forms = ("onnxruntime", "openvino/fp32", "openvino@exporter=torchscript")
     _, out, err = call("diff", net, *forms, "--size", "8", "--compared", "2", "--format", "json", code=0)

@@ -13,8 +13,6 @@ from drawn import coco_file, draw, line
 from dyno import data
 from dyno.worker.spec import DataSpec, Preprocess
 
-Make = Callable[..., DataSpec]
-
 
 @pytest.fixture
 def yolo(tmp_path: Path) -> Callable[..., Path]:
@@ -58,7 +56,7 @@ def coco(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
+def make(tmp_path: Path) -> Any:
     """The data set that annotated images become."""
 
     def made(folder: Path, size: tuple[int, int] = (64, 64), **more: Any) -> DataSpec:

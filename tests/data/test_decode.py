@@ -22,7 +22,7 @@ from dyno.data import cache, decode
 from dyno.data.decode import Transform
 from dyno.data.rows import DecodedRow
 from dyno.worker.inputs.specs import geometry
-from dyno.worker.spec import DataSpec, Preprocess
+from dyno.worker.spec import Preprocess
 
 BOX = Preprocess(letterbox=True)
 
@@ -65,12 +65,9 @@ def test_a_turned_image_is_only_turned_when_asked(tmp_path: Path) -> None:
     assert Transform((8, 8), BOX, 3).size_of(tmp_path / "b.jpg") is None
 
 
-Make = Callable[..., DataSpec]
-
-
 @pytest.mark.parametrize("changed", [{"files": 3}, {"classes": None}, {"bytes": "many"}, {"splits": []}])
 def test_a_description_of_other_types_is_written_anew(
-    yolo: Callable[..., Path], make: Make, changed: dict[str, Any]
+    yolo: Callable[..., Path], make: Any, changed: dict[str, Any]
 ) -> None:
     folder = yolo()
     data = make(folder)
@@ -86,7 +83,7 @@ def test_a_description_of_other_types_is_written_anew(
 )
 @pytest.mark.parametrize("name", ["labels.npy", "test.npy"])
 def test_labels_and_places_that_are_none_are_written_anew(
-    yolo: Callable[..., Path], make: Make, name: str, other: Any
+    yolo: Callable[..., Path], make: Any, name: str, other: Any
 ) -> None:
     folder = yolo()
     data = make(folder)

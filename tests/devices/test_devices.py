@@ -20,8 +20,6 @@ from dyno.worker import system
 from dyno.worker.record import write_json
 from logged import Log
 
-Studies = Callable[..., Study]
-
 
 class Near:
     """A host of a cluster that is this one."""
@@ -43,7 +41,7 @@ def measure(study: Study, folder: Path, found: list[Place], log: Log) -> one_hos
 
 @pytest.mark.slow
 def test_a_device_with_a_host_of_its_own_has_none_beside_it(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(one_host, "ROUNDS", 1)
     assert not measure(fake_study(), tmp_path, places_of("a/0", "a/1", "b/0"), Log()).in_turn
@@ -57,7 +55,7 @@ def test_a_device_with_a_host_of_its_own_has_none_beside_it(
 
 
 def test_only_the_host_whose_devices_disturb_each_other_is_named(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def medians(folder: Path) -> tuple[float, ...]:
         slow = folder.name == "a_1-beside"
@@ -74,7 +72,7 @@ def test_only_the_host_whose_devices_disturb_each_other_is_named(
 
 @pytest.mark.slow
 def test_blocks_are_measured_one_at_a_time_on_that_host_only(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2], {"a"}))
     busy: list[list[str]] = []

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import psutil
 import pytest
 
 import spreading
-from dyno import Study, UserError
+from dyno import UserError
 from dyno.devices import blocks, spread
 from dyno.devices.places import RunningBlock
 from dyno.jobs.progress import Progress
@@ -30,12 +29,11 @@ from logged import Log
 from spreading import DRIVER, records
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
-Studies = Callable[..., Study]
 DEVICES = "cpu:0,cpu:1"
 
 
 @pytest.mark.slow
-def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Studies, tmp_path: Path) -> None:
+def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Any, tmp_path: Path) -> None:
     """Also that nothing is measured again, and what is said of the devices."""
     spreading.run_twice(fake_study, tmp_path / "two", device=DEVICES)
     run = read_trials(tmp_path / "two")
@@ -55,7 +53,7 @@ def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Stu
 @pytest.mark.slow
 @pytest.mark.usefixtures("undisturbed")
 def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[RunningBlock] = []
     start = blocks.start_process
@@ -84,7 +82,7 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
 @pytest.mark.slow
 @pytest.mark.usefixtures("undisturbed")
 def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice(
-    fake_study: Studies, tmp_path: Path
+    fake_study: Any, tmp_path: Path
 ) -> None:
     study = fake_study(device=DEVICES, batches=(1, 2), rounds=4)
     (tmp_path / "study.toml").write_text(study.to_toml())
@@ -108,7 +106,7 @@ def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice
     assert not [*folder.glob("blocks/*")]
 
 
-def test_what_is_about_one_device_is_refused_on_several(fake_study: Studies, tmp_path: Path) -> None:
+def test_what_is_about_one_device_is_refused_on_several(fake_study: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="energy is for a study on one device"):
         spread.run(fake_study(device=DEVICES, energy=True), tmp_path, Progress(quiet=True))
     with pytest.raises(UserError, match="give one --device here"):
@@ -117,7 +115,7 @@ def test_what_is_about_one_device_is_refused_on_several(fake_study: Studies, tmp
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undisturbed")
-def test_a_block_whose_device_is_no_longer_there_is_begun_anew(fake_study: Studies, tmp_path: Path) -> None:
+def test_a_block_whose_device_is_no_longer_there_is_begun_anew(fake_study: Any, tmp_path: Path) -> None:
     """No two rounds of a block are of two devices, and what was measured is kept."""
     fields = {"device": DEVICES, "batches": (1, 2)}
     spread.run(fake_study(**fields), tmp_path, Log())

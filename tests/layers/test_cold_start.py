@@ -7,7 +7,6 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,6 @@ def test_a_wide_interval_has_its_lower_bound() -> None:
         shown = {column.name: column.text(part.rows[1]) for column in part.columns}
         assert (shown["speedup"], shown["verdict"]) == (speedup, verdict)
         assert [row["verdict"] for row in table.rows] == ["reference", "faster"], "files have the word alone"
-
-
-Call = Callable[..., Any]
-Refused = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +70,7 @@ def test_the_parts_sum_to_the_first_answer(file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command(file: Path, call: Call) -> None:
+def test_the_command(file: Path, call: Any) -> None:
     code, out, err = call(
         "bench", "cold-start", file, "--rounds", 1, "--files", "memory", "--threads", 1, "--format", "csv"
     )
@@ -97,7 +92,7 @@ def test_libraries_without_byte_code_are_said(file: Path, tmp_path: Path, monkey
     assert "Python modules have no byte-code" in sentence and "compileall" in sentence
 
 
-def test_what_cant_be_started(file: Path, refused: Refused) -> None:
+def test_what_cant_be_started(file: Path, refused: Any) -> None:
     assert "at least 1" in refused("bench", "cold-start", file, "--rounds", 0)
     assert "memory" in refused("bench", "cold-start", file, "--files", "memry")
     assert "name a backend" in refused("bench", "cold-start", "torchvision:resnet18", "onnx", "--size", 32)
@@ -116,7 +111,7 @@ def test_by_hand_there_is_no_start_to_count_from(tmp_path: Path, monkeypatch: py
     assert record["status"] == "failed" and "dyno bench cold-start" in record["reason"]
 
 
-def test_a_form_that_a_library_refuses_is_left_out(call: Call, refused: Refused, half_known: Path) -> None:
+def test_a_form_that_a_library_refuses_is_left_out(call: Any, refused: Any, half_known: Path) -> None:
     words = ("--rounds", 1, "--files", "memory", "--threads", 1)
     code, out, err = call("bench", "cold-start", half_known, "openvino", "onnxruntime", *words, "--format", "json")
     assert code == 3 and "dyno: left out: half openvino fp32: " in err

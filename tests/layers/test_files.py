@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from dyno.layers.profiling import ProfileResult
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-Call = Callable[..., Any]
-Refused = Callable[..., str]
 QUICK = ("--runs", 10, "--seconds", 0.03, "--warmup", 0.02)
 FORMS = ("PyTorch", "ONNX Runtime", "OpenVINO")
 # What speedscope's file-format-spec.ts says of sampled profiles: https://github.com/jlfwong/speedscope
@@ -192,7 +189,7 @@ def test_the_page_needs_nothing_else(profiled: ProfileResult, tmp_path: Path) ->
     assert profiled.html in page
 
 
-def test_from_the_command_line(call: Call, onnx_file: Path, tmp_path: Path) -> None:
+def test_from_the_command_line(call: Any, onnx_file: Path, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     named = onnx.load(onnx_file)
     named.graph.node[0].name = "sum"
@@ -213,7 +210,7 @@ def test_from_the_command_line(call: Call, onnx_file: Path, tmp_path: Path) -> N
     assert len(json.loads((tmp_path / "i.explorer.json").read_text(encoding="utf-8"))["graphs"]) == 2
 
 
-def test_two_graphs_are_two_files(call: Call, onnx_file: Path, tmp_path: Path) -> None:
+def test_two_graphs_are_two_files(call: Any, onnx_file: Path, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     other = onnx.load(onnx_file)
     other.graph.node[0].op_type = "Mul"
@@ -225,7 +222,7 @@ def test_two_graphs_are_two_files(call: Call, onnx_file: Path, tmp_path: Path) -
 
 
 def test_what_can_t_be_saved_is_one_line_before_anything_is_measured(
-    refused: Refused, onnx_file: Path, tmp_path: Path
+    refused: Any, onnx_file: Path, tmp_path: Path
 ) -> None:
     known = ".explorer.json (Model Explorer), .onnx (Netron)"
     model = "torchvision:resnet18"

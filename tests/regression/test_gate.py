@@ -28,11 +28,10 @@ from dyno.worker.record import write_json
 from synthetic import Way
 
 BASE = Way("pytorch", seconds=0.004, spread=0.001)
-Gate = Callable[..., dyno.Comparison]
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Gate:
+def gate(tmp_path: Path) -> Any:
     """BASE as run A, with these changes as run B, held against a limit."""
 
     def run(limit: str = "slower=5%", edit: Callable[[Path], None] | None = None, **changes: Any) -> dyno.Comparison:
@@ -47,7 +46,7 @@ def gate(tmp_path: Path) -> Gate:
     return run
 
 
-def test_three_answers(gate: Gate) -> None:
+def test_three_answers(gate: Any) -> None:
     assert gate().exit_code == 0
     slower = gate(seconds=0.0048)
     assert slower.exit_code == 1 and "failed: " in " ".join(slower.verdicts)
@@ -59,7 +58,7 @@ def test_three_answers(gate: Gate) -> None:
     assert any("one after the other" in line for line in wide.verdicts)
 
 
-def test_digits_that_say_nothing_are_left_out(gate: Gate) -> None:
+def test_digits_that_say_nothing_are_left_out(gate: Any) -> None:
     """Of two rounds that differ hugely the limit of the interval may be 1e40 %."""
     found = gate("slower=2%", seconds=0.05, spread=3.0, statuses=("ok", "ok"))
     (undecided,) = (line for line in found.verdicts if line.startswith("undecided"))
@@ -110,7 +109,7 @@ def disturbed(run: Path) -> None:
         ({"edit": disturbed, "seconds": 0.04}, "1.5 processors busy"),
     ],
 )
-def test_what_cant_be_told(gate: Gate, changes: dict[str, Any], words: str) -> None:
+def test_what_cant_be_told(gate: Any, changes: dict[str, Any], words: str) -> None:
     found = gate(**changes)
     assert found.exit_code == 3 and words in found.rows[0]["undecided"]
     assert not found.rows[0]["failed"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,11 @@ from dyno.worker.spec import Dims, ModelSpec, Trial
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
 QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --confirm 0".split()
 
 
 def test_the_command_line_finds_the_layer_that_must_stay_higher(
-    hostile: Path, dyno: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hostile: Path, dyno: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["run", hostile, "--data", "digits", "--channels", 1, "--backend", "onnxruntime", "--precision",
              "fp32,int8", "--batch", "1,4", "--budget", "top1=2", "--out", tmp_path / "run", *QUICK]  # fmt: skip
@@ -158,7 +155,7 @@ def tried(run: Path) -> Attempt:
     return one
 
 
-def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, dyno: Command, tmp_path: Path) -> None:
+def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, dyno: Any, tmp_path: Path) -> None:
     words = ("run", f"{nets}:light", "--backend", "onnxruntime", "--batch", "1,2", "--out", tmp_path, *ROUTES)
     done = dyno(*words)
     assert done.returncode == 0, done.stderr
@@ -174,7 +171,7 @@ def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, d
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("record.json")}
 
 
-def test_a_route_with_other_outputs_is_never_kept(nets: Path, dyno: Command, tmp_path: Path) -> None:
+def test_a_route_with_other_outputs_is_never_kept(nets: Path, dyno: Any, tmp_path: Path) -> None:
     done = dyno("run", f"{nets}:wrong", "--backend", "onnxruntime", "--out", tmp_path, *ROUTES)
     assert done.returncode == 0, done.stderr
     one = tried(tmp_path)
@@ -185,7 +182,7 @@ def test_a_route_with_other_outputs_is_never_kept(nets: Path, dyno: Command, tmp
 
 
 @pytest.mark.parametrize("words", [("plain",), ("light", "--routes", "usual")])
-def test_nothing_is_tried_without_need(nets: Path, dyno: Command, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_nothing_is_tried_without_need(nets: Path, dyno: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
     name, *options = words
     done = dyno("run", f"{nets}:{name}", *options, "--backend", "onnxruntime", "--out", tmp_path, *ROUTES)
     assert done.returncode == 0, done.stderr

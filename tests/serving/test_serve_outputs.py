@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +19,6 @@ pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.usefixtures("preloaded")
 
-Call = Callable[..., tuple[int, str, str]]
 QUICK = ("--rate", 40, "--p50", "9s", "--duration", "0.5s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run")
 SMALL = ("net.py:net", "--size", 16, "--batch", 4, "--rounds", 1, *QUICK)
 
@@ -30,7 +29,7 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "net.py").write_text(planted_backends.NET)
 
 
-def test_an_engine_with_wrong_outputs_is_never_ranked(call: Call, tmp_path: Path) -> None:
+def test_an_engine_with_wrong_outputs_is_never_ranked(call: Any, tmp_path: Path) -> None:
     wrong = "planted_backends:ChangedWeight"
     code, out, errors = call("bench", "serve", *SMALL, "--backend", f"{wrong},onnxruntime")
     assert code == 3 and "Traceback" not in errors, errors
@@ -53,21 +52,21 @@ def test_an_engine_with_wrong_outputs_is_never_ranked(call: Call, tmp_path: Path
     assert [float(row["output_error"]) > 0.01 for row in csv.DictReader(io.StringIO(shown["csv"]))] == [False, True]
 
 
-def test_an_engine_that_is_wrong_in_smaller_batches_is_never_ranked(call: Call, tmp_path: Path) -> None:
+def test_an_engine_that_is_wrong_in_smaller_batches_is_never_ranked(call: Any, tmp_path: Path) -> None:
     code, out, errors = call("bench", "serve", *SMALL, "--backend", "planted_backends:WrongPairs,onnxruntime")
     assert code == 3 and "the outputs for one input change by" in errors, errors
     (row,) = dyno.load(tmp_path / "run").table("serve").rows
     assert row["outputs"] == "agree" and "WrongPairs" not in out
 
 
-def test_a_wrong_engine_alone_is_not_the_reference(call: Call, tmp_path: Path) -> None:
+def test_a_wrong_engine_alone_is_not_the_reference(call: Any, tmp_path: Path) -> None:
     code, out, errors = call("bench", "serve", *SMALL, "--backend", "planted_backends:ChangedWeight")
     assert code == 3, errors
     (row,) = dyno.load(tmp_path / "run").table("serve").rows
     assert row["verdict"].startswith("wrong outputs: off by") and "against pytorch fp32; not ranked" in out
 
 
-def test_a_reference_among_the_engines_needs_no_job_of_its_own(call: Call, tmp_path: Path) -> None:
+def test_a_reference_among_the_engines_needs_no_job_of_its_own(call: Any, tmp_path: Path) -> None:
     code, out, errors = call("bench", "serve", *SMALL, "--backend", "onnxruntime,pytorch")
     assert code == 0, errors
     reference, other = dyno.load(tmp_path / "run").table("serve").rows
@@ -76,7 +75,7 @@ def test_a_reference_among_the_engines_needs_no_job_of_its_own(call: Call, tmp_p
 
 
 def test_padding_does_not_change_what_a_file_of_a_fixed_batch_answers(
-    call: Call, onnx_file: Path, tmp_path: Path
+    call: Any, onnx_file: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("openvino")
     words = ("bench", "serve", onnx_file, "--backend", "openvino", "--compared", 5, *QUICK)
@@ -91,7 +90,7 @@ def test_padding_does_not_change_what_a_file_of_a_fixed_batch_answers(
     assert call("runs", "rm", "run")[0] == 0 and not (tmp_path / "run").exists()
 
 
-def test_random_outputs_are_compared_with_none(call: Call, tmp_path: Path) -> None:
+def test_random_outputs_are_compared_with_none(call: Any, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(planted_backends.NET.replace("return self.head(", "x = x + torch.rand_like(x)\n"
                                                                   "        return self.head("))  # fmt: skip
     code, out, errors = call("bench", "serve", *SMALL, "--backend", "pytorch@precision=bf16")
@@ -100,7 +99,7 @@ def test_random_outputs_are_compared_with_none(call: Call, tmp_path: Path) -> No
     assert "outputs" not in dyno.load(tmp_path / "run").table("serve").rows[0]
 
 
-def test_a_reference_that_fails_fails_nothing_else(call: Call, tmp_path: Path) -> None:
+def test_a_reference_that_fails_fails_nothing_else(call: Any, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         planted_backends.NET.replace(
             "x = torch.relu", "assert len(x) < 4 or x.dtype != torch.float32\n        x = torch.relu", 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ from dyno.worker.serve.options import ServeOptions
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
-Call = Callable[..., tuple[int, str, str]]
 FAKE = ("fake:net", "--channels", 1, "--seconds", 0.05, "--warmup", 0.02, "--threads", 1, "-o", "run")
 NET = """
 import torch
@@ -33,7 +32,7 @@ def facts(folder: Path) -> list[ServeFacts]:
     return [record.facts.serve for record in records if record is not None and record.facts.serve]
 
 
-def test_given_rates_are_measured_and_shown_again(call: Call, tmp_path: Path) -> None:
+def test_given_rates_are_measured_and_shown_again(call: Any, tmp_path: Path) -> None:
     words = ("--backend", "fake@latency_ms=10", "--batch", 4, "--rate", "50,1000", "--duration", "1s", "--p99", "10s")
     code, out, errors = call("bench", "serve", *FAKE, *words)
     assert code == 0, errors
@@ -59,14 +58,14 @@ def test_given_rates_are_measured_and_shown_again(call: Call, tmp_path: Path) ->
     assert "serve-rates" in "".join(p.name for p in (tmp_path / "run/tables").iterdir())
 
 
-def test_rates_without_a_bound_are_not_compared(call: Call) -> None:
+def test_rates_without_a_bound_are_not_compared(call: Any) -> None:
     words = ("--backend", "fake@latency_ms=2,fake@latency_ms=4", "--rate", 50, "--duration", "0.2s", "--rounds", 1)
     code, out, errors = call("bench", "serve", *FAKE, *words)
     assert code == 0, errors
     assert "full batches" in out and "reference" not in out and "speedup" not in out
 
 
-def test_the_search_ends_below_what_full_batches_allow(call: Call, tmp_path: Path) -> None:
+def test_the_search_ends_below_what_full_batches_allow(call: Any, tmp_path: Path) -> None:
     words = ("--backend", "fake@latency_ms=2,fake@latency_ms=4", "--batch", 2, "--p50", "1s", "--resolution", 0.5,
              "--duration", "0.5s", "--rounds", 1)  # fmt: skip
     code, out, errors = call("bench", "serve", *FAKE, *words)
@@ -83,7 +82,7 @@ def test_the_search_ends_below_what_full_batches_allow(call: Call, tmp_path: Pat
     assert code == 2 and "run is of other requests; give another --out" in errors
 
 
-def test_real_engines_answer_requests(call: Call, tmp_path: Path) -> None:
+def test_real_engines_answer_requests(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("onnxruntime")
     (tmp_path / "small.py").write_text(NET)
@@ -103,7 +102,7 @@ def test_real_engines_answer_requests(call: Call, tmp_path: Path) -> None:
     assert "40.0" in out and "hold" not in out.partition("Rates of requests")[0].partition("highest rate:")[0]
 
 
-def test_a_fixed_batch_is_padded_and_said(call: Call, onnx_file: Path, tmp_path: Path) -> None:
+def test_a_fixed_batch_is_padded_and_said(call: Any, onnx_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     code, out, errors = call(
         "bench",
@@ -126,7 +125,7 @@ def test_a_fixed_batch_is_padded_and_said(call: Call, onnx_file: Path, tmp_path:
     assert "can't be loaded for batches of 1; fewer requests are padded to the next" in out
 
 
-def test_a_trace_says_when_requests_come(call: Call, tmp_path: Path) -> None:
+def test_a_trace_says_when_requests_come(call: Any, tmp_path: Path) -> None:
     times = np.sort(np.random.default_rng(0).uniform(5, 6, 700))
     (tmp_path / "trace.txt").write_text("\n".join(map(str, times)))
     code, out, errors = call(
@@ -139,7 +138,7 @@ def test_a_trace_says_when_requests_come(call: Call, tmp_path: Path) -> None:
     assert step.verdict == "yes" and "Of the rates that were asked for the highest" in out
 
 
-def test_a_full_queue_refuses(call: Call, tmp_path: Path) -> None:
+def test_a_full_queue_refuses(call: Any, tmp_path: Path) -> None:
     code, out, errors = call(
         "bench", "serve", *FAKE, "--backend", "fake@latency_ms=5", "--batch", 1, "--rate", 2000, "--duration", "0.5s",
         "--queue", 3, "--p90", "1s",
@@ -161,12 +160,12 @@ def test_a_full_queue_refuses(call: Call, tmp_path: Path) -> None:
         (("--p99", "1s", "--batch", 4, "--engine-batches", "8"), "engine_batches has 8"),
     ],
 )
-def test_bad_input_is_one_line(call: Call, words: tuple[object, ...], said: str) -> None:
+def test_bad_input_is_one_line(call: Any, words: tuple[object, ...], said: str) -> None:
     code, _, errors = call("bench", "serve", *FAKE, *words)
     assert code == 2 and said in errors and errors.count("\n") == 1
 
 
-def test_a_search_that_is_too_short_says_so(call: Call, tmp_path: Path) -> None:
+def test_a_search_that_is_too_short_says_so(call: Any, tmp_path: Path) -> None:
     words = ("--backend", "fake@latency_ms=50", "--batch", 1, "--p99", "1us", "--duration", "0.5s")
     code, out, errors = call("bench", "serve", *FAKE, *words)
     assert code == 0, errors
@@ -175,12 +174,12 @@ def test_a_search_that_is_too_short_says_so(call: Call, tmp_path: Path) -> None:
     assert "Below 1,320 requests/s the --duration brings fewer than the 662 requests that p99 needs" in out
 
 
-def test_an_engine_that_fails_ends_as_its_row(call: Call) -> None:
+def test_an_engine_that_fails_ends_as_its_row(call: Any) -> None:
     code, _, errors = call("bench", "serve", *FAKE, "--backend", "fake@fail=exception", "--p99", "1s")
     assert code == 3 and "scripted failure" in errors and "Traceback" not in errors
 
 
-def test_an_engine_whose_outputs_are_not_finite_is_not_measured(call: Call, tmp_path: Path) -> None:
+def test_an_engine_whose_outputs_are_not_finite_is_not_measured(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "broken.py").write_text(
         NET.replace("Linear(8, 4))", "Linear(8, 4), torch.nn.Threshold(9e9, float('inf')))")
@@ -206,7 +205,7 @@ def test_from_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_report_opens_with_the_requests(call: Call, tmp_path: Path) -> None:
+def test_the_report_opens_with_the_requests(call: Any, tmp_path: Path) -> None:
     code, _, errors = call("bench", "serve", *FAKE, "--backend", "fake@latency_ms=1", "--rate", "200,400", "--duration",
                            "1s", "--p90", "9s")  # fmt: skip
     assert code == 0, errors

@@ -20,7 +20,6 @@ from dyno.study.defaults import default_runner, each_with, new_folder, reference
 from dyno.study.study import Study
 from dyno.worker.spec import UserError
 
-Refused = Callable[..., str]
 MANY = len(os.sched_getaffinity(0)) + 1
 
 
@@ -97,7 +96,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["raport", "x"], "there is no command 'raport'; did you mean dyno report?"),
     ],
 )
-def test_it_is_refused_at_once(refused: Refused, tmp_path: Path, words: list[object], line: str) -> None:
+def test_it_is_refused_at_once(refused: Any, tmp_path: Path, words: list[object], line: str) -> None:
     assert refused(*words).startswith(line)
     assert list(tmp_path.iterdir()) == []
 
@@ -126,12 +125,12 @@ def test_all_commands_with_a_device_are_listed() -> None:
 @pytest.mark.usefixtures("nothing_runs", "no_gpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_is_no_device_here_is_refused_at_once(refused: Refused, tmp_path: Path, command: str, device: str) -> None:
+def test_what_is_no_device_here_is_refused_at_once(refused: Any, tmp_path: Path, command: str, device: str) -> None:
     assert refused(*command.split(), *COMMANDS[command], "--device", device).startswith(DEVICES[device])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_study_alone_is_spread_over_a_cluster(refused: Refused) -> None:
+def test_a_study_alone_is_spread_over_a_cluster(refused: Any) -> None:
     for command, words in COMMANDS.items():
         if command != "run":
             assert refused(*command.split(), *words, "--cluster", "ray").startswith("no such option: --cluster")
@@ -146,16 +145,16 @@ def test_a_study_alone_is_spread_over_a_cluster(refused: Refused) -> None:
 
 
 @pytest.mark.parametrize("command", sorted(typer.main.get_command(app.app).commands))
-def test_every_command_refuses_an_unknown_option_in_one_line(refused: Refused, command: str) -> None:
+def test_every_command_refuses_an_unknown_option_in_one_line(refused: Any, command: str) -> None:
     assert refused(command, "--nonsense").startswith("no such option: --nonsense")
 
 
-def test_a_run_folder_is_told_how_it_is_shown(refused: Refused, tmp_path: Path) -> None:
+def test_a_run_folder_is_told_how_it_is_shown(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "r" / "trials").mkdir(parents=True)
     assert refused("r").endswith("to see that run: dyno show r")
 
 
-def test_a_misspelt_key_is_told_before_what_is_missing(refused: Refused, tmp_path: Path) -> None:
+def test_a_misspelt_key_is_told_before_what_is_missing(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text("modelz = ['fake:n']")
     assert refused("run", "s.toml") == "unknown key in s.toml 'modelz'; did you mean 'models'?"
 
@@ -190,13 +189,13 @@ def test_two_backends_of_one_file_are_enough_to_agree() -> None:
         ("torchvision:resnet81", "torchvision has no model 'resnet81'; did you mean torchvision:resnet18?"),
     ],
 )
-def test_only_near_names_are_suggested(refused: Refused, model: str, line: str) -> None:
+def test_only_near_names_are_suggested(refused: Any, model: str, line: str) -> None:
     pytest.importorskip(model.partition(":")[0])
     assert line in refused("run", model, "--backend", "pytorch", "--out", "r")
 
 
 @pytest.mark.slow
-def test_a_file_of_one_batch_has_no_others_to_test(refused: Refused, call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_file_of_one_batch_has_no_others_to_test(refused: Any, call: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     onnx_text.write(tmp_path / "rows.onnx", "(float[2, 16] x) => (float[2, 16] y) { y = Relu(x) }")
     code, _, err = call("bench", "stress", "rows.onnx", "--phases", "min,max", "--out", "r")

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,6 @@ NAMES = ("ноль", "один", "два и три")
 NET = "dyno.worker.nets.digits:resnet18"
 SMALL = ["--model", NET, "--channels", "1", "--size", "32", "--threads", "1"]
 QUICK = [*SMALL, "--augment", "shift", "--lr", "0.005", "--batch", "16"]
-
-Call = Callable[..., tuple[int, str, str]]
 
 
 def draw(folder: Path, name: str, digit: int, first: int, count: int) -> None:
@@ -74,7 +71,7 @@ def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
-def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Call, tmp_path: Path) -> None:
+def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Any, tmp_path: Path) -> None:
     words = ["data", "train", flat, *QUICK, "--epochs", "6", "--out", "run", "--then", "onnxruntime"]
     code, out, said = call(*words)
     assert code == 0, said
@@ -209,7 +206,7 @@ def test_a_training_waits_for_a_gpu_that_another_dyno_has(
     assert json.loads((tmp_path / "run" / "training.json").read_text(encoding="utf-8"))["status"] == "ok"
 
 
-def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: Call, tmp_path: Path) -> None:
+def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: Any, tmp_path: Path) -> None:
     def said(data: object, *words: str) -> str:
         code, _, text = call("data", "train", data, "--model", NET, "--out", tmp_path / "run", *words)
         assert code == 2, text
@@ -340,7 +337,7 @@ def test_a_model_that_can_not_work_is_one_line(flat: Path, tmp_path: Path) -> No
 
 
 def test_without_the_library_of_charts_a_training_ends_well(
-    flat: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flat: Path, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ["matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))]:
         monkeypatch.setitem(sys.modules, name, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import spreading
-from dyno import Study, UserError
+from dyno import UserError
 from dyno.devices import spread
 from dyno.devices.clusters import ray_cluster
 from dyno.jobs.progress import Progress
@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(system.physical_cores() < 2, reason="two nodes need two physical cores"),
 ]
-Studies = Callable[..., Study]
 NODES_S = 600  # that nodes may take to start
 
 
@@ -50,7 +49,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.mark.usefixtures("undisturbed")
 def test_a_study_on_two_nodes_is_that_of_one_host_but_for_its_places(
-    fake_study: Studies, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     spreading.run_on_two_places(fake_study, tmp_path / "two", f"ray={cluster.address}")
@@ -62,9 +61,7 @@ def test_a_study_on_two_nodes_is_that_of_one_host_but_for_its_places(
 
 @pytest.mark.rare
 @pytest.mark.usefixtures("undisturbed")
-def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(
-    fake_study: Studies, tmp_path: Path, cluster: Any
-) -> None:
+def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
     third, gone = cluster.add_node(num_cpus=1), []
     cluster.wait_for_nodes(NODES_S)
 
@@ -102,7 +99,7 @@ def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
 @pytest.mark.rare
 @pytest.mark.usefixtures("undisturbed")
 def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
-    fake_study: Studies, tmp_path: Path, cluster: Any
+    fake_study: Any, tmp_path: Path, cluster: Any
 ) -> None:
     study = fake_study(on=f"ray={cluster.address}", batches=(1, 2), rounds=4, seconds=0.2)
     folder = tmp_path / "run"
@@ -114,7 +111,7 @@ def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
 
 
 @pytest.mark.rare
-def test_a_terminated_command_says_so_in_one_line(fake_study: Studies, tmp_path: Path, cluster: Any) -> None:
+def test_a_terminated_command_says_so_in_one_line(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
     """Ray's own handler prints traces, and ends the process where it is."""
     study = fake_study(on=f"ray={cluster.address}", rounds=50, until="rounds")
     assert "SIGTERM" not in spreading.stop(study, tmp_path / "run", subprocess.Popen.terminate)
@@ -122,7 +119,7 @@ def test_a_terminated_command_says_so_in_one_line(fake_study: Studies, tmp_path:
 
 
 @pytest.mark.rare
-def test_a_command_that_is_terminated_while_ray_starts_says_so_in_one_line(fake_study: Studies, tmp_path: Path) -> None:
+def test_a_command_that_is_terminated_while_ray_starts_says_so_in_one_line(fake_study: Any, tmp_path: Path) -> None:
     (tmp_path / "study.toml").write_text(fake_study(on="ray=local").to_toml())
     words = [sys.executable, "-m", "dyno", "run", str(tmp_path / "study.toml"), "--out", str(tmp_path / "run")]
     command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -158,20 +155,18 @@ def _children(pid: int) -> list[str]:
         ({"on": "ray=127.0.0.1:1"}, "no Ray cluster answers at 127.0.0.1:1: "),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    fake_study: Studies, tmp_path: Path, fields: dict[str, Any], message: str
-) -> None:
+def test_what_makes_no_sense_is_refused(fake_study: Any, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         spread.run(fake_study(**fields), tmp_path, Progress(quiet=True))
     assert "\n" not in str(caught.value)
 
 
-def test_a_node_without_the_device(fake_study: Studies, tmp_path: Path, cluster: Any) -> None:
+def test_a_node_without_the_device(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
     with pytest.raises(UserError, match="no node of the Ray cluster has a GPU"):
         spread.run(fake_study(on=f"ray={cluster.address}", device="cuda"), tmp_path, Progress(quiet=True))
 
 
-def test_without_the_library(fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"inference-dyno\[ray\]"):
         spread.run(fake_study(on="ray"), tmp_path, Progress(quiet=True))

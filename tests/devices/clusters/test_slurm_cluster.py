@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import psutil
 import pytest
 
 import spreading
-from dyno import Study, UserError
+from dyno import UserError
 from dyno.devices import blocks, spread
 from dyno.devices.clusters import slurm_cluster
 from dyno.devices.clusters.slurm_cluster import parse
@@ -30,7 +29,6 @@ from logged import Log
 from spreading import environments, kill_a_driver, records
 
 pytest.importorskip("submitit")
-Studies = Callable[..., Study]
 LOCAL = "slurm=2,cluster=local"
 two_cores = pytest.mark.skipif(system.physical_cores() < 2, reason="two jobs need two physical cores")
 FAKE = {
@@ -58,7 +56,7 @@ echo "$*" >> "$FAKE_SLURM/cancelled"
 @two_cores
 @pytest.mark.usefixtures("undisturbed")
 def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -75,7 +73,7 @@ def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
 @two_cores
 @pytest.mark.usefixtures("undisturbed")
 def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, gone, start = list[RunningBlock](), list[str](), blocks.start_process
 
@@ -99,7 +97,7 @@ def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
 
 
 @pytest.mark.rare
-def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_study: Studies, tmp_path: Path) -> None:
+def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_study: Any, tmp_path: Path) -> None:
     gone: list[str] = []
 
     def kill(place: str, line: str) -> None:
@@ -121,9 +119,7 @@ def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_st
 @pytest.mark.rare
 @two_cores
 @pytest.mark.usefixtures("undisturbed")
-def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(
-    fake_study: Studies, tmp_path: Path
-) -> None:
+def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(on=LOCAL, batches=(1, 2), rounds=4, seconds=0.2)
     folder = tmp_path / "run"
     measured = kill_a_driver(study, folder)
@@ -138,7 +134,7 @@ def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(
 
 @pytest.mark.rare
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_whole_terminal_is_one_line(fake_study: Studies, tmp_path: Path, number: int) -> None:
+def test_a_signal_to_the_whole_terminal_is_one_line(fake_study: Any, tmp_path: Path, number: int) -> None:
     """Jobs on this host get it, too, and leave the words to the command, which ends them."""
     study, folder = fake_study(on="slurm=1,cluster=local", rounds=50, until="rounds"), tmp_path / "run"
     spreading.stop(study, folder, lambda command: os.killpg(command.pid, number))
@@ -173,7 +169,7 @@ def _unfinished(folder: Path) -> dict[str, int]:
 @pytest.mark.rare
 @pytest.mark.usefixtures("undisturbed")
 def test_a_job_that_waits_is_spoken_of_and_one_that_never_starts_is_left_out(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = tmp_path / "slurm"
     fake.mkdir()
@@ -243,7 +239,7 @@ def test_what_is_asked_of_slurm() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=message) as caught:
@@ -253,7 +249,7 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_what_lies_in_a_folder_from_elsewhere_is_not_followed(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
     other = tmp_path / "other" / "jobs-1" / "0"
@@ -267,12 +263,12 @@ def test_what_lies_in_a_folder_from_elsewhere_is_not_followed(
     assert (other / "id").is_file() and not asked
 
 
-def test_a_plan_needs_no_job(fake_study: Studies) -> None:
+def test_a_plan_needs_no_job(fake_study: Any) -> None:
     with spread.expected_places(fake_study(on="slurm=9,partition=gpu", device="cuda")) as found:
         assert [(place.device, place.host) for place in found] == [("cuda:0", None)]
 
 
-def test_without_the_library(fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(UserError, match=r"inference-dyno\[slurm\]"):
         spread.run(fake_study(on="slurm"), tmp_path / "run", Progress(quiet=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +140,13 @@ def test_metadata_of_the_data_set_is_recorded(data: DataSpec) -> None:
     assert evaluation.oddities == ("class 'б' is in no image",)
 
 
-Function = Callable[[np.ndarray], dict[str, np.ndarray]]
 WEIGHTS = np.random.default_rng(0).standard_normal((4, 5)).astype(np.float32)
 
 
 class Net(Session):
     """A function of the one input."""
 
-    def __init__(self, function: Function, shape: tuple[int, ...], outputs: tuple[Tensor, ...] = ()) -> None:
+    def __init__(self, function: Any, shape: tuple[int, ...], outputs: tuple[Tensor, ...] = ()) -> None:
         self.inputs, self.outputs, self.function = (Tensor("x", "float32", shape),), outputs, function
 
     def bind(self, feeds: Any, slot: int = 0) -> None:
@@ -183,7 +181,7 @@ def detections(x: np.ndarray) -> np.ndarray:
         (lambda x: {"y": scores(x) - scores(x).mean(0)}, r"change by \d+% of their size with the other inputs"),
     ],
 )
-def test_what_a_file_declares_must_hold(function: Function, said: str) -> None:
+def test_what_a_file_declares_must_hold(function: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         find_rows(Net(function, (8, 4)), shaped_trial(8, ("batch", 5)), 8)
     assert find_rows(Net(function, (1, 4)), shaped_trial(1, ("batch", 5)), 1).axes == {"y": 0}
@@ -204,7 +202,7 @@ def test_what_a_file_declares_must_hold(function: Function, said: str) -> None:
     ],
     ids="loss, anchors, table, loss alone, detections, flattened, pairs, labels, usage".split(", "),
 )
-def test_outputs_without_a_row_for_each_input_are_not_condemned(function: Function) -> None:
+def test_outputs_without_a_row_for_each_input_are_not_condemned(function: Any) -> None:
     assert find_rows(Net(function, (8, 4)), shaped_trial(), 8).warning == ""
 
 
