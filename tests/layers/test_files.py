@@ -19,67 +19,8 @@ pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 QUICK = ("--runs", 10, "--seconds", 0.03, "--warmup", 0.02)
 FORMS = ("PyTorch", "ONNX Runtime", "OpenVINO")
-# What speedscope's file-format-spec.ts says of sampled profiles: https://github.com/jlfwong/speedscope
-SPEEDSCOPE = {
-    "type": "object",
-    "required": ["$schema", "profiles", "shared"],
-    "additionalProperties": False,
-    "properties": {
-        "$schema": {"const": "https://www.speedscope.app/file-format-schema.json"},
-        "name": {"type": "string"},
-        "exporter": {"type": "string"},
-        "activeProfileIndex": {"type": "integer"},
-        "shared": {
-            "type": "object",
-            "required": ["frames"],
-            "properties": {
-                "frames": {
-                    "type": "array",
-                    "items": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
-                }
-            },
-        },
-        "profiles": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["type", "name", "unit", "startValue", "endValue", "samples", "weights"],
-                "properties": {
-                    "type": {"const": "sampled"},
-                    "name": {"type": "string"},
-                    "unit": {"enum": ["none", "nanoseconds", "microseconds", "milliseconds", "seconds", "bytes"]},
-                    "startValue": {"type": "number"},
-                    "endValue": {"type": "number"},
-                    "samples": {
-                        "type": "array",
-                        "items": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                    },
-                    "weights": {"type": "array", "items": {"type": "number", "minimum": 0}},
-                },
-            },
-        },
-    },
-}
-NODE_DATA = {
-    "type": "object",
-    "additionalProperties": {
-        "type": "object",
-        "required": ["results"],
-        "properties": {
-            "results": {
-                "type": "object",
-                "additionalProperties": {
-                    "type": "object", "required": ["value"], "properties": {"value": {"type": "number"}},
-                },
-            },
-            "gradient": {
-                "type": "array",
-                "items": {"type": "object", "required": ["stop"], "properties": {"stop": {"minimum": 0, "maximum": 1}}},
-            },
-        },
-    },
-}  # fmt: skip
+# Of sampled profiles what speedscope says in file-format-spec.ts: https://github.com/jlfwong/speedscope
+SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +67,7 @@ def test_a_trace_s_calls_are_inside_each_other_and_add_up(profiled: ProfileResul
 
 def test_a_flame_graph_has_the_medians_below_the_modules(profiled: ProfileResult, tmp_path: Path) -> None:
     found = saved(profiled, tmp_path / "r.speedscope.json")
-    jsonschema.validate(found, SPEEDSCOPE)
+    jsonschema.validate(found, SCHEMAS["speedscope"])
     frames = [frame["name"] for frame in found["shared"]["frames"]]
     for profile, total in zip(found["profiles"], layers_us(profiled), strict=True):
         assert len(profile["samples"]) == len(profile["weights"])
@@ -141,7 +82,7 @@ def test_a_flame_graph_has_the_medians_below_the_modules(profiled: ProfileResult
 def test_model_explorer_s_graphs_and_the_times_that_colour_them(profiled: ProfileResult, tmp_path: Path) -> None:
     collection = saved(profiled, tmp_path / "r.explorer.json")
     data = saved(profiled, tmp_path / "r.node-data.json")
-    jsonschema.validate(data, NODE_DATA)
+    jsonschema.validate(data, SCHEMAS["node_data"])
     assert collection["label"] == "resnet18" and [graph["id"] for graph in collection["graphs"]] == [*data]
     for graph, total in zip(collection["graphs"], layers_us(profiled), strict=True):
         ids = [node["id"] for node in graph["nodes"]]
