@@ -130,14 +130,21 @@ def fake_study() -> Callable[..., Study]:
 
 @pytest.fixture(scope="session")
 def dyno() -> Any:
-    """The command line in a process of its own: `dyno("run", "fake:net", cwd=..., env=...)`."""
+    """The command line in a process of its own: `dyno("run", "fake:net", cwd=..., env=...)`; it ends with `code` where
+    that is given."""
 
-    def run(*words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 1200.0) -> Any:
+    def run(
+        *words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 1200.0,
+        code: int | None = None,
+    ) -> Any:  # fmt: skip
         every = {**os.environ, **(env or {})}
         if server := every.pop(forked.FORKS, ""):
-            return forked.command(server, [*map(str, words)], cwd or Path.cwd(), every, timeout)
-        command = [sys.executable, "-m", "dyno", *map(str, words)]
-        return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=every, timeout=timeout)
+            done = forked.command(server, [*map(str, words)], cwd or Path.cwd(), every, timeout)
+        else:
+            command = [sys.executable, "-m", "dyno", *map(str, words)]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=every, timeout=timeout)
+        assert code in (None, done.returncode), done.stdout + done.stderr
+        return done
 
     return run
 

@@ -80,8 +80,7 @@ def test_two_pythons_in_one_study(other_python: str, onnx_file: Path, tmp_path: 
 @pytest.mark.slow
 def test_another_python_from_flags(other_python: str, onnx_file: Path, tmp_path: Path, dyno: Any) -> None:
     usual = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --backend onnxruntime".split()
-    done = dyno("run", onnx_file, *usual, "--python", f"onnxruntime={other_python}", "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    dyno("run", onnx_file, *usual, "--python", f"onnxruntime={other_python}", "--out", tmp_path / "run", code=0)
     ((job, record, _),) = found(tmp_path / "run").values()
     assert job["runtime"]["python"] == other_python
     assert other_python_version(other_python) == record.system["python"]

@@ -34,8 +34,7 @@ def test_the_references_have_their_networks_batches_and_sizes() -> None:
 
 
 def test_on_a_cpu_a_study_lists_its_trials_with_reasons(root: Path, dyno: Any, tmp_path: Path) -> None:
-    done = dyno("run", root / "studies" / "own-classes.toml", "--dry-run", "--size", "64", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = dyno("run", root / "studies" / "own-classes.toml", "--dry-run", "--size", "64", cwd=tmp_path, code=0)
     reasons = done.stdout.count(" is not installed in this Python; ")
     assert f"15 trials, {reasons} refused; " in done.stdout
 
@@ -43,8 +42,7 @@ def test_on_a_cpu_a_study_lists_its_trials_with_reasons(root: Path, dyno: Any, t
 def test_on_a_cpu_a_study_runs_small(root: Path, dyno: Any, tmp_path: Path) -> None:
     small = ("--device", "cpu", "--backend", "pytorch", "--batch", 1, "--size", 32, "--rounds", 1)
     quick = ("--samples", 5, "--warmup", 0.05, "--threads", 1, "--out", tmp_path / "run")
-    done = dyno("run", root / "studies" / "own-classes.toml", *small, *quick, timeout=1200)
-    assert done.returncode == 0, done.stderr
+    dyno("run", root / "studies" / "own-classes.toml", *small, *quick, timeout=1200, code=0)
     peak = json.loads((tmp_path / "run" / "peak" / "record.json").read_text())
     assert peak["facts"]["peak"]["fp32"]["flops_per_s"] > 0
     with open(tmp_path / "run" / "tables" / "flops.csv") as f:

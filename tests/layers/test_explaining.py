@@ -37,8 +37,7 @@ def net(tmp_path: Path) -> str:
 
 def explained(call: Any, *words: object) -> dict[str, Any]:
     """The JSON of both tables, whose steps close."""
-    code, out, err = call("explain", *words, "--format", "json")
-    assert code == 0, err
+    _, out, _ = call("explain", *words, "--format", "json", code=0)
     found: dict[str, Any] = json.loads(out)
     first, *steps, last = found["tables"]["waterfall"]["rows"]
     assert first["a_us"] + sum(step["difference_us"] for step in steps) == pytest.approx(last["b_us"])
@@ -136,10 +135,9 @@ def test_int8_is_told_by_its_types(call: Any, net: str, tmp_path: Path) -> None:
 
 
 def test_two_trials_of_a_run(call: Any, refused: Any, dyno: Callable[..., Any], net: str) -> None:
-    code, _, err = call("run", net, "--backend", "pytorch,onnxruntime,onnxruntime@optimization=basic", "--size", 32,
+    call("run", net, "--backend", "pytorch,onnxruntime,onnxruntime@optimization=basic", "--size", 32,
                         "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02, "--threads", 1,
-                        "-o", "r")  # fmt: skip
-    assert code == 0, err
+                        "-o", "r", code=0)  # fmt: skip
     found = explained(call, "r", "pytorch", "onnxruntime", "--rounds", 1, "--runs", 5)
     assert sum(note.endswith(" ms.") and " in the run: " in note for note in found["tables"]["waterfall"]["notes"]) == 2
     assert causes_of(found)["1 2"] == "fused or left out in B"

@@ -52,8 +52,7 @@ def net(tmp_path: Path) -> str:
 
 def tables(call: Any, *words: object) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
     """The layers' rows by form, and a line for each form."""
-    code, out, err = call("profile", *words, *QUICK, "--format", "json")
-    assert code == 0, err
+    _, out, _ = call("profile", *words, *QUICK, "--format", "json", code=0)
     found = json.loads(out)["tables"]
     by_form: dict[str, list[dict[str, Any]]] = {}
     for row in found["profile"]["rows"]:
@@ -210,8 +209,7 @@ def test_under_the_roof(call: Any, refused: Any, net: str, tmp_path: Path) -> No
     assert refused("profile", net, "--data-sheet", "fp32=1").endswith("add --roofline")
     words = ("profile", net, "onnxruntime", "--size", 32, "--top", 0, "--roofline", "--data-sheet", "fp32=1000",
              "--save", "n.svg", "--save", "n.png")  # fmt: skip
-    code, out, err = call(*words, *QUICK, "--format", "json")
-    assert code == 0, err
+    _, out, _ = call(*words, *QUICK, "--format", "json", code=0)
     found = json.loads(out)["tables"]
     ceilings = {row["ceiling"]: row for row in found["ceilings"]["rows"]}
     product, copy = ceilings["matrix product, fp32"]["tflops"], ceilings["copy, read and written"]["gb_s"]

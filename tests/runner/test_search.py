@@ -27,8 +27,7 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
 ) -> None:
     words = ["run", hostile, "--data", "digits", "--channels", 1, "--backend", "onnxruntime", "--precision",
              "fp32,int8", "--batch", "1,4", "--budget", "top1=2", "--out", tmp_path / "run", *QUICK]  # fmt: skip
-    done = dyno(*words)
-    assert done.returncode == 0, done.stderr
+    dyno(*words, code=0)
     frame = trial_table.read_trials(trial_result.load_run(tmp_path / "run")).frame.set_index(
         ["precision", "options", "batch"]
     )
@@ -157,8 +156,7 @@ def tried(run: Path) -> Attempt:
 
 def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, dyno: Any, tmp_path: Path) -> None:
     words = ("run", f"{nets}:light", "--backend", "onnxruntime", "--batch", "1,2", "--out", tmp_path, *ROUTES)
-    done = dyno(*words)
-    assert done.returncode == 0, done.stderr
+    done = dyno(*words, code=0)
     one = tried(tmp_path)
     assert one.kept is not None and one.kept.route == "torchscript" and one.kept.ratio > 1.5, one
     rows = {(t.variant, t.batch) for t in trial_result.load_run(tmp_path) if t.good}
@@ -172,8 +170,7 @@ def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, d
 
 
 def test_a_route_with_other_outputs_is_never_kept(nets: Path, dyno: Any, tmp_path: Path) -> None:
-    done = dyno("run", f"{nets}:wrong", "--backend", "onnxruntime", "--out", tmp_path, *ROUTES)
-    assert done.returncode == 0, done.stderr
+    dyno("run", f"{nets}:wrong", "--backend", "onnxruntime", "--out", tmp_path, *ROUTES, code=0)
     one = tried(tmp_path)
     assert one.kept is None
     assert {route.route: route.outcome for route in one.routes}["torchscript"] == FAILED
@@ -184,8 +181,7 @@ def test_a_route_with_other_outputs_is_never_kept(nets: Path, dyno: Any, tmp_pat
 @pytest.mark.parametrize("words", [("plain",), ("light", "--routes", "usual")])
 def test_nothing_is_tried_without_need(nets: Path, dyno: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
     name, *options = words
-    done = dyno("run", f"{nets}:{name}", *options, "--backend", "onnxruntime", "--out", tmp_path, *ROUTES)
-    assert done.returncode == 0, done.stderr
+    dyno("run", f"{nets}:{name}", *options, "--backend", "onnxruntime", "--out", tmp_path, *ROUTES, code=0)
     assert not (tmp_path / "routes.json").exists() and not (tmp_path / "routes").exists()
     assert [t.variant for t in trial_result.load_run(tmp_path)] == ["onnxruntime"]
 

@@ -60,15 +60,13 @@ def test_an_engine_that_is_wrong_in_smaller_batches_is_never_ranked(call: Any, t
 
 
 def test_a_wrong_engine_alone_is_not_the_reference(call: Any, tmp_path: Path) -> None:
-    code, out, errors = call("bench", "serve", *SMALL, "--backend", "planted_backends:ChangedWeight")
-    assert code == 3, errors
+    _, out, _ = call("bench", "serve", *SMALL, "--backend", "planted_backends:ChangedWeight", code=3)
     (row,) = dyno.load(tmp_path / "run").table("serve").rows
     assert row["verdict"].startswith("wrong outputs: off by") and "against pytorch fp32; not ranked" in out
 
 
 def test_a_reference_among_the_engines_needs_no_job_of_its_own(call: Any, tmp_path: Path) -> None:
-    code, out, errors = call("bench", "serve", *SMALL, "--backend", "onnxruntime,pytorch")
-    assert code == 0, errors
+    _, out, _ = call("bench", "serve", *SMALL, "--backend", "onnxruntime,pytorch", code=0)
     reference, other = dyno.load(tmp_path / "run").table("serve").rows
     assert reference["verdict"] == "reference" and "outputs" not in reference and other["outputs"] == "agree"
     assert not (tmp_path / "run/reference").exists() and "compared with none" not in out
@@ -79,8 +77,7 @@ def test_padding_does_not_change_what_a_file_of_a_fixed_batch_answers(
 ) -> None:
     pytest.importorskip("openvino")
     words = ("bench", "serve", onnx_file, "--backend", "openvino", "--compared", 5, *QUICK)
-    code, out, errors = call(*words)
-    assert code == 0, errors
+    _, out, errors = call(*words, code=0)
     assert "Outputs agree with those of onnxruntime fp32" in out and "fewer requests are padded to the next" in out
     written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/**/record.json")}
     assert len(written) == 2 and call(*words)[0] == 0
@@ -93,8 +90,7 @@ def test_padding_does_not_change_what_a_file_of_a_fixed_batch_answers(
 def test_random_outputs_are_compared_with_none(call: Any, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(planted_backends.NET.replace("return self.head(", "x = x + torch.rand_like(x)\n"
                                                                   "        return self.head("))  # fmt: skip
-    code, out, errors = call("bench", "serve", *SMALL, "--backend", "pytorch@precision=bf16")
-    assert code == 0, errors
+    _, out, _ = call("bench", "serve", *SMALL, "--backend", "pytorch@precision=bf16", code=0)
     assert "Outputs are compared with none: outputs change from call to call." in out
     assert "outputs" not in dyno.load(tmp_path / "run").table("serve").rows[0]
 
@@ -105,6 +101,5 @@ def test_a_reference_that_fails_fails_nothing_else(call: Any, tmp_path: Path) ->
             "x = torch.relu", "assert len(x) < 4 or x.dtype != torch.float32\n        x = torch.relu", 1
         )
     )
-    code, out, errors = call("bench", "serve", *SMALL, "--backend", "pytorch@precision=bf16")
-    assert code == 0, errors
+    _, out, _ = call("bench", "serve", *SMALL, "--backend", "pytorch@precision=bf16", code=0)
     assert "Outputs are compared with none: pytorch fp32 gave none (failed: first call: net refuses" in out

@@ -175,8 +175,7 @@ def test_pixels_that_are_not_square_keep_their_shape(call: Any, tmp_path: Path, 
     videos.write(tmp_path / "wide.mp4", with_square(128, 48, 32, 64), set_up=wide)
     words = ["rows.py:net" if word == "marker.py:net" else word for word in WORDS]
     words += ["--json", "boxes.jsonl", "--confidence", 0.8, "--prepare", prepare]
-    code, _, errors = call("bench", "video", "wide.mp4", f"out{suffix}", *words)
-    assert code == 0, errors
+    call("bench", "video", "wide.mp4", f"out{suffix}", *words, code=0)
     stored = [json.loads(line) for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
     assert {(line["width"], line["height"], line["pixel_aspect"]) for line in stored} == {(384, 288, 2.0)}
     np.testing.assert_allclose([line["boxes"][0]["box"] for line in stored], [[128, 48, 160, 112]] * 8, atol=2)

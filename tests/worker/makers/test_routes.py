@@ -187,5 +187,4 @@ def test_routes_by_name() -> None:
 @pytest.mark.slow
 def test_a_transformer_in_half_precision_runs_on_a_cpu(dyno: Any, net: str, tmp_path: Path) -> None:
     words = ("--precision", "fp16", "--size", 32, "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02)
-    done = dyno("run", net, *words, "--backend", "onnxruntime", "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr  # its layout optimiser dies of such graphs
+    dyno("run", net, *words, "--backend", "onnxruntime", "--out", tmp_path / "run", code=0)
