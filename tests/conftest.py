@@ -1,7 +1,5 @@
 """What many tests share: a cache of their own, quick fake trials, the command line, a second interpreter."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

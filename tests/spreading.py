@@ -1,7 +1,5 @@
 """What tests of studies spread over places share: when records were written, and a driver that can be killed."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

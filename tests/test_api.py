@@ -1,7 +1,5 @@
 """What Python users may hand to Dyno, in one line where it is wrong, and what a type checker says of it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

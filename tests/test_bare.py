@@ -1,7 +1,5 @@
 """With Dyno's own dependencies alone, as in a bare wheel: no command ends in a traceback, and hints name the extra."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

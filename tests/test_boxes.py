@@ -1,7 +1,5 @@
 """Detectors with outputs in any layout, or with suppression inside, at the command line: what is right and wrong."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """What the timing loop relies on, asked of every backend that runs models; a new backend is asked too."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Networks that take something else than one image go through every engine, from one description of their inputs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The documents are held to the code: commands and options exist, tables are complete, examples run, links resolve."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """`dyno eval` on real images in class folders, through the command line and from Python."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """What breaks around Dyno costs a line at most: names, pipes, links, bombs, brackets, a reader that goes away."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

@@ -3,8 +3,6 @@
 `tests/golden/make.py --expected` writes the expected files anew, after a deliberate change.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """A worker needs nothing but its folder: it runs under another Python, by hand, and beside files with its own names."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Nothing phones home: a study over every backend found here looks up no host, in Python or in native code."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -88,8 +86,7 @@ def offline(watched: tuple[str, Watch], watch: Watch, dyno: Any) -> Any:
     """A command that has to end well and, with its jobs, is watched."""
 
     def run(*words: object) -> Any:
-        done = dyno(*words, env={**watch.env, forked.FORKS: watched[0]}, code=0)
-        return done
+        return dyno(*words, env={**watch.env, forked.FORKS: watched[0]}, code=0)
 
     return run
 

@@ -1,7 +1,5 @@
 """ONNX files that people bring, through the command line: each runs, or ends in one clear line."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The plug-in of examples/plugin, installed in an environment of its own, is used from the command line."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os

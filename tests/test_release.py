@@ -1,7 +1,5 @@
 """What is released: the package, the containers and the site build, and hold what they name."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The studies that come with Dyno can be read, and run small on a CPU."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`dyno export`: what it writes runs without Dyno, and answers as the trial did."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

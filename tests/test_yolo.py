@@ -1,7 +1,5 @@
 """A YOLO that was trained for a moment keeps its mean average precision on every way through ONNX."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The command line: every kind of bad input is one line and exit code 2, and each command says what it takes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

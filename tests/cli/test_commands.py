@@ -1,7 +1,5 @@
 """Small commands: `dyno data`, `dyno demo` and `dyno doctor`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable

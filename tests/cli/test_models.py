@@ -1,7 +1,5 @@
 """Models that do not work, and files that refuse what is asked of them: one line each, whatever the model does."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

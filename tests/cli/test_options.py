@@ -1,7 +1,5 @@
 """Flags and study files that make no sense are one line each, which says what is wrong and what to write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`dyno runs` and `dyno report`: what they show, and that nothing but a run folder's own is ever removed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Small data sets of drawn shapes, whose boxes, masks and keypoints are known."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

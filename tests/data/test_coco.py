@@ -1,7 +1,5 @@
 """COCO's files become letterboxed images and ground truth by row and class; what is wrong in them is one line."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

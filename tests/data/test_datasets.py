@@ -1,7 +1,5 @@
 """Decoded data sets: the right pixels, labels and splits, found again by content, and one line for what is wrong."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Decoded pixels are those of other libraries, and a damaged cache of them is made again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

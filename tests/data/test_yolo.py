@@ -1,7 +1,5 @@
 """YOLO's folders become letterboxed images and COCO's ground truth; what is wrong in them is one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

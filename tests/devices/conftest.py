@@ -1,7 +1,5 @@
 """What tests of several places share."""
 
-from __future__ import annotations
-
 import pytest
 
 from dyno.devices import one_host

@@ -1,7 +1,5 @@
 """The anchor trial on two shares of the processor: in turns alone and side by side, and what is killed meanwhile."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

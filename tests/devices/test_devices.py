@@ -1,7 +1,5 @@
 """What devices of several hosts do to each other, the blocks of what is compared, and the process that measures one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A study on two shares of the processor: every block whole on one of them, whatever is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

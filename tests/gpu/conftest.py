@@ -3,8 +3,6 @@
 DYNO_TENSORRT_PYTHON and DYNO_ORTGPU_PYTHON name interpreters other than this one.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

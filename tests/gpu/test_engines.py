@@ -1,7 +1,5 @@
 """TensorRT for real, by the command line: build, time, agree, test hard, and every way it can go wrong."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

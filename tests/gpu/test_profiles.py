@@ -1,7 +1,5 @@
 """Times of layers on a GPU: PyTorch's by its kernels, TensorRT's by its own profiler."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Every way a job can end becomes a record, and nothing of the job outlives it."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """What a study says where nothing is drawn anew."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 

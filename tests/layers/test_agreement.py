@@ -1,7 +1,5 @@
 """`dyno diff --layers`: planted wrong layers by the model's own names, forms, and bad input in one line."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Cold starts: parts that sum to the whole, in processes that really start, and their table."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Which layer a kernel belongs to, and what its counters say: on real counters and at the lines between the words."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`dyno explain`: a waterfall that closes, by the model's own names, of forms, files and a run's trials."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files for other tools: each is what its tool's own specification says, and has the numbers of the tables."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

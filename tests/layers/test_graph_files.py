@@ -1,7 +1,5 @@
 """Layers as calls inside calls, and what traces and tree maps make of them."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The layers of a form as a graph in a page: what is drawn, and what a browser makes of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

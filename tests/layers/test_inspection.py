@@ -1,7 +1,5 @@
 """`dyno inspect`: layers of one form, several aligned, and what can't be read, which is one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """`dyno profile`: times by the model's own names, a planted slow layer on top, and never a latency."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers' times as tables, and stored pairs of them: read back as they were, or refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

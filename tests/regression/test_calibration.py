@@ -1,7 +1,5 @@
 """`dyno selftest`: what it measures, prints, keeps and refuses, and studies that go on until they are decided."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

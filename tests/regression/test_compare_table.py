@@ -1,7 +1,5 @@
 """One run judged against another: equal, slower, less accurate, other outputs, broken, and what can't be compared."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

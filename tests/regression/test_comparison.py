@@ -1,7 +1,5 @@
 """`dyno compare` measures what isn't stored, in turns, and is a gate with three answers."""
 
-from __future__ import annotations
-
 import sys
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The gate of a comparison: beyond the limit, within it, or undecided; its sentences; what it would have caught."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Rounds that go through builds of an engine: equal engines whose builds differ aren't called faster or slower."""
 
-from __future__ import annotations
-
 import csv
 from collections import Counter
 from collections.abc import Callable

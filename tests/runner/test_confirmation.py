@@ -1,7 +1,5 @@
 """Winners are measured again after the selection, beside the rounds that selected them, once, whatever happens."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

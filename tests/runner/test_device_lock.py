@@ -1,7 +1,5 @@
 """Jobs that time something have a GPU for themselves among all of a user's studies."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

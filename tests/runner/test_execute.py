@@ -1,7 +1,5 @@
 """Studies end with every trial measured once, whatever happens: kills, failures, damaged files, two at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Rounds go on for what is undecided and for nothing else, within the time, and a killed study goes on where it was."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is measured once for a machine: its peak and its idle power; and `dyno bench stress` on a real dynamic file."""
 
-from __future__ import annotations
-
 import threading
 import time
 import warnings

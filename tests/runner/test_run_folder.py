@@ -1,7 +1,5 @@
 """A run folder over its days: it grows, its files change and come back, and what contradicts it is refused by name."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

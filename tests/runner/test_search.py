@@ -1,7 +1,5 @@
 """Searches: layers that stay in float where int8 fails the budget, and other routes to a file that is faster."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trials that measure in turns, scripted and with real engines."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """What is compared imports its libraries side by side and loads one after the other, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """`dyno bench serve --endpoint`: a server of KServe's protocol v2 in place of an engine here."""
 
-from __future__ import annotations
-
 import builtins
 from dataclasses import replace
 from importlib import import_module

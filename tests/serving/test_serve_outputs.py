@@ -1,7 +1,5 @@
 """`dyno bench serve` compares every engine's answers with a reference's before it ranks them."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

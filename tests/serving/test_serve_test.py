@@ -1,7 +1,5 @@
 """`dyno bench serve` through the command line and from Python, with real engines and scripted ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

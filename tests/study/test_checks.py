@@ -1,7 +1,5 @@
 """What can't be is refused in one line before anything is trained, measured or written."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A study's data fits the model or is refused in one line; decoding that takes a while shows how far it is."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Studies become trials: every combination, each refusal with its reason, ids that mean the same tomorrow."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

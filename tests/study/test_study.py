@@ -1,7 +1,5 @@
 """A study from flags, TOML or Python says what is wrong with it in one line, before anything runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

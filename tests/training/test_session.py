@@ -1,7 +1,5 @@
 """`dyno data train` from the command line: any class names, a kill half-way, the weights as an engine, bad input."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

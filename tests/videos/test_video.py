@@ -1,7 +1,5 @@
 """`dyno bench video` from its input to its output: frames, order, boxes, sound, and what it says of its speed."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

@@ -1,8 +1,6 @@
 """Videos that are damaged, odd or end too early, disks that are full, users who stop: one clear line, and a playable
 file."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import json

@@ -1,7 +1,5 @@
 """What a worker does with a job: measurements, facts and warnings end in the record, whatever happens."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Records are written whole or not at all, and read back as they were."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

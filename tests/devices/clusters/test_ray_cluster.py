@@ -1,7 +1,5 @@
 """A study on a Ray cluster of two nodes, which are two shares of this machine: every block whole on one of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

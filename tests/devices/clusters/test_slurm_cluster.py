@@ -1,8 +1,6 @@
 """A study on jobs of Slurm: on two processes of this host, as submitit has them without Slurm, and on a Slurm whose
 commands are scripts."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Trials over time: telemetry with known contents on one axis, and `dyno show --over-time`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

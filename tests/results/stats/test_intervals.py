@@ -1,7 +1,5 @@
 """Summaries and intervals against scipy's own, against known answers, and by their promised coverage."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

@@ -1,7 +1,5 @@
 """ONNX Runtime: right answers at every batch and precision, the truth about types, and bad files in one line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

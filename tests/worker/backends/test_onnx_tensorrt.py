@@ -1,7 +1,5 @@
 """What is written for TensorRT is accepted: TensorRT-RTX builds it, in the types that the file asks for."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """OpenVINO: the precision that was asked for and no other, an IR on the way, and not a word to anyone."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Every image goes through once, in order, whatever the batch; outputs are a row for each input, on any axis."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The pipeline feeds batches in order through every slot, never touches what an engine still reads, and overlaps."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """INT8 of networks that take no image is calibrated on what describes their inputs, and the record says on what."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The jobs of a worker: cold starts, inspections, servers, and trials that measure in turns."""
 
-from __future__ import annotations
-
 import builtins
 import importlib
 import os

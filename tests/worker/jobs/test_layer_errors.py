@@ -1,7 +1,5 @@
 """Where an engine parts from a reference: planted wrong layers, in files and in engines, and what only fusing shows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

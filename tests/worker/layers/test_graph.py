@@ -1,7 +1,5 @@
 """The nodes of ONNX graphs: shapes, weights, operations, and the modules that they came from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels of a trace and the calls that launched them: a trace as a GPU's is, in small, and a real one of the CPU."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

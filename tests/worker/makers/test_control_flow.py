@@ -1,7 +1,5 @@
 """Modules whose way depends on values are refused with their line; shapes may decide what they like."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An exported graph does what the module does at every batch, or there is none."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

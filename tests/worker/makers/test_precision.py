@@ -1,7 +1,5 @@
 """Lower precisions as files: accurate, of the scheme the target wants, and traceable to what shaped them."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Routes to an ONNX file: the usual one first, others where it fails, each by name where the user asks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

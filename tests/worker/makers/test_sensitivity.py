@@ -1,7 +1,5 @@
 """Layers ranked by what they cost in a lower type, and what `keep` makes of the ranking."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A file says what it is for, and where it doesn't the length of its predictions says the rest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

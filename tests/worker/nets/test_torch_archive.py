@@ -1,7 +1,5 @@
 """Files of torch.save are taken apart without running anything in them, and are told from one another."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import zipfile

@@ -1,7 +1,5 @@
 """A YOLO user's own checkpoint is a model by itself, and nothing that it holds is run."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

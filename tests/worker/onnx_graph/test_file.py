@@ -1,7 +1,5 @@
 """What an ONNX file says of itself, in any opset, with weights beside it or in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

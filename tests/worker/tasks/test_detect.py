@@ -1,7 +1,5 @@
 """Tasks of classifiers and detectors: how their outputs are read and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

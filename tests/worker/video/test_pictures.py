@@ -1,7 +1,5 @@
 """What frames show: a decoder's planes, drawn on and written, look like the same pictures in red, green and blue."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Real engines: TensorRT-RTX's builder works without a GPU, and shares its interface with TensorRT 10 and 11."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json
