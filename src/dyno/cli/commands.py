@@ -453,13 +453,10 @@ def eval(
     raise typer.Exit(code or UNFINISHED * (len(folders) < len(models)))
 
 
-@options.takes(f"{options.CONFIGURATION} {EACH} compared", **BY_FILE)
+@options.takes(layers_commands.LayerOptions, f"{options.CONFIGURATION} {EACH} compared", **BY_FILE)
 def diff(
     overrides: Overrides,
     models: options.Models,
-    layers: layers_commands.Layers = False,
-    top: layers_commands.Top = None,
-    order: layers_commands.Order = None,
     rtol: options.Rtol = 1e-3,
     atol: options.Atol = 1e-8,
     least: options.Least = 0.0,
@@ -473,10 +470,10 @@ def diff(
     from dyno.study.model_info import model_spec
     from dyno.study.plan import USUAL
 
-    rows = {"top": top, "order": order}
-    if layers:
-        raise typer.Exit(layers_commands.diff_layers(overrides, models, rows, out, rtol, atol, least, format))
-    layers_commands.refuse_without_layers(rows)
+    if overrides.pop("layers", False):
+        raise typer.Exit(layers_commands.diff_layers(overrides, models, out, rtol, atol, least, format))
+    if name := next((name for name in ("top", "order") if name in overrides), ""):
+        raise UserError(f"--{name} is for --layers; add that, or omit it")
     check_format(format)
     untimed: dict[str, Any] = {"boundaries": (), "routes": (USUAL,)}
     studies = [study_of(source, untimed, settings) for source, settings in each_with(models, overrides)]

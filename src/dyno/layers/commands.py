@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -183,31 +183,21 @@ def cold_start(overrides: options.Overrides, models: ModelAndForms, format: opti
 
 # `dyno diff --layers`: which layer of an engine is off, and which few make most of the error.
 
-LAYERS = "Layers"
-Layers = Annotated[
-    bool,
-    typer.Option(
-        "--layers",
-        rich_help_panel=LAYERS,
-        help="Compare layer by layer, in forms behind the first model such as openvino/int8, or other ONNX files.",
-    ),
-]
-Top = Annotated[
-    int | None,
-    typer.Option(
-        help="Layers that are listed, those with the largest own errors; 0 is all.",
-        rich_help_panel=LAYERS,
-        show_default="20",
-    ),
-]
-Order = Annotated[
-    str | None,
-    typer.Option(
-        help="graph: in execution order; error: largest own error first.",
-        rich_help_panel=LAYERS,
-        show_default="graph",
-    ),
-]
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Layers that are compared."""
+
+    layers: bool = option(
+        False,
+        "Compare layer by layer, in forms behind the first model such as openvino/int8, or other ONNX files.",
+        common=True,
+    )
+    top: int = option(20, "Layers that are listed, those with the largest own errors; 0 is all.", common=True)
+    order: str = option("graph", "graph: in execution order; error: largest own error first.", common=True)
+
+
+options.PANELS[LayerOptions] = "Layers"
 # Options of `dyno diff` by the names of their fields: as they are written, and what to give instead.
 INSTEAD = {
     "backends": ("--backend", "forms behind the model, such as openvino/int8"),
@@ -219,7 +209,6 @@ INSTEAD = {
 def diff_layers(
     overrides: options.Overrides,
     models: Sequence[str],
-    rows: Mapping[str, Any],
     out: str,
     rtol: float,
     atol: float,
@@ -235,21 +224,13 @@ def diff_layers(
         raise UserError("--layers keeps no run folder; omit --out")
     for flag, instead in (INSTEAD[name] for name in INSTEAD if name in overrides):
         raise UserError(f"--layers takes no {flag}; give {instead}")
-    given = {name: value for name, value in rows.items() if value is not None}
     batches = overrides.pop("batches", (1,))
     if len(batches) != 1:
         raise UserError("--layers compares one batch; give one, e.g. --batch 1")
     model, *others = models
     agreement = layers_agreement.agree_layers(
-        model, *others, batch=batches[0], rtol=rtol, atol=atol, quiet=False, **given, **overrides
+        model, *others, batch=batches[0], rtol=rtol, atol=atol, quiet=False, **overrides
     )
     print(export(agreement.tables, format), end="")
     missing = exits.left_out(agreement.left_out)
     return int(agreement.close < least) or missing
-
-
-def refuse_without_layers(rows: Mapping[str, Any]) -> None:
-    """Raise `UserError` for an option that requires `--layers`."""
-    for name, value in rows.items():
-        if value is not None:
-            raise UserError(f"--{name} is for --layers; add that, or omit it")
