@@ -457,9 +457,9 @@ def eval(
 def diff(
     overrides: Overrides,
     models: options.Models,
-    rtol: options.Rtol = 1e-3,
-    atol: options.Atol = 1e-8,
-    least: options.Least = 0.0,
+    rtol: Annotated[float, typer.Option(help="Relative difference of two outputs that still agree.")] = 1e-3,
+    atol: Annotated[float, typer.Option(help="Absolute difference of two outputs that still agree.")] = 1e-8,
+    least: Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")] = 0.0,
     out: options.Out = "",
     format: options.Format = "text",
 ) -> None:

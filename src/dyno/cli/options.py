@@ -51,7 +51,7 @@ EFFORTS = "rounds builds seconds warmup samples interval"
 RUNTIME = "device threads runtime"
 FORMS = f"sizes {MODEL} {IMAGES} builds build_timeout {RUNTIME}"  # of a command on several forms of a model
 # Fields with a value for each time that the option is written.
-REPEATED = ("shapes", "inputs", "budget", "runtime", "settings", "add", "sheet")
+REPEATED = ("shapes", "inputs", "budget", "runtime", "settings", "add", "sheet", "baseline_python")
 
 Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL|STUDY.toml")]
 Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL")]
@@ -66,9 +66,6 @@ Quick = Annotated[
 Wait = Annotated[
     bool, typer.Option("--wait", help="Wait until other programs leave the processors free.", rich_help_panel=EFFORT)
 ]
-Rtol = Annotated[float, typer.Option(help="Relative difference of two outputs that still agree.")]
-Atol = Annotated[float, typer.Option(help="Absolute difference of two outputs that still agree.")]
-Least = Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")]
 
 F = TypeVar("F", bound=Callable[..., None])
 Options = TypeVar("Options")
@@ -279,5 +276,9 @@ def interpreter(text: str, flag: str, form: str) -> tuple[str, str]:
     return name, str(Path(path).absolute())
 
 
-READERS: dict[str, Callable[[Any], Any]] = {"budget": parse_budget, "runtime": pythons}
+READERS: dict[str, Callable[[Any], Any]] = {
+    "budget": parse_budget,
+    "runtime": pythons,
+    "baseline_python": lambda texts: pythons(texts, "--baseline-python"),
+}
 EXAMPLES: dict[Any, str] = {int: "1,8,32", float: "0.485,0.456,0.406", "--rate": "20,40,80"}
