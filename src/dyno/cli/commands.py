@@ -26,7 +26,6 @@ from dyno.study.defaults import (
     ONE_ROUND,
     QUICK,
     SELF_TEST_MINUTES,
-    check_format,
     check_several,
     each_of,
     each_with,
@@ -394,7 +393,6 @@ def time(
     from dyno.trtexec import log as logs
     from dyno.trtexec.cross_check import cross_check, is_engine
 
-    check_format(format)
     log = Path(trtexec) if trtexec else None
     if log:
         logs.read_log(log)  # a file that is not a log is refused before anything is timed
@@ -447,7 +445,6 @@ def eval(
     """Measure accuracy on labelled images, and speed. With intervals, classes, confusions and the pipeline's rate."""
     from dyno import evaluation
 
-    check_format(format)
     folders = _measure_models(overrides, models, out, "eval", **EVALUATION)
     code = evaluation.show_evaluation(folders, format, per_class)
     raise typer.Exit(code or UNFINISHED * (len(folders) < len(models)))
@@ -474,7 +471,6 @@ def diff(
         raise typer.Exit(layers_commands.diff_layers(overrides, models, out, rtol, atol, least, format))
     if name := next((name for name in ("top", "order") if name in overrides), ""):
         raise UserError(f"--{name} is for --layers; add that, or omit it")
-    check_format(format)
     untimed: dict[str, Any] = {"boundaries": (), "routes": (USUAL,)}
     studies = [study_of(source, untimed, settings) for source, settings in each_with(models, overrides)]
     check_several(studies)
@@ -517,7 +513,6 @@ def selftest(
     from dyno.report.export import export
     from dyno.report.self_test import tables
 
-    check_format(format)
     try:
         result = module.calibrate(model, **overrides)
     except KeyboardInterrupt:

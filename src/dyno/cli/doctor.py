@@ -24,7 +24,6 @@ from dyno.report.tables import TableKind
 from dyno.results import metrics
 from dyno.results.metrics.metric import Metric
 from dyno.runner import self_test
-from dyno.study.defaults import check_format
 from dyno.table import TEXT, Column, Table
 from dyno.worker import extras, plugins, registry, snippets, system, tasks
 from dyno.worker.facts.engine import Probe
@@ -128,7 +127,6 @@ def _describe_libraries() -> Iterator[str]:
 
 def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
     """Print the rows; 0 when at least one backend works, 3 when none does."""
-    check_format(format)
     rows = examine(others)
     tests = self_test.states()
     about = {"self_tests": tests}

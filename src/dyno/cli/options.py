@@ -16,10 +16,11 @@ import typer
 import typer.core
 
 from dyno.study import options as study_options
+from dyno.study.defaults import FORMATS
 from dyno.study.options import MODEL_HELP
 from dyno.study.study import Study, parse_budget
 from dyno.worker.serve.options import ServeOptions
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, check_known
 from dyno.worker.video.options import VideoOptions
 
 WHAT, ACCURACY, EFFORT, WHERE = "What", "Accuracy", "Effort", "Where"
@@ -59,7 +60,17 @@ Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
 SomeRun = Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN", show_default="the latest run")]
 Out = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=WHERE, show_default="runs/NAME")]
-Format = Annotated[str, typer.Option(help="text, markdown, csv, json or html.", rich_help_panel=WHERE)]
+
+
+def _parse_format(format: str) -> str:
+    """Raise `UserError` for an unknown format, before anything is measured."""
+    check_known("format", format, FORMATS)
+    return format
+
+
+Format = Annotated[
+    str, typer.Option(help="text, markdown, csv, json or html.", rich_help_panel=WHERE, callback=_parse_format)
+]
 Quick = Annotated[
     bool, typer.Option("--quick", help="Measure one short round, for a first look.", rich_help_panel=EFFORT)
 ]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from dyno.cli import exits, options
-from dyno.study.defaults import check_format
 from dyno.study.options import MODEL_HELP
 from dyno.worker.option_values import option
 from dyno.worker.spec import UserError
@@ -54,7 +53,6 @@ def inspect(
     """Show the layers of modules, ONNX graphs and engines side by side."""
     from dyno.layers import inspection
 
-    check_format(format)
     print_forms(inspection.inspect(*models, save=save, quiet=False, **overrides), format)
 
 
@@ -99,7 +97,6 @@ def profile(
     """Time every layer in PyTorch and in each engine. By the model's own names, beside the latency."""
     from dyno.layers import files, profiling
 
-    check_format(format)
     if format == "html":
         files.check_library(files.LAYOUT)
     profiled = profiling.profile(*models, save=save, quiet=False, **overrides)
@@ -146,7 +143,6 @@ def explain(
     from dyno.layers import explaining
     from dyno.layers.explaining import ExplanationResult
 
-    check_format(format)
     at_once = "prescriptions" in overrides and format in ("text", "markdown")  # of the others one document is expected
 
     def print_first(known: ExplanationResult) -> None:
@@ -175,7 +171,6 @@ def cold_start(overrides: options.Overrides, models: ModelAndForms, format: opti
     from dyno.layers import cold_start
     from dyno.report.export import export
 
-    check_format(format)
     starts = cold_start.cold_start(*models, quiet=False, **overrides)
     print(export([starts.table], format), end="")
     raise typer.Exit(exits.left_out(starts.left_out))
@@ -219,7 +214,6 @@ def diff_layers(
     from dyno.layers import agreement as layers_agreement
     from dyno.report.export import export
 
-    check_format(format)
     if out:
         raise UserError("--layers keeps no run folder; omit --out")
     for flag, instead in (INSTEAD[name] for name in INSTEAD if name in overrides):

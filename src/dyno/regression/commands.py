@@ -85,7 +85,6 @@ def compare(
 ) -> None:
     """Say whether B is slower than A: runs, files, commits, versions. Exit 1 if B got worse, 3 if undecided."""
     from dyno.regression import comparison
-    from dyno.study.defaults import check_format
 
     versions = options.take_options(BisectOptions, overrides)
     fail_on = overrides.pop("fail_on", "")
@@ -96,7 +95,6 @@ def compare(
         raise typer.Exit(_bisect(a, versions, fail_on, out, overrides))
     if given := next((f.name for f in fields(versions) if getattr(versions, f.name)), ""):
         raise UserError(f"--{given.replace('add', 'with')} is for --bisect; add that, or omit it")
-    check_format(format)
     check_files(junit, summary)
     if fail_on:
         overrides["fail_on"] = tuple(_parse_items(fail_on))

@@ -23,9 +23,7 @@ def serve(
 ) -> None:
     """Find how many requests per second an engine answers in time. At random times, batched, in e.g. --p99 20ms."""
     from dyno.serving import session
-    from dyno.study.defaults import check_format
 
-    check_format(format)
     requests = options.take_options(ServeOptions, overrides)
     served = session.serve_test(model, out=out or None, options=requests, quiet=False, **overrides)
     print_load(served, format)

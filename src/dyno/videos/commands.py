@@ -37,10 +37,8 @@ def video(
     format: options.Format = "text",
 ) -> None:
     """Detect objects in a video, and say which stage bounds its speed."""
-    from dyno.study.defaults import check_format
     from dyno.videos import session
 
-    check_format(format)
     filmed = session.video(
         source,
         output,
