@@ -140,7 +140,7 @@ def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_a_number_of_classes_that_the_outputs_contradict(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_number_of_classes_that_the_outputs_contradict(refused: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "v8.onnx", {}, output0=np.zeros((1, 7, 84), np.float32))
     line = refused("run", file, "--task", "detect", "--classes", 9, "--dry-run")
     assert "gives 1x7x84, which has 3 classes for detect, not 9; check --task and --classes" in line
@@ -246,7 +246,7 @@ def test_ties_may_come_in_any_order_and_wrong_boxes_are_wrong(run: Path, call: A
 @pytest.mark.rare
 @pytest.mark.usefixtures("preloaded")
 def test_torchvision_s_detectors_run_one_image_at_a_time_and_as_onnx(
-    call: Any, refused: Callable[..., str], tmp_path: Path, unreported: None
+    call: Any, refused: Any, tmp_path: Path, unreported: None
 ) -> None:
     name = "torchvision:fasterrcnn_mobilenet_v3_large_320_fpn"
     line = refused("run", name, "--batch", "1,8", "--dry-run")

@@ -547,9 +547,7 @@ def test_an_error_of_dyno_s_own_is_one_line_with_its_details(
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_killed_job_is_measured_again_by_the_same_command(
-    call: Any, importable: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_killed_job_is_measured_again_by_the_same_command(call: Any, importable: Any, tmp_path: Path) -> None:
     """Both rounds of the trial were lost, and the same command left it so."""
     marker = tmp_path / "killed"
     importable(

@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def test_a_read_only_file_system(refused: Any, small_disk: Path) -> None:
     )
 
 
-def test_devices_that_are_lost_are_no_bad_input(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_are_lost_are_no_bad_input(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread, "execute", lambda *_, **__: places.list_left([]))
     code, _, err = call(*FAKE, "--out", "lost")
     assert (code, err.splitlines()[-1]) == (
@@ -106,7 +106,7 @@ def test_devices_that_are_lost_are_no_bad_input(call: Callable[..., Any], monkey
     )  # fmt: skip
 
 
-def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
+def test_a_dry_run_lists_and_runs_nothing(call: Any) -> None:
     code, out, err = call("run", "fake:[/x]", "--backend", "fake", "--precision", "fp32,fp8", "--dry-run")
     assert (code, err) == (0, "")
     assert "[/x]" in out and "2 trials, 1 refused; 5 rounds in turns each. Nothing was run." in out
@@ -117,13 +117,13 @@ def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
     assert "There is no cuda:99 here" in out and "refused" in out
 
 
-def test_show_lists_its_tables(call: Callable[..., Any]) -> None:
+def test_show_lists_its_tables(call: Any) -> None:
     code, out, _ = call("show", "--list")
     assert code == 0 and all(name in out for name in ("trials", "frontier", "break-even", "latency-model", "stress"))
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *BELOW])
-def test_every_command_explains_itself(call: Callable[..., Any], command: str) -> None:
+def test_every_command_explains_itself(call: Any, command: str) -> None:
     code, out, err = call(*command.split(), "--help")
     assert (code, err) == (0, "")
     assert f"dyno {command}" in out and "<" not in out and max(map(len, out.splitlines())) <= 80
@@ -138,7 +138,7 @@ def test_every_field_of_a_study_is_an_option_with_its_help() -> None:
     assert [f.name for f in fields if not options[f.name].startswith(f.metadata["help"])] == []
 
 
-def test_the_short_help_has_the_common_options_in_groups_and_the_long_one_all(call: Callable[..., Any]) -> None:
+def test_the_short_help_has_the_common_options_in_groups_and_the_long_one_all(call: Any) -> None:
     short, long = (call("run", flag)[1] for flag in ("--help", "--help-all"))
     options = re.findall(r"^  (?:-\w, )?(--[\w-]+)", short, re.M)
     assert len(options) <= 16 and {"--backend", "--rounds", "--quick"} <= set(options)
@@ -150,13 +150,13 @@ def test_the_short_help_has_the_common_options_in_groups_and_the_long_one_all(ca
     assert max(map(len, long.splitlines())) <= 80
 
 
-def test_usual_names_of_options_are_accepted(call: Callable[..., Any]) -> None:
+def test_usual_names_of_options_are_accepted(call: Any) -> None:
     words = "run fake:net --backends fake --precisions fp32,fp8 --batch-size 1,2 --imgsz 8 --dry-run".split()
     assert "4 trials, 2 refused" in call(*words, code=0)[1]
     assert "4 trials" in call(*words, "--quick", code=0)[1] and "1 round in turns" in call(*words, "--quick")[1]
 
 
-def test_the_commands_are_these(call: Callable[..., Any]) -> None:
+def test_the_commands_are_these(call: Any) -> None:
     _, out, _ = call("--help", code=0)
     assert len(out.splitlines()) <= 40 and out.count("\n  dyno ") == 4
     panels = out.partition("\nMeasure:")[2]
@@ -165,17 +165,17 @@ def test_the_commands_are_these(call: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), exits.RENAMED.items())
-def test_an_old_command_names_the_new_one(call: Callable[..., Any], old: str, new: str) -> None:
+def test_an_old_command_names_the_new_one(call: Any, old: str, new: str) -> None:
     assert call(old, "r", "--out", "x") == (2, "", f"dyno: `dyno {old}` is now `dyno {new}`\n")
     assert call(*new.split()[:2], "--help")[0] == 0
 
 
-def test_an_unknown_command_is_exit_2(call: Callable[..., Any]) -> None:
+def test_an_unknown_command_is_exit_2(call: Any) -> None:
     assert call("rum")[0] == 2
     assert call("run")[0] == 2
 
 
-def test_the_version_is_told_and_the_package_runs(call: Callable[..., Any]) -> None:
+def test_the_version_is_told_and_the_package_runs(call: Any) -> None:
     done = subprocess.run([sys.executable, "-m", "dyno", "--version"], capture_output=True, text=True, timeout=1200)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"dyno {__version__}\n", "")
     assert call("--version")[:2] == (0, done.stdout)
@@ -192,9 +192,7 @@ def test_it_is_installed_as_a_command(dyno: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_unreadable_images_are_named_or_skipped_in_any_script(
-    refused: Any, call: Callable[..., Any], photos: Path
-) -> None:
+def test_unreadable_images_are_named_or_skipped_in_any_script(refused: Any, call: Any, photos: Path) -> None:
     (photos / "猫/1.png").write_bytes(b"no image")
     (photos / "猫/2.png").write_bytes((photos / "猫/2.png").read_bytes()[:60])
     line = refused(*FAKE, "--data", photos, "--out", "r")
@@ -206,7 +204,7 @@ def test_unreadable_images_are_named_or_skipped_in_any_script(
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_full_disk_keeps_what_was_measured(call: Callable[..., Any], small_disk: Path) -> None:
+def test_a_full_disk_keeps_what_was_measured(call: Any, small_disk: Path) -> None:
     words = [*FAKE, "--batch", "1,2,3,4", "--out", small_disk]
     _, _, err = call(*words, code=2)
     last = err.splitlines()[-1]
@@ -220,7 +218,7 @@ def test_a_full_disk_keeps_what_was_measured(call: Callable[..., Any], small_dis
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_exit_codes_of_a_run(call: Callable[..., Any]) -> None:
+def test_exit_codes_of_a_run(call: Any) -> None:
     assert call(*FAKE, "--out", "good")[0] == 0
     assert call(*FAKE, "--backend", "fake@latency_ms=0.1,fake@fail=exception", "--out", "part")[0] == 3
     assert call(*FAKE, "--precision", "fp32,fp8", "--out", "refused")[0] == 0
@@ -228,20 +226,20 @@ def test_exit_codes_of_a_run(call: Callable[..., Any]) -> None:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_budget_is_judged_against_the_reference(call: Callable[..., Any], photos: Path) -> None:
+def test_a_budget_is_judged_against_the_reference(call: Any, photos: Path) -> None:
     call(*FAKE, "--data", photos, "--out", "r", "--budget", "top1=0.5", code=0)
     assert "within" in Path("r/results.csv").read_text()
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_too_little_agreement_is_exit_1(call: Callable[..., Any]) -> None:
+def test_too_little_agreement_is_exit_1(call: Any) -> None:
     words = ["diff", "fake:net", "--channels", 1, "--backend", "fake", "--precision", "fp32,int8"]
     assert call(*words, "--out", "a")[0] == 0
     assert call(*words, "--least", "0.9", "--out", "b")[0] == 1
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_study_file_names_its_folder(call: Any, tmp_path: Path) -> None:
     text = "models = ['fake:n']\nbackends = ['fake']\nrounds = 1\nseconds = 0.04\nblock = 0.01\nwarmup = 0.02\n"
     (tmp_path / "mine.toml").write_text(f"{text}channels = 1\n")
     assert call("run", "mine.toml", "--threads", "1")[0] == 0
@@ -251,7 +249,7 @@ def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path)
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_show_prints_every_format(call: Callable[..., Any]) -> None:
+def test_show_prints_every_format(call: Any) -> None:
     call(*FAKE, "--out", "r")
     for format in ("text", "markdown", "csv", "json", "html"):
         code, out, err = call("show", "r", "--format", format)

@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from darknet_files import write
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 
-def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_inputs_that_are_no_images_have_no_size(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     onnx_text.write(tmp_path / "rows.onnx", "(float[b, 16] x) => (float[b, 16] y) { y = Relu(x) }")
     words = "run", "rows.onnx", "--backend", "onnxruntime", "--rounds", "1", "--samples", "5"
@@ -34,7 +33,7 @@ def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_pa
     ("words", "opset"), [([], 18), (["--target", "tensorrt"], 17), (["--opset", "15"], 15)], ids=["18", "17", "15"]
 )
 def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
-    call: Callable[..., Any], tmp_path: Path, words: list[str], opset: int
+    call: Any, tmp_path: Path, words: list[str], opset: int
 ) -> None:
     onnx = pytest.importorskip("onnx")
     (tmp_path / "net.py").write_text("import torch\ndef net(): return torch.nn.Conv2d(3, 2, 3)\n")
@@ -42,7 +41,7 @@ def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
     assert onnx.load(tmp_path / "net.onnx").opset_import[0].version == opset
 
 
-def test_a_program_of_one_batch_says_which(refused: Any, call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_program_of_one_batch_says_which(refused: Any, call: Any, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.export.save(torch.export.export(torch.nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)), tmp_path / "n.pt2")
     for words in (("export", "n.pt2", "-o", "n.onnx"), ("export", "n.pt2", "-o", "n.xml")):
@@ -130,7 +129,7 @@ def test_models_that_do_not_work(refused: Any, net: str, words: list[str], line:
     assert line in refused("run", *words, "--backend", "pytorch")
 
 
-def test_a_stored_module_is_compared_with_its_own_weights(call: Callable[..., Any], net: str, tmp_path: Path) -> None:
+def test_a_stored_module_is_compared_with_its_own_weights(call: Any, net: str, tmp_path: Path) -> None:
     import torch
 
     other = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 5))
@@ -143,9 +142,7 @@ def test_a_stored_module_is_compared_with_its_own_weights(call: Callable[..., An
     assert "ran as 2 fp32 to unknown" in out and "layers 3 to unknown" in out
 
 
-def test_a_form_behind_a_model_is_that_model_in_a_backend(
-    call: Callable[..., Any], refused: Any, net: str, tmp_path: Path
-) -> None:
+def test_a_form_behind_a_model_is_that_model_in_a_backend(call: Any, refused: Any, net: str, tmp_path: Path) -> None:
     forms = ("onnxruntime", "openvino/fp32", "openvino@exporter=torchscript")
     _, out, err = call("diff", net, *forms, "--size", "8", "--compared", "2", "--format", "json", code=0)
     rows = json.loads(out)["tables"]["agreement"]["rows"]

@@ -4,7 +4,6 @@ import os
 import shutil
 import sys
 import webbrowser
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from dyno.store import Run
 
 
 @pytest.fixture(scope="module")
-def measured(fake_study: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(fake_study: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two good trials, a failed and a skipped one."""
     backends = ("fake@latency_ms=0.1", "fake@latency_ms=5", "fake@fail=exception", "fake@precision=fp8")
     folder = tmp_path_factory.mktemp("measured") / "one"

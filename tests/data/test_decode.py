@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,7 @@ def test_a_turned_image_is_only_turned_when_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"files": 3}, {"classes": None}, {"bytes": "many"}, {"splits": []}])
-def test_a_description_of_other_types_is_written_anew(
-    yolo: Callable[..., Path], make: Any, changed: dict[str, Any]
-) -> None:
+def test_a_description_of_other_types_is_written_anew(yolo: Any, make: Any, changed: dict[str, Any]) -> None:
     folder = yolo()
     data = make(folder)
     about = Path(data.folder, "meta.json")
@@ -80,9 +78,7 @@ def test_a_description_of_other_types_is_written_anew(
     "other", [np.array([99, 0]), np.array(["a"]), np.array(1), np.zeros(6, np.float32), b"no array"]
 )
 @pytest.mark.parametrize("name", ["labels.npy", "test.npy"])
-def test_labels_and_places_that_are_none_are_written_anew(
-    yolo: Callable[..., Path], make: Any, name: str, other: Any
-) -> None:
+def test_labels_and_places_that_are_none_are_written_anew(yolo: Any, make: Any, name: str, other: Any) -> None:
     folder = yolo()
     data = make(folder)
     path = Path(data.folder, name)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,7 @@ def of_ultralytics(folder: Path, task: str) -> list[dict[str, Any]]:
         ("pose", "pose", ["boxes", "keypoints"]),
     ],
 )
-def test_the_truth_is_what_ultralytics_reads(
-    yolo: Callable[..., Path], make: Any, kind: str, task: str, has: list[str]
-) -> None:
+def test_the_truth_is_what_ultralytics_reads(yolo: Any, make: Any, kind: str, task: str, has: list[str]) -> None:
     folder = yolo(kind)
     data = make(folder, calibration=5)
     about, found = dyno_data.meta(data), truth(data)
@@ -68,7 +65,7 @@ def test_the_truth_is_what_ultralytics_reads(
             assert mine["num_keypoints"] == 2
 
 
-def test_a_folder_without_a_description(yolo: Callable[..., Path], make: Any) -> None:
+def test_a_folder_without_a_description(yolo: Any, make: Any) -> None:
     folder = yolo("polygon", yaml=False)
     data = make(folder)
     assert dyno_data.format_of(folder).name == "yolo"
@@ -78,9 +75,7 @@ def test_a_folder_without_a_description(yolo: Callable[..., Path], make: Any) ->
     assert named["warnings"] == ["class '2' is in no image"]
 
 
-def test_splits_and_layouts(
-    yolo: Callable[..., Path], make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_splits_and_layouts(yolo: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = yolo(val=10)
     (folder / "data.yaml").write_text("val: images/val\nnames: [disc, triangle]\n")
     assert dyno_data.meta(make(folder))["splits"] == {"test": 10}
@@ -113,7 +108,7 @@ def test_splits_and_layouts(
 
 
 def test_a_path_that_is_not_there_is_a_warning(
-    yolo: Callable[..., Path], make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    yolo: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, names = yolo(val=10), "val: images/val\nnames: [disc, triangle]\n"
     monkeypatch.chdir(tmp_path)
@@ -135,7 +130,7 @@ def test_a_path_that_is_not_there_is_a_warning(
         assert (found["splits"]["test"], found["warnings"]) == (count, warning), path
 
 
-def test_images_to_train_on_that_are_not_there_are_said(yolo: Callable[..., Path], make: Any, tmp_path: Path) -> None:
+def test_images_to_train_on_that_are_not_there_are_said(yolo: Any, make: Any, tmp_path: Path) -> None:
     folder = yolo(val=10, train=4)
     (folder / "empty").mkdir()
     taken = "; calibration images are taken from the test images"
@@ -156,7 +151,7 @@ def test_images_to_train_on_that_are_not_there_are_said(yolo: Callable[..., Path
         assert dyno_data.meta(make(folder, calibration=calibration))["warnings"] == [], "nobody needs them"
 
 
-def test_labels_shape_the_data_set(yolo: Callable[..., Path], make: Any) -> None:
+def test_labels_shape_the_data_set(yolo: Any, make: Any) -> None:
     folder = yolo()
     first = make(folder)
     assert make(folder) == first
@@ -169,7 +164,7 @@ def test_labels_shape_the_data_set(yolo: Callable[..., Path], make: Any) -> None
     assert truth(changed)["annotations"][0]["category_id"] == 1
 
 
-def test_background_and_lines_that_stand_twice(yolo: Callable[..., Path], make: Any) -> None:
+def test_background_and_lines_that_stand_twice(yolo: Any, make: Any) -> None:
     folder = yolo()
     (folder / "labels/val/002.txt").unlink()
     (folder / "labels/val/001.txt").write_text("")
@@ -184,7 +179,7 @@ def test_background_and_lines_that_stand_twice(yolo: Callable[..., Path], make: 
     ]
 
 
-def test_a_turned_image_is_read_upright(yolo: Callable[..., Path], make: Any) -> None:
+def test_a_turned_image_is_read_upright(yolo: Any, make: Any) -> None:
     folder = yolo()
     path = folder / "images/val/000.jpg"
     with Image.open(path) as image:
@@ -197,7 +192,7 @@ def test_a_turned_image_is_read_upright(yolo: Callable[..., Path], make: Any) ->
     assert (images[0, :, 5] == 114).all(), "wider than high: grey above"
 
 
-def test_a_corrupt_image_in_the_middle(yolo: Callable[..., Path], make: Any) -> None:
+def test_a_corrupt_image_in_the_middle(yolo: Any, make: Any) -> None:
     folder = yolo()
     whole = truth(make(folder))
     path = folder / "images/val/003.jpg"
@@ -227,7 +222,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_bad_line_is_named(yolo: Callable[..., Path], make: Any, text: str) -> None:
+def test_a_bad_line_is_named(yolo: Any, make: Any, text: str) -> None:
     folder = yolo()
     (folder / "labels/val/000.txt").write_text("0 0.5 0.5 0.1 0.1\n\n" + text)
     with pytest.raises(UserError, match="^labels/val/000.txt, line 3: .*" + BAD[text]) as e:
@@ -242,26 +237,26 @@ def test_a_bad_line_is_named(yolo: Callable[..., Path], make: Any, text: str) ->
         ("0 0.5 0.5 0.1 0.1 0.5 0.5 2 0.5 1.5 2 0 0 0", r"keypoint 1 at \(0.5, 1.5\) lies outside"),
     ],
 )
-def test_bad_keypoints_are_named(yolo: Callable[..., Path], make: Any, text: str, wrong: str) -> None:
+def test_bad_keypoints_are_named(yolo: Any, make: Any, text: str, wrong: str) -> None:
     folder = yolo("pose")
     (folder / "labels/val/001.txt").write_text(text)
     with pytest.raises(UserError, match="^labels/val/001.txt, line 1: " + wrong):
         make(folder)
 
 
-def test_boxes_within_rounding_of_the_edge_are_fine(yolo: Callable[..., Path], make: Any) -> None:
+def test_boxes_within_rounding_of_the_edge_are_fine(yolo: Any, make: Any) -> None:
     folder = yolo()
     (folder / "labels/val/000.txt").write_text("0 0.5 0.5 1.005 1.0\n")
     assert make(folder).count == 6
 
 
-def test_classes_numbered_in_quotes(yolo: Callable[..., Path], make: Any) -> None:
+def test_classes_numbered_in_quotes(yolo: Any, make: Any) -> None:
     folder = yolo()
     (folder / "data.yaml").write_text('val: images/val\nnames: {"1": triangle, "0": disc}\n')
     assert dyno_data.meta(make(folder))["classes"] == ["disc", "triangle"]
 
 
-def test_what_is_wrong_with_a_folder(yolo: Callable[..., Path], make: Any, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_folder(yolo: Any, make: Any, tmp_path: Path) -> None:
     folder = yolo()
     (folder / "labels/val/000.txt").write_text("0 0.1 0.1 0.5 0.5 0.1 0.9\n")
     with pytest.raises(
@@ -302,7 +297,7 @@ def test_what_is_wrong_with_a_folder(yolo: Callable[..., Path], make: Any, tmp_p
 
 
 def test_linked_images_have_the_labels_beside_their_links_or_beside_themselves(
-    yolo: Callable[..., Path], make: Any, tmp_path: Path
+    yolo: Any, make: Any, tmp_path: Path
 ) -> None:
     folder = yolo("box", val=3)
     plain = make(folder)
@@ -323,7 +318,7 @@ def test_linked_images_have_the_labels_beside_their_links_or_beside_themselves(
 
 
 @pytest.mark.parametrize("place", ["images", "val/images", "beside"])
-def test_a_folder_of_images_has_its_labels(yolo: Callable[..., Path], make: Any, tmp_path: Path, place: str) -> None:
+def test_a_folder_of_images_has_its_labels(yolo: Any, make: Any, tmp_path: Path, place: str) -> None:
     """Given without what lies around it, the images are still not without labels."""
     folder = yolo(yaml=False, val=6)
     if place == "val/images":

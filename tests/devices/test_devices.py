@@ -1,7 +1,6 @@
 """What devices of several hosts do to each other, the blocks of what is compared, and the process that measures one."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def test_blocks_are_measured_one_at_a_time_on_that_host_only(
     assert len([*tmp_path.glob("trials/*/r0/record.json")]) == 6
 
 
-def test_a_block_is_one_model_batch_and_size(fake_study: Callable[..., Study]) -> None:
+def test_a_block_is_one_model_batch_and_size(fake_study: Any) -> None:
     planned = expand(
         fake_study(
             models=("fake:one", "fake:two"), backends=("fake", "fake@fail=skip"), batches=(1, 2), sizes=("4", "8")
@@ -102,7 +101,7 @@ def test_a_block_is_one_model_batch_and_size(fake_study: Callable[..., Study]) -
     assert sorted(t.id for block in found for t in block.trials) == sorted(entry.trial.id for entry in planned)
 
 
-def test_a_block_keeps_its_id_when_a_backend_is_added(fake_study: Callable[..., Study]) -> None:
+def test_a_block_keeps_its_id_when_a_backend_is_added(fake_study: Any) -> None:
     few, more = (
         split_blocks(expand(fake_study(backends=names))) for names in (("fake",), ("fake", "fake@latency_ms=2"))
     )
@@ -110,7 +109,7 @@ def test_a_block_keeps_its_id_when_a_backend_is_added(fake_study: Callable[..., 
     assert len(more[0].trials) == 2
 
 
-def test_the_anchor_is_the_first_blocks_reference(fake_study: Callable[..., Study]) -> None:
+def test_the_anchor_is_the_first_blocks_reference(fake_study: Any) -> None:
     planned = expand(fake_study(batches=(2, 1), precisions=("fp8", "fp32")))
     chosen: Any = find_anchor(planned)
     assert (chosen.trial.dims.batch, chosen.trial.precision) == (2, "fp32"), "fp8 is refused"

@@ -95,9 +95,7 @@ def test_a_good_job_leaves_everything_in_its_folder(fake_trial: Any, tmp_path: P
     ("kind", "at"),
     [*AT_RUN, *QUICKLY, *(pytest.param(*e, marks=pytest.mark.slow) for e in ELSEWHERE if e not in QUICKLY)],
 )
-def test_every_end_is_a_record(
-    fake_trial: Any, tmp_path: Path, times_out_when: Callable[..., None], kind: str, at: str
-) -> None:
+def test_every_end_is_a_record(fake_trial: Any, tmp_path: Path, times_out_when: Any, kind: str, at: str) -> None:
     if kind == "hang":
         times_out_when(lambda: read_stage(tmp_path) == STAGES[at])
     record = run(fake_trial(fail=kind, at=at), tmp_path, 1.5 if kind == "hang" else 1200.0)
@@ -129,7 +127,7 @@ def test_nan_is_told_beside_the_numbers(fake_trial: Any, tmp_path: Path) -> None
 
 
 def test_stage_and_telemetry_are_seen_from_outside(
-    fake_trial: Any, tmp_path: Path, times_out_when: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    fake_trial: Any, tmp_path: Path, times_out_when: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looking: list[Telemetry] = []
 
@@ -222,9 +220,7 @@ CHILD = f'child = subprocess.Popen(["sleep", "600"]).pid\n{NOTE}'
 
 
 @pytest.mark.parametrize("fail", ["killed", *(pytest.param(f, marks=pytest.mark.slow) for f in ("", "hang"))])
-def test_children_of_a_job_end_with_it(
-    fake_trial: Any, tmp_path: Path, times_out_when: Callable[..., None], fail: str
-) -> None:
+def test_children_of_a_job_end_with_it(fake_trial: Any, tmp_path: Path, times_out_when: Any, fail: str) -> None:
     if fail == "hang":
         times_out_when(lambda: read_stage(tmp_path / "job") == STAGES["run"])
     trial = scripted(fake_trial, tmp_path, CHILD, pids=str(tmp_path / "pid"), fail=fail)

@@ -250,9 +250,7 @@ def test_what_was_counted_before_ncu_failed_is_shown(profile: Any, monkeypatch: 
     assert f"Counted 1: only the first 20 of its kernels were counted: {PART}." in found["notes"]
 
 
-def test_a_cpu_has_no_counters_and_ncu_has_to_be_there(
-    call: Callable[..., Any], place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_has_no_counters_and_ncu_has_to_be_there(call: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = call("profile", "torchvision:resnet18", "--counters")
     assert (code, out) == (2, "") and "add --device cuda:0" in err and len(err.splitlines()) == 1
     monkeypatch.setenv("PATH", str(place))
@@ -293,7 +291,7 @@ def count(place: Path, trial: Trial) -> counters.NcuReport:
     return counters.count_kernels(str(place / "bin/ncu"), trial, None, Progress(quiet=True))
 
 
-def test_a_job_that_fails_says_why_itself(place: Path, fake_trial: Callable[..., Trial]) -> None:
+def test_a_job_that_fails_says_why_itself(place: Path, fake_trial: Any) -> None:
     nothing = place / "nothing.csv"
     nothing.write_text('"ID"')
     ncu_files.stand_in(place / "bin", nothing)
@@ -301,7 +299,7 @@ def test_a_job_that_fails_says_why_itself(place: Path, fake_trial: Callable[...,
         count(place, fake_trial("counted_backend:Counted", fail="exception", at="load"))
 
 
-def test_an_engine_whose_kernels_nobody_tells_apart(place: Path, fake_trial: Callable[..., Trial]) -> None:
+def test_an_engine_whose_kernels_nobody_tells_apart(place: Path, fake_trial: Any) -> None:
     report = count(place, fake_trial("fake"))
     assert report.cut_short == "this engine's kernels can't be told apart for hardware counters"
 
@@ -316,7 +314,7 @@ class Seen(Progress):
 
 
 def test_after_the_time_is_over_what_was_counted_is_kept_and_nothing_runs_on(
-    place: Path, fake_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+    place: Path, fake_trial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial, progress = fake_trial("counted_backend:Counted"), Seen(quiet=True)
     trial = replace(trial, runtime=replace(trial.runtime, env={counted_backend.HANG: "1"}))

@@ -1,7 +1,6 @@
 """`dyno explain`: a waterfall that closes, by the model's own names, of forms, files and a run's trials."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,7 @@ def test_int8_is_told_by_its_types(call: Any, net: str, tmp_path: Path) -> None:
     assert "conversions of types and layouts" in causes.values()
 
 
-def test_two_trials_of_a_run(call: Any, refused: Any, dyno: Callable[..., Any], net: str) -> None:
+def test_two_trials_of_a_run(call: Any, refused: Any, dyno: Any, net: str) -> None:
     call("run", net, "--backend", "pytorch,onnxruntime,onnxruntime@optimization=basic", "--size", 32,
                         "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02, "--threads", 1,
                         "-o", "r", code=0)  # fmt: skip

@@ -2,7 +2,6 @@
 
 import csv
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from dyno.worker import registry
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record, write_json, write_record
-from dyno.worker.spec import Job, Recipe, Runtime, Trial, to_json
+from dyno.worker.spec import Job, Recipe, Runtime, to_json
 from logged import Log
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -166,7 +165,7 @@ def test_processes_in_turns_run_their_build(drawn_engine: Path, dyno: Any) -> No
 
 
 def test_builds_that_cannot_be_are_refused(
-    drawn_engine: Path, fake_study: Any, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    drawn_engine: Path, fake_study: Any, refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert refused("run", "fake:net", "--builds", 0) == "builds is 0; it must be at least 1"
     few = "builds is 5, but a round runs one build, and rounds is 3; give --rounds 5 or more"
@@ -200,7 +199,7 @@ def test_a_comparison_says_of_which_builds_it_is(measured: Any, drawn_engine: Pa
 
 
 def test_builds_of_tensorrt_are_without_a_timing_cache_and_of_an_engine_there_are_none(
-    fake_trial: Callable[..., Trial], fake_study: Any, monkeypatch: pytest.MonkeyPatch
+    fake_trial: Any, fake_study: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = fake_trial("tensorrt", runtime=Runtime(device="cuda:0"))
     trial = replace(trial, options={}, recipe=registry.find("tensorrt").recipe(trial))

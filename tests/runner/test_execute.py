@@ -261,7 +261,7 @@ class Reader(Fake):
 
 
 @pytest.fixture
-def cache(tmp_path: Path, importable: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, importable: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A fresh cache, and a backend outside Dyno whose file is made in two steps."""
     importable("maker_for_tests", MAKER)
     monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))

@@ -1,7 +1,7 @@
 """Rounds go on for what is undecided and for nothing else, within the time, and a killed study goes on where it was."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ def ran(folder: Path) -> set[tuple[str, ...]]:
 
 @pytest.mark.usefixtures("unreported")
 @pytest.mark.usefixtures("preloaded")
-def test_a_clear_difference_ends_at_the_first_look(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_clear_difference_ends_at_the_first_look(call: Any, tmp_path: Path) -> None:
     """Thousandfold, because no neighbour makes one run of two so much slower in one of five rounds."""
     code, _, err = call(
         *COMMAND, "--backend", "fake@latency_ms=0.1,fake@latency_ms=100", "--reference", "fake@latency_ms=0.1"
@@ -199,7 +199,7 @@ def test_a_clear_difference_ends_at_the_first_look(call: Callable[..., Any], tmp
 
 @pytest.mark.usefixtures("unreported")
 @pytest.mark.usefixtures("preloaded")
-def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Any, tmp_path: Path) -> None:
     backends = "--backend", "fake@latency_ms=1,fake@latency_ms=1.0@noise=0", "--reference", "fake@latency_ms=1"
     code, _, err = call(*COMMAND, *backends, "--equivalent", "1e-9", "--minutes", "0.001")
     assert code == 0 and "net: 2 trials are left in pairs that 0.001 minutes could not decide" in err
@@ -212,9 +212,7 @@ def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Callable[..., An
 
 @pytest.mark.parametrize("words", [["--backend", "fake"], ["--backend", "fake,fake@noise=0", "--rounds", "1"]])
 @pytest.mark.usefixtures("unreported")
-def test_with_nothing_to_tell_apart_no_round_is_added(
-    words: list[str], call: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_with_nothing_to_tell_apart_no_round_is_added(words: list[str], call: Any, tmp_path: Path) -> None:
     assert call(*COMMAND, *words, "--minutes", "1e6")[0] == 0
     assert ran(tmp_path) == {("r0",) if "--rounds" in words else FIRST_LOOK}
 

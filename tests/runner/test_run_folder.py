@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +77,7 @@ def test_another_route_is_another_row(call: Any, tmp_path: Path) -> None:
     assert load("r").to_pandas().set_index("options").loc["fold=True", "route"] == "folded"
 
 
-def test_what_contradicts_is_named(call: Any, refused: Callable[..., str]) -> None:
+def test_what_contradicts_is_named(call: Any, refused: Any) -> None:
     words = ["run", "fake:net", "--channels", 1, *FAKE, "--out", "r"]
     assert call(*words)[0] == 0
     assert refused(*words, "--seconds", 1) == (
@@ -165,7 +164,7 @@ def test_a_module_beside_the_code_counts(call: Any, tmp_path: Path) -> None:
     assert "archive" not in call(*words)[2]
 
 
-def test_a_broken_second_model_hides_nothing(call: Any, refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_broken_second_model_hides_nothing(call: Any, refused: Any, tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"no graph")
     words = ["run", "fake:good", "bad.onnx", "none.onnx", "--channels", 1, *FAKE, "--out", "r"]
     _, out, _ = call(*words, code=3)
@@ -178,7 +177,7 @@ def test_a_broken_second_model_hides_nothing(call: Any, refused: Callable[..., s
     assert rows("r", "model", "status") == [("bad", "ok"), ("good", "ok"), ("none", "failed")]
 
 
-def test_time_prints_what_could_be_timed(call: Any, refused: Callable[..., str]) -> None:
+def test_time_prints_what_could_be_timed(call: Any, refused: Any) -> None:
     words = ["time", "fake:good", "none.onnx", "--channels", 1, "--backend", "fake@latency_ms=0.1"]
     code, out, err = call(*words, "--seconds", 0.04, "--warmup", 0.02)
     assert code == 3 and out.startswith("good, ") and "dyno: there is no model file none.onnx\n" in err

@@ -170,7 +170,7 @@ LATE = Late()
 
 
 @pytest.fixture
-def late(importable: Callable[..., Path]) -> str:
+def late(importable: Any) -> str:
     """A backend that crashes or hangs after so many timed runs, as a module of its own."""
     importable("late_backend", BACKENDS)
     return "late_backend:LATE"

@@ -56,7 +56,7 @@ SLOW, FAST = "fake@latency_ms=4", "fake@latency_ms=2"
 
 
 @pytest.fixture
-def marks(importable: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+def marks(importable: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the processes of a scripted backend, `met_backend:MET`, say when they imported and loaded."""
     folder = importable("met_backend", BACKENDS) / "marks"
     folder.mkdir()

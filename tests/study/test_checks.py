@@ -158,7 +158,7 @@ def test_a_misspelt_key_is_told_before_what_is_missing(refused: Any, tmp_path: P
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_planning_for_a_gpu_elsewhere_is_not_refused(call: Callable[..., Any]) -> None:
+def test_planning_for_a_gpu_elsewhere_is_not_refused(call: Any) -> None:
     code, out, _ = call("run", "fake:n", "--backend", "fake", "--device", "cuda:0", "--dry-run")
     assert code == 0 and "There is no cuda:0 here, so a run would be refused." in out
 
@@ -193,7 +193,7 @@ def test_only_near_names_are_suggested(refused: Any, model: str, line: str) -> N
 
 
 @pytest.mark.slow
-def test_a_file_of_one_batch_has_no_others_to_test(refused: Any, call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_file_of_one_batch_has_no_others_to_test(refused: Any, call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     onnx_text.write(tmp_path / "rows.onnx", "(float[2, 16] x) => (float[2, 16] y) { y = Relu(x) }")
     code, _, err = call("bench", "stress", "rows.onnx", "--phases", "min,max", "--out", "r")

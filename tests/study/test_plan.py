@@ -1,7 +1,6 @@
 """Studies become trials: every combination, each refusal with its reason, ids that mean the same tomorrow."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -251,9 +250,7 @@ def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
-def test_a_model_that_dies_when_it_is_looked_at_is_rows_and_the_others_run(
-    call: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_model_that_dies_when_it_is_looked_at_is_rows_and_the_others_run(call: Any, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("import os\ndef dies(): os.kill(os.getpid(), 11)\n")
     words = "run", "net.py:dies", "--backend", "fake", "--batch", "1,2", "--out", "run"
     code, out, err = call(*words)

@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import math
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -288,7 +287,7 @@ def test_one_value_has_the_name_of_one_in_python() -> None:
 
 
 @pytest.mark.usefixtures("libraries")
-def test_a_network_of_one_library_needs_no_prefix(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_network_of_one_library_needs_no_prefix(refused: Any, tmp_path: Path) -> None:
     assert Study(models=["one", "vit_small"]).models == ("torchvision:one", "timm:vit_small")
     assert Study(models="both").models == ("both",), "which is refused when it is looked at"
     (tmp_path / "one").mkdir()
@@ -329,16 +328,14 @@ def test_the_names_of_a_library_are_those_of_its_code() -> None:
         ("net.py:build(width=open)", "net(width=open): 'build(width=open)' is not FUNCTION(NAME=VALUE, …)"),
     ],
 )
-def test_an_unclear_model_is_answered_with_what_to_give(
-    refused: Callable[..., str], tmp_path: Path, source: str, line: str
-) -> None:
+def test_an_unclear_model_is_answered_with_what_to_give(refused: Any, tmp_path: Path, source: str, line: str) -> None:
     pytest.importorskip("timm")
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "empty.py").write_text("x = 1\n")
     assert refused("run", source, "--backend", "pytorch", "--dry-run").startswith(line)
 
 
-def test_a_function_is_called_with_arguments(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_function_is_called_with_arguments(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "net.py").write_text(NET)
     words = ("net.py:build(width=4)", "net.py:build(width=4, depth=1)", "--backend", "torch", "--size", 8, "--dry-run")

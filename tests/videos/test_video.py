@@ -4,7 +4,6 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +238,7 @@ def test_other_containers(run: Any, clip: Path, tmp_path: Path, suffix: str) -> 
     assert [videos.place_of(frame) for frame in videos.read(tmp_path / f"out{suffix}")[0]] == expected(6)
 
 
-def test_bad_input_is_one_line(refused: Callable[..., str], clip: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_line(refused: Any, clip: Path, tmp_path: Path) -> None:
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
     assert "missing.mp4 does not exist; give a video" in refused("bench", "video", "missing.mp4", *NET)
     assert "is the source" in refused("bench", "video", clip, clip, *NET)
@@ -249,9 +248,7 @@ def test_bad_input_is_one_line(refused: Callable[..., str], clip: Path, tmp_path
     assert "omit --streams" in refused("bench", "video", "camera:0", *NET, "--streams", 2)
 
 
-def test_what_cannot_be_written_is_refused_before_anything_starts(
-    refused: Callable[..., str], clip: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_written_is_refused_before_anything_starts(refused: Any, clip: Path, tmp_path: Path) -> None:
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
     (tmp_path / "folder.mp4").mkdir()
     (tmp_path / "link.mp4").symlink_to(clip)
