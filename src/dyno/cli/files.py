@@ -35,6 +35,7 @@ from dyno.worker.spec import (
     Runtime,
     Trial,
     UserError,
+    check_known,
     usual_name,
 )
 
@@ -131,8 +132,7 @@ def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, 
 
 
 def _export_onnx(model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides) -> None:
-    if asked.target not in TARGETS:
-        raise UserError(f"unknown target {asked.target!r}; known: {', '.join(TARGETS)}")
+    check_known("target", asked.target, TARGETS)
     if asked.opset and (allowed := find("onnxruntime").values["opset"](asked.opset)):
         raise UserError(f"--opset {asked.opset} can't be written; an export's opset must be {allowed}")
     batch, whole = asked.batch or "dynamic", [text for text in asked.shapes if ":" not in text]
