@@ -204,12 +204,12 @@ def _build_study(
     if len(sources) == 1 and not (baseline_python or span):
         raise UserError(
             f"there is nothing to compare {first.models[0]} with; give another run or model, "
-            "--remeasurest BACKEND=PYTHON or --commits A..B"
+            "--baseline-python BACKEND=PYTHON or --commits A..B"
         )
     if remeasure and not any(run is not None for run in runs):
         raise UserError("--remeasure measures stored runs again; give at least one run folder")
     if (baseline_python is not None or span) and len(sources) > 1:
-        raise UserError("--remeasurest and --commits compare one model with itself; give one model")
+        raise UserError("--baseline-python and --commits compare one model with itself; give one model")
     if span:
         before, after = _at_commits(first.models[0], span)
         first, last = replace(first, models=(before,)), replace(last, models=(after,))
