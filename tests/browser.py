@@ -1,7 +1,5 @@
 """Pages in a browser that shows nothing: what it makes of them, and pictures."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

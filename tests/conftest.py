@@ -1,7 +1,5 @@
 """What many tests share: a cache of their own, quick fake trials, the command line, a second interpreter."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -43,7 +41,6 @@ settings.load_profile("dyno")
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = Plan(boundaries=("model", "all"), warmup_s=0.02, seconds=0.04, min_samples=5, rounds=1, timeout_s=1200.0)
 PROCESSORS = os.sched_getaffinity(0)
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -130,15 +127,22 @@ def fake_study() -> Callable[..., Study]:
 
 
 @pytest.fixture(scope="session")
-def dyno() -> Command:
-    """The command line in a process of its own: `dyno("run", "fake:net", cwd=..., env=...)`."""
+def dyno() -> Any:
+    """The command line in a process of its own: `dyno("run", "fake:net", cwd=..., env=...)`; it ends with `code` where
+    that is given."""
 
-    def run(*words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 1200.0) -> Any:
+    def run(
+        *words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 1200.0,
+        code: int | None = None,
+    ) -> Any:  # fmt: skip
         every = {**os.environ, **(env or {})}
         if server := every.pop(forked.FORKS, ""):
-            return forked.command(server, [*map(str, words)], cwd or Path.cwd(), every, timeout)
-        command = [sys.executable, "-m", "dyno", *map(str, words)]
-        return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=every, timeout=timeout)
+            done = forked.command(server, [*map(str, words)], cwd or Path.cwd(), every, timeout)
+        else:
+            command = [sys.executable, "-m", "dyno", *map(str, words)]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=every, timeout=timeout)
+        assert code in (None, done.returncode), done.stdout + done.stderr
+        return done
 
     return run
 

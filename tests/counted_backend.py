@@ -1,7 +1,5 @@
 """A scripted backend whose layers have times and hardware counters, on a GPU that isn't there."""
 
-from __future__ import annotations
-
 import os
 import time
 

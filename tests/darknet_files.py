@@ -1,7 +1,5 @@
 """Darknet's files: architectures of the YOLOv3 and YOLOv4 family, narrower than published, with random weights."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An ONNX file of a decoder's shapes: tokens, a mask over the past and the present, and a cache of keys and values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ground truth of drawn objects and detections of them, as arrays of outputs.npz and as run folders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

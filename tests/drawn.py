@@ -1,7 +1,5 @@
 """Drawn shapes with known boxes, masks and keypoints, as images and as labels of either format, and random pictures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

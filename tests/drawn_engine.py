@@ -1,7 +1,5 @@
 """A backend outside Dyno whose builder makes another engine each time, and may fail at one."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run folder with one TensorRT trial on `cuda:0`, as a GPU would leave it: medians are what `MEDIANS` says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

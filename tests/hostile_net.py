@@ -1,7 +1,5 @@
 """A small network that is right in float and wrong in int8: what a search for mixed precision has to find."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

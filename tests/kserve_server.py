@@ -2,8 +2,6 @@
 
 It can misbehave: describe itself as anything, and answer batches with an error or with nonsense."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

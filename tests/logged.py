@@ -1,7 +1,5 @@
 """A study's progress that keeps what it is told, for tests that look at what happened and when."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from dyno.jobs.progress import Progress

@@ -4,8 +4,6 @@ The marker is a bright square on a dark strip at the top: its place says the fra
 that finds it (`MARKER_NET`) tells whether boxes belong to the frame on which they are drawn.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 from collections.abc import Callable, Iterator, Sequence

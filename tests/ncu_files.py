@@ -6,8 +6,6 @@ nothing reads. The stand-in runs the program that it is given, as ncu does, and 
 else it does stands in the variable PRETEND of the environment.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

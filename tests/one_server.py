@@ -1,8 +1,6 @@
 """`python tests/one_server.py COMMAND …`: all tests that the command starts fork their processes from one server, which
 is started here, and compile into one cache of torch.compile; see `preloaded.py`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Networks in the text that ONNX reads: `(float[n, 4] x) => (float[n, 4] y) { [name] y = MatMul(x, w) }`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Backends that run a wrong graph: a weight changed behind the exporter's back, or the other branch of the module."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

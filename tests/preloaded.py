@@ -6,8 +6,6 @@ SOCKET`: still processes of their own, with their own environment, folder and en
 isolated, watched and killed, and of what they import, leave the fixture out and start real ones.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

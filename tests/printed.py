@@ -1,7 +1,5 @@
 """What is printed of a run, as the command line prints it."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 from unittest import mock

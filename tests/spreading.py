@@ -1,14 +1,12 @@
 """What tests of studies spread over places share: when records were written, and a driver that can be killed."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -16,10 +14,14 @@ from threading import Event, Thread
 import psutil
 
 from dyno import Study
+from dyno.devices import spread
+from dyno.results.trial_result import Results, TrialResult, load_run
 from dyno.study.plan import expand
+from logged import Log
 
-MODULE = "dyno.devices.block_process"
+MODULE = "dyno.devices.blocks"
 MARK = "DYNO_TESTS_OF_SPREADING"
+TWO_BLOCKS = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}
 DRIVER = """
 import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress
 from dyno.devices import one_host, spread
@@ -36,6 +38,52 @@ def records(folder: Path) -> dict[str, int]:
 def expected(study: Study) -> set[str]:
     """The records that the study has where it runs on one device, by trial and round."""
     return {f"{one.trial.id}/r{number}" for one in expand(study) for number in range(study.rounds)}
+
+
+def run_twice(fake_study: Callable[..., Study], folder: Path, **where: str) -> Results:
+    """Run a study of two blocks: it has the rows that it has on one device, and a second time measures nothing."""
+    study, log, again = fake_study(**TWO_BLOCKS, **where), Log(), Log()
+    spread.run(study, folder, log)
+    assert records(folder).keys() == expected(fake_study(**TWO_BLOCKS)), log.said
+    results, before = load_run(folder), records(folder)
+    assert {t.status for t in results} == {"ok"} and not [*folder.glob("blocks/*")]
+    spread.run(study, folder, again)
+    assert (records(folder), again.said) == (before, [])
+    return results
+
+
+def run_on_two_places(fake_study: Callable[..., Study], folder: Path, cluster: str) -> None:
+    """See `run_twice`; each of two places of the cluster has processors of its own."""
+    results = run_twice(fake_study, folder, on=cluster)
+    own = {p.place: {cpu for t in results if t.placement == p for r in t.rounds for cpu in r.facts.affinity}
+           for p in {t.placement for t in results} if p is not None}  # fmt: skip
+    assert len(own) == 2 and not set.intersection(*own.values())
+
+
+def find_moved(folder: Path, rounds: int) -> TrialResult:
+    """The trial that lost its place, in a run whose trials all have their rounds."""
+    results = load_run(folder)
+    assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == rounds for t in results)
+    (moved,) = [t for t in results if t.placement and t.placement.lost]
+    return moved
+
+
+def stop(study: Study, folder: Path, send: Callable[[subprocess.Popen[str]], None]) -> str:
+    """Send a signal to `dyno run` once something is measured: it ends with one line; what it wrote."""
+    (folder.parent / "study.toml").write_text(study.to_toml())
+    command = subprocess.Popen(
+        [sys.executable, "-m", "dyno", "run", str(folder.parent / "study.toml"), "--out", str(folder)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    while not [*folder.glob("blocks/*/trials/*/*/record.json")]:
+        assert command.poll() is None, "something is measured first"
+        time.sleep(0.05)
+    send(command)
+    _, said = command.communicate(timeout=600)
+    assert command.returncode == 130
+    assert said.splitlines()[-1].startswith("dyno: stopped; what was measured is stored") and "Traceback" not in said
+    return said
 
 
 def blocks() -> list[psutil.Process]:

@@ -1,7 +1,5 @@
 """A small detector with non-maximum suppression inside and many boxes of equal scores, as ONNX."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

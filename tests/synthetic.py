@@ -1,7 +1,5 @@
 """Run folders with seeded synthetic samples, as `dyno run` would leave them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any

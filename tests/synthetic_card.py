@@ -1,7 +1,5 @@
 """Telemetry of a GPU that never was: the columns that `dyno.jobs.telemetry` stores, with known contents."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,14 +1,12 @@
 """With Dyno's own dependencies alone, as in a bare wheel: no command ends in a traceback, and hints name the extra."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
-import subprocess
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +30,6 @@ def from_name(cls, name):
 metadata.Distribution.from_name = classmethod(from_name)
 """
 IMPORTS = {name.replace("-", "_") for name in extras.EXTRAS} | set(extras.IMPORTED)
-Bare = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +46,7 @@ def nothing(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[fo
 
 
 @pytest.fixture
-def bare(tmp_path: Path, nothing: forked.Server) -> Bare:
+def bare(tmp_path: Path, nothing: forked.Server) -> Any:
     """A command in a process, and jobs below it, in which no extra is installed."""
     env = {**os.environ, "PYTHONPATH": nothing.env["PYTHONPATH"], "DYNO_CACHE": str(tmp_path / "cache")}
     return lambda *words: forked.command(nothing.path, [*map(str, words)], tmp_path, env, 1200)
@@ -137,7 +134,7 @@ def test_what_is_missing_is_listed() -> None:
     ],
 )
 def test_what_is_missing_is_one_line_with_its_extra(
-    bare: Bare, root: Path, tmp_path: Path, words: list[str], extra: str
+    bare: Any, root: Path, tmp_path: Path, words: list[str], extra: str
 ) -> None:
     (tmp_path / "m.onnx").write_bytes(b"not looked at: there is nothing to read it with")
     (tmp_path / "m.xml").write_text("<net/>")
@@ -158,7 +155,7 @@ def test_what_is_missing_is_one_line_with_its_extra(
 
 
 @pytest.mark.slow
-def test_what_needs_no_extra_works(bare: Bare, root: Path, tmp_path: Path) -> None:
+def test_what_needs_no_extra_works(bare: Any, root: Path, tmp_path: Path) -> None:
     golden = root / "tests/golden/run"
     for words in (["show", golden], ["show", golden, "--table", "all"], ["compare", golden, golden], ["--help"]):
         done = bare(*words)
@@ -175,7 +172,7 @@ def test_what_needs_no_extra_works(bare: Bare, root: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_doctor_names_an_extra_for_each(bare: Bare) -> None:
+def test_doctor_names_an_extra_for_each(bare: Any) -> None:
     done = bare("doctor", "--format", "csv")
     assert done.returncode == 3 and "Traceback" not in done.stdout + done.stderr
     rows = {line.partition(",")[0]: line for line in done.stdout.splitlines()}

@@ -1,7 +1,5 @@
 """What the timing loop relies on, asked of every backend that runs models; a new backend is asked too."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -106,11 +104,8 @@ def outputs(session: Session, batch: np.ndarray, slot: int = 0) -> np.ndarray:
     return np.array(first)
 
 
-Load = Callable[..., tuple[Trial, Session]]
-
-
 @pytest.mark.slow
-def test_it_says_what_goes_in_and_out(load: Load) -> None:
+def test_it_says_what_goes_in_and_out(load: Any) -> None:
     _, session = load()
     assert session.inputs == (Tensor("input", session.inputs[0].dtype, (2, 3, SIZE, SIZE)),)
     assert session.slots >= 1
@@ -118,7 +113,7 @@ def test_it_says_what_goes_in_and_out(load: Load) -> None:
         assert (out.name, out.shape) == ("output", (2, CLASSES))
 
 
-def test_outputs_are_float32_by_name(load: Load) -> None:
+def test_outputs_are_float32_by_name(load: Any) -> None:
     _, session = load()
     session.bind({"input": images(2)})
     session.run()
@@ -129,7 +124,7 @@ def test_outputs_are_float32_by_name(load: Load) -> None:
     assert np.isfinite(got[1]).all() and got[1].std() > 0
 
 
-def test_the_same_in_gives_the_same_out_and_other_in_other_out(load: Load) -> None:
+def test_the_same_in_gives_the_same_out_and_other_in_other_out(load: Any) -> None:
     _, session = load()
     first, other, again = (outputs(session, images(2, seed)) for seed in (0, 1, 0))
     np.testing.assert_array_equal(first, again)
@@ -138,28 +133,28 @@ def test_the_same_in_gives_the_same_out_and_other_in_other_out(load: Load) -> No
     np.testing.assert_allclose(swapped, first[::-1], rtol=1e-4, atol=1e-4)
 
 
-def test_the_inputs_are_left_as_they_are(load: Load) -> None:
+def test_the_inputs_are_left_as_they_are(load: Any) -> None:
     _, session = load()
     batch = images(2)
     outputs(session, batch)
     np.testing.assert_array_equal(batch, images(2))
 
 
-def test_an_input_in_another_order_of_memory(load: Load) -> None:
+def test_an_input_in_another_order_of_memory(load: Any) -> None:
     _, session = load()
     turned = np.ascontiguousarray(images(2).transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
     assert not turned.flags.c_contiguous
     np.testing.assert_allclose(outputs(session, turned), outputs(session, images(2)), rtol=1e-4, atol=1e-4)
 
 
-def test_another_batch_is_the_same_function(load: Load) -> None:
+def test_another_batch_is_the_same_function(load: Any) -> None:
     _, two = load(2)
     _, three = load(3)
     both = np.concatenate([outputs(two, images(4)[:2]), outputs(two, images(4)[2:])])
     np.testing.assert_allclose(outputs(three, images(4)[:3]), both[:3], rtol=1e-4, atol=1e-4)
 
 
-def test_every_slot_keeps_its_own_batch(load: Load) -> None:
+def test_every_slot_keeps_its_own_batch(load: Any) -> None:
     _, session = load()
     alone = [outputs(session, images(2, slot)) for slot in range(session.slots)]
     for slot in range(session.slots):
@@ -170,7 +165,7 @@ def test_every_slot_keeps_its_own_batch(load: Load) -> None:
         np.testing.assert_allclose(session.fetch(slot)["output"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_it_computes_what_pytorch_computes(load: Load, source: str) -> None:
+def test_it_computes_what_pytorch_computes(load: Any, source: str) -> None:
     trial, session = load()
     if trial.backend == "fake":
         pytest.skip("fake computes a function of its own")
@@ -186,7 +181,7 @@ def test_it_computes_what_pytorch_computes(load: Load, source: str) -> None:
 @pytest.mark.parametrize(
     "shape", [(1, 3, SIZE, SIZE), (3, 3, SIZE, SIZE), (2, 3, SIZE, SIZE - 1), (2, 3 * SIZE * SIZE)]
 )
-def test_a_wrong_shape_is_the_user_s_error_and_no_more(load: Load, shape: tuple[int, ...]) -> None:
+def test_a_wrong_shape_is_the_user_s_error_and_no_more(load: Any, shape: tuple[int, ...]) -> None:
     _, session = load()
     before = outputs(session, images(2))
     with pytest.raises(UserError) as caught:
@@ -195,7 +190,7 @@ def test_a_wrong_shape_is_the_user_s_error_and_no_more(load: Load, shape: tuple[
     np.testing.assert_array_equal(outputs(session, images(2)), before)
 
 
-def test_facts_say_what_ran(load: Load) -> None:
+def test_facts_say_what_ran(load: Any) -> None:
     trial, session = load()
     before = outputs(session, images(2))
     facts = session.facts()
@@ -208,7 +203,7 @@ def test_facts_say_what_ran(load: Load) -> None:
     np.testing.assert_array_equal(outputs(session, images(2)), before)
 
 
-def test_refusals_are_one_line(load: Load) -> None:
+def test_refusals_are_one_line(load: Any) -> None:
     trial, _ = load()
     engine = registry.find(trial.backend)
     assert engine.refuse(trial) == ""
@@ -217,7 +212,7 @@ def test_refusals_are_one_line(load: Load) -> None:
         assert reason and "\n" not in reason
 
 
-def test_the_probe_works_where_loading_works(load: Load) -> None:
+def test_the_probe_works_where_loading_works(load: Any) -> None:
     trial, _ = load()
     found = registry.find(trial.backend).probe()
     assert found.version and "cpu" in found.devices

@@ -1,8 +1,5 @@
 """Networks that take something else than one image go through every engine, from one description of their inputs."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ onnx = pytest.importorskip("onnx")
 ENGINES = ("pytorch", "onnxruntime", "openvino")
 QUICK = ("--routes", "usual", "--compared", 4, "--threads", 1,
          "--rounds", 1, "--seconds", 0.02, "--block", 0.01, "--warmup", 0.01)  # fmt: skip
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -53,7 +49,7 @@ def outputs(folder: Path) -> dict[str, dict[str, np.ndarray]]:
     ],
 )
 def test_every_engine_runs_it_and_agrees(
-    call: Call, nets: Path, name: str, words: tuple[Any, ...], batch: int, size: str, shape: tuple[int, ...]
+    call: Any, nets: Path, name: str, words: tuple[Any, ...], batch: int, size: str, shape: tuple[int, ...]
 ) -> None:
     call("run", f"nets.py:{name}", "--backend", ",".join(ENGINES), *QUICK, "--out", "r", *words, code=0)
     rows = table(Path("r"))
@@ -69,7 +65,7 @@ def test_every_engine_runs_it_and_agrees(
     assert len(fed) == 1
 
 
-def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Call, nets: Path) -> None:
+def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Any, nets: Path) -> None:
     call("run", "nets.py:quantised", "--backend", "pytorch,onnxruntime", *QUICK, "--size", 8, "--out", "r", code=3)
     rows = table(Path("r"))
     assert dict(rows["status"]) == {"pytorch": "ok", "onnxruntime": "failed"}
@@ -78,7 +74,7 @@ def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Cal
     assert trial.facts.weights_sha256
 
 
-def test_what_pytorch_quantised_with_its_activations_is_held_to_eight_bits(call: Call, nets: Path) -> None:
+def test_what_pytorch_quantised_with_its_activations_is_held_to_eight_bits(call: Any, nets: Path) -> None:
     backends = ("--backend", "pytorch,onnxruntime,openvino")
     call("run", "nets.py:statically", *backends, *QUICK, "--size", 8, "--out", "r", code=0)
     rows = table(Path("r"))
@@ -86,13 +82,13 @@ def test_what_pytorch_quantised_with_its_activations_is_held_to_eight_bits(call:
     assert rows["ran_as"]["pytorch"] == "8 int8"
 
 
-def test_compiled_with_several_inputs_and_keywords(call: Call, nets: Path) -> None:
+def test_compiled_with_several_inputs_and_keywords(call: Any, nets: Path) -> None:
     call("run", "nets.py:tokens", "--backend", "pytorch,compile", *QUICK, "--out", "r", code=0)
     found = outputs(Path("r"))
     np.testing.assert_allclose(found["compile"]["output"], found["pytorch"]["output"], 1e-3, 1e-4)
 
 
-def test_an_export_has_the_inputs_by_name_and_a_free_batch(call: Call, nets: Path) -> None:
+def test_an_export_has_the_inputs_by_name_and_a_free_batch(call: Any, nets: Path) -> None:
     call("export", "nets.py:tokens", "-o", "t.onnx", code=0)
     inputs = onnx.load("t.onnx").graph.input
     assert [value.name for value in inputs] == ["input_ids", "attention_mask"]
@@ -102,21 +98,21 @@ def test_an_export_has_the_inputs_by_name_and_a_free_batch(call: Call, nets: Pat
     call("diff", "nets.py:tokens", "t.onnx", "--input", "input_ids=0..49", *alike, code=0)
 
 
-def test_only_what_follows_the_batch_is_free(call: Call, nets: Path) -> None:
+def test_only_what_follows_the_batch_is_free(call: Any, nets: Path) -> None:
     assert call("export", "nets.py:unbatched", "-o", "u.onnx")[0] == 0
     x, table = onnx.load("u.onnx").graph.input
     assert x.type.tensor_type.shape.dim[0].dim_param == "batch"
     assert [dim.dim_value for dim in table.type.tensor_type.shape.dim] == [5, 4]
 
 
-def test_a_batch_that_the_model_does_not_take_is_refused(call: Call, refused: Any, nets: Path) -> None:
+def test_a_batch_that_the_model_does_not_take_is_refused(call: Any, refused: Any, nets: Path) -> None:
     usual = ("nets.py:fixed", "--backend", "pytorch", *QUICK)
     assert "the model takes a batch of 2 alone, and not 3" in refused("run", *usual, "--batch", 3)
     assert call("run", *usual, "--out", "r")[0] == 0
     assert set(table(Path("r"))["batch"]) == {2}
 
 
-def test_arrays_of_a_file_are_what_is_fed(call: Call, nets: Path) -> None:
+def test_arrays_of_a_file_are_what_is_fed(call: Any, nets: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4, 1, 400)).astype(np.float32)
     np.savez("feeds.npz", x=x)
@@ -168,7 +164,7 @@ def write_net_of_every_type(path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
 
 
-def test_inputs_of_every_type_take_values_and_arrays(call: Call, tmp_path: Path) -> None:
+def test_inputs_of_every_type_take_values_and_arrays(call: Any, tmp_path: Path) -> None:
     write_net_of_every_type(tmp_path / "types.onnx")
     want = -np.array([[np.dtype(name).type(value) for name, value in TYPES.items()]], np.float64).astype(np.float32)
     fixed = [
@@ -184,7 +180,7 @@ def test_inputs_of_every_type_take_values_and_arrays(call: Call, tmp_path: Path)
         np.testing.assert_allclose(found["y"], want.repeat(4, axis=0), 1e-6, err_msg=backend)
 
 
-def test_a_boolean_argument_of_a_module_is_what_it_is_given(call: Call, tmp_path: Path) -> None:
+def test_a_boolean_argument_of_a_module_is_what_it_is_given(call: Any, tmp_path: Path) -> None:
     (tmp_path / "flag.py").write_text(
         "import torch\n\nclass Flag(torch.nn.Module):\n    def forward(self, x, flag):\n"
         "        return torch.where(flag, x * 2, x * 0)\n\ndef build():\n    return Flag()\n\n"
@@ -255,7 +251,7 @@ def merged():
 
 @pytest.mark.parametrize("name", ["last", "steps"])
 def test_a_recurrent_network_that_takes_time_first_has_the_batch_behind_it(
-    call: Call, tmp_path: Path, name: str
+    call: Any, tmp_path: Path, name: str
 ) -> None:
     """Its outputs in batches of three are those of the module for all sequences at once."""
     import torch
@@ -284,7 +280,7 @@ def test_a_module_in_memory_that_takes_time_first_counts_sequences(tmp_path: Pat
     assert [trial.batch for trial in result.records] == [4]
 
 
-def test_a_module_that_merges_its_batch_fails_at_larger_ones(call: Call, tmp_path: Path) -> None:
+def test_a_module_that_merges_its_batch_fails_at_larger_ones(call: Any, tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text(TIME_FIRST)
     words = ("--backend", "pytorch", *QUICK, "--size", 8, "--batch", "1,4", "--out", "r")
     code, _, err = call("run", "first.py:merged", *words)

@@ -1,7 +1,5 @@
 """The documents are held to the code: commands and options exist, tables are complete, examples run, links resolve."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re
@@ -35,7 +33,7 @@ from dyno.worker.facts.job import Facts
 from dyno.worker.inspection import Inspection
 from dyno.worker.record import STATUSES, Measurement, Record
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Recipe, Trial
-from dyno.worker.tasks.task import Task
+from dyno.worker.tasks import Task
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))

@@ -1,13 +1,12 @@
 """`dyno eval` on real images in class folders, through the command line and from Python."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -60,7 +59,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, preloaded: str, photos: Pa
     return run
 
 
-def test_text_names_everything(command: Callable[..., str], tmp_path: Path) -> None:
+def test_text_names_everything(command: Any, tmp_path: Path) -> None:
     out = command("--out", tmp_path / "run")
     for words in ("top-1 ", " on 30 images", "top-5 ", "pipeline, from decoded images, ",
                   "(30 images, after 8 of warm-up)",
@@ -117,7 +116,7 @@ def evaluated(preloaded: str, tmp_path: Path) -> Callable[..., tuple[int, str]]:
     return run
 
 
-def test_a_table_of_labels_and_images_without(evaluated: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_a_table_of_labels_and_images_without(evaluated: Any, tmp_path: Path) -> None:
     """Three of eight images are labelled wrongly, so five are right; without the table no accuracy is measured."""
     from PIL import Image
 
@@ -137,7 +136,7 @@ def test_a_table_of_labels_and_images_without(evaluated: Callable[..., tuple[int
     assert code == 2 and "photos holds labels that can't be read there: labels.txt" in out
 
 
-def test_coco_as_roboflow_writes_it(evaluated: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_coco_as_roboflow_writes_it(evaluated: Any, tmp_path: Path) -> None:
     """Every square is found, so mAP is 100 %: the first category is a group of the others, not their first class."""
     from PIL import Image
 
@@ -164,7 +163,7 @@ def test_coco_as_roboflow_writes_it(evaluated: Callable[..., tuple[int, str]], t
         assert "'things' of _annotations.coco.json is left out" in out
 
 
-def test_csv_and_json_hold_every_column(command: Callable[..., str], tmp_path: Path) -> None:
+def test_csv_and_json_hold_every_column(command: Any, tmp_path: Path) -> None:
     command("--out", tmp_path / "run")
     (row,) = csv.DictReader(io.StringIO(command("--out", tmp_path / "run", "--format", "csv")))
     (same,) = json.loads(command("--out", tmp_path / "run", "--format", "json"))["rows"]
@@ -193,9 +192,7 @@ def test_from_python(photos: Path, tmp_path: Path) -> None:
     assert (result.report().parent / "charts" / "confusion.png").is_file()
 
 
-def test_every_image_is_tested_on_but_where_int8_needs_some(
-    photos: Path, tmp_path: Path, fake_study: Callable[..., dyno.Study]
-) -> None:
+def test_every_image_is_tested_on_but_where_int8_needs_some(photos: Path, tmp_path: Path, fake_study: Any) -> None:
     same = {"data": str(photos / "val"), "sizes": ("16",), "rounds": 2}
     every = fake_study(**same).run(tmp_path / "every", quiet=True)
     fewer = fake_study(**same, precisions=("fp32", "int8")).run(tmp_path / "fewer", quiet=True)

@@ -1,7 +1,5 @@
 """What breaks around Dyno costs a line at most: names, pipes, links, bombs, brackets, a reader that goes away."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json
@@ -29,8 +27,6 @@ from dyno.worker import system
 from dyno.worker.record import Record, parse_json, read_record, refuse_links, write_json, write_text
 from dyno.worker.spec import Runtime, UserError, from_json
 
-Call = Callable[..., tuple[int, str, str]]
-Refused = Callable[..., str]
 ROOT = Path(__file__).resolve().parents[1]
 BRACKETS = "[" * 100_000
 FAKE = ["run", "fake:net", "--channels", "1", "--backend", "fake@latency_ms=0.1"]
@@ -77,7 +73,7 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
     assert precious.read_text() == "mine"
 
 
-def test_folders_of_a_run_that_are_links_are_refused(golden: Path, tmp_path: Path, refused: Refused) -> None:
+def test_folders_of_a_run_that_are_links_are_refused(golden: Path, tmp_path: Path, refused: Any) -> None:
     (tmp_path / "elsewhere").mkdir()
     shutil.rmtree(golden / "charts", ignore_errors=True)
     (golden / "charts").symlink_to(tmp_path / "elsewhere")
@@ -105,19 +101,19 @@ def test_a_record_of_other_types_is_told(changed: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("file", ["record.json", "job.json", "environment.json", "models.json", "study.toml"])
 @pytest.mark.parametrize("content", [BRACKETS, '{"trial": 1, "measurements": 5, "status": "ok", "models": 3}'])
-def test_brackets_and_wrong_types_in_a_run_are_no_traceback(golden: Path, call: Call, file: str, content: str) -> None:
+def test_brackets_and_wrong_types_in_a_run_are_no_traceback(golden: Path, call: Any, file: str, content: str) -> None:
     place = record_of(golden).parent if file in ("record.json", "job.json") else golden
     (place / file).write_text(content)
     code, out, err = call("show", golden)
     assert code == 0 and out.startswith("resnet18, size 64, batch 1\n"), err
 
 
-def test_a_study_of_brackets_is_one_line(refused: Refused, tmp_path: Path) -> None:
+def test_a_study_of_brackets_is_one_line(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "deep.toml").write_text(f"models = {BRACKETS}")
     assert "nested too deeply" in refused("run", "deep.toml")
 
 
-def test_pipes_are_not_waited_for(refused: Refused, tmp_path: Path) -> None:
+def test_pipes_are_not_waited_for(refused: Any, tmp_path: Path) -> None:
     for name in ("study.toml", "m.onnx", "w.pth", "f.npz", "net.py"):
         os.mkfifo(tmp_path / name)
     said = [
@@ -137,7 +133,7 @@ def test_a_bomb_is_refused_before_it_is_read(tmp_path: Path) -> None:
         read_npz(tmp_path / "samples.npz")
 
 
-def test_damaged_samples_are_the_rows_reason(golden: Path, call: Call) -> None:
+def test_damaged_samples_are_the_rows_reason(golden: Path, call: Any) -> None:
     samples = record_of(golden).with_name("samples.npz")
     samples.write_bytes(samples.read_bytes()[:-30])
     assert "samples.npz is damaged; the same `dyno run`" in " ".join(call("show", golden)[1].split())
@@ -153,7 +149,7 @@ def test_cells_of_csv_are_no_formulas() -> None:
     assert csv_cell(-2) == -2
 
 
-def test_names_are_harmless_wherever_they_are_printed(golden: Path, call: Call) -> None:
+def test_names_are_harmless_wherever_they_are_printed(golden: Path, call: Any) -> None:
     for path in golden.glob("trials/*/r*/job.json"):
         job = json.loads(path.read_text())
         job["trial"]["model"]["name"] = "=a|`b`<b>\x1b[31m\n\udc80"
@@ -167,7 +163,7 @@ def test_names_are_harmless_wherever_they_are_printed(golden: Path, call: Call) 
 
 
 @pytest.mark.parametrize("words", [["run", "caf\udce9.onnx"], ["show", "caf\udce9"], [*FAKE, "--out", "caf\udce9"]])
-def test_names_of_no_encoding_are_one_line(refused: Refused, words: list[str]) -> None:
+def test_names_of_no_encoding_are_one_line(refused: Any, words: list[str]) -> None:
     assert "caf\\udce9" in refused(*words)
 
 
@@ -223,7 +219,7 @@ def test_the_report_is_written_before_anything_is_printed(shell: Callable[[str],
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_damaged_rounds_are_measured_again(call: Call, tmp_path: Path) -> None:
+def test_damaged_rounds_are_measured_again(call: Any, tmp_path: Path) -> None:
     words = [*FAKE, *SHORT, "--out", tmp_path / "run"]
     assert call(*words)[0] == 0
     first, second = sorted((tmp_path / "run").glob("trials/*/r*/record.json"))
@@ -235,7 +231,7 @@ def test_damaged_rounds_are_measured_again(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_damaged_record_is_the_same_to_every_command(call: Call, tmp_path: Path) -> None:
+def test_a_damaged_record_is_the_same_to_every_command(call: Any, tmp_path: Path) -> None:
     words = [*FAKE, *SHORT, "--out", tmp_path / "run"]
     assert call(*words)[0] == 0
     first, second = sorted((tmp_path / "run").glob("trials/*/r*/record.json"))
@@ -307,7 +303,7 @@ def content(folder: Path) -> dict[str, str]:
     ["report", "golden"],
 ], ids=lambda words: " ".join(words[:2]))  # fmt: skip
 @pytest.mark.usefixtures("golden")
-def test_a_folder_of_the_user_s_is_refused(refused: Refused, theirs: Path, tmp_path: Path, command: list[str]) -> None:
+def test_a_folder_of_the_user_s_is_refused(refused: Any, theirs: Path, tmp_path: Path, command: list[str]) -> None:
     """`dyno run` wrote over a results.csv and a lock that it hadn't made."""
     (tmp_path / "clip.png").touch()
     assert "theirs holds files that Dyno did not write (lock, notes, results.csv)" in refused(
@@ -316,7 +312,7 @@ def test_a_folder_of_the_user_s_is_refused(refused: Refused, theirs: Path, tmp_p
     assert content(theirs) == OWN_FILES
 
 
-def test_a_report_may_be_written_again_but_over_no_file_of_others(call: Call, refused: Refused, golden: Path) -> None:
+def test_a_report_may_be_written_again_but_over_no_file_of_others(call: Any, refused: Any, golden: Path) -> None:
     page = golden.parent / "page"
     for _ in range(2):
         assert call("report", golden, "--out", page)[0] == 0
@@ -325,7 +321,7 @@ def test_a_report_may_be_written_again_but_over_no_file_of_others(call: Call, re
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_what_was_just_begun_goes_on_if_it_is_dyno_s_alone(call: Call, tmp_path: Path) -> None:
+def test_what_was_just_begun_goes_on_if_it_is_dyno_s_alone(call: Any, tmp_path: Path) -> None:
     (tmp_path / "run/trials").mkdir(parents=True)
     (tmp_path / "run/lock").write_text("12345")
     (tmp_path / "run/mine.txt").touch()
@@ -335,14 +331,14 @@ def test_what_was_just_begun_goes_on_if_it_is_dyno_s_alone(call: Call, tmp_path:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_study_file_among_the_user_s_files_is_measured_elsewhere(call: Call, theirs: Path, tmp_path: Path) -> None:
+def test_a_study_file_among_the_user_s_files_is_measured_elsewhere(call: Any, theirs: Path, tmp_path: Path) -> None:
     (theirs / "study.toml").write_text('models = ["fake:net"]\nchannels = 1\nbackends = ["fake@latency_ms=0.1"]\n')
     before = content(theirs)
     assert call("run", theirs / "study.toml", *SHORT)[0] == 0
     assert content(theirs) == before and (tmp_path / "runs/study/trials").is_dir()
 
 
-def test_a_lock_that_is_a_hard_link_is_refused(refused: Refused, golden: Path, tmp_path: Path) -> None:
+def test_a_lock_that_is_a_hard_link_is_refused(refused: Any, golden: Path, tmp_path: Path) -> None:
     """The process's number was written into the file that it was another name of."""
     (tmp_path / "precious").write_text("2026")
     (tmp_path / "begun").mkdir()
@@ -354,7 +350,7 @@ def test_a_lock_that_is_a_hard_link_is_refused(refused: Refused, golden: Path, t
     assert (tmp_path / "precious").read_text() == "2026"
 
 
-def test_an_explanation_is_not_stored_behind_a_link(refused: Refused, golden: Path, tmp_path: Path) -> None:
+def test_an_explanation_is_not_stored_behind_a_link(refused: Any, golden: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (golden / "explained").symlink_to(tmp_path / "elsewhere")
     names = [path.name for path in sorted((golden / "trials").iterdir())][:2]
@@ -362,7 +358,7 @@ def test_an_explanation_is_not_stored_behind_a_link(refused: Refused, golden: Pa
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_all_that_dyno_wrote_into_a_run_is_removed(call: Call, golden: Path) -> None:
+def test_all_that_dyno_wrote_into_a_run_is_removed(call: Any, golden: Path) -> None:
     for name in ("explained", "stress"):
         (golden / name).mkdir()
         (golden / name / "a--b.json").write_text("{}")
@@ -376,12 +372,12 @@ HUGE = 10**30
 @pytest.mark.parametrize(
     "option", "--batch --size --rounds --samples --channels --seed --confirm --builds --classes".split()
 )
-def test_numbers_have_a_most(refused: Refused, option: str) -> None:
+def test_numbers_have_a_most(refused: Any, option: str) -> None:
     """A batch of 10**30 was measured; then no table of any run could be made."""
     assert "must be at most" in refused(*FAKE, option, str(HUGE), "--dry-run")
 
 
-def test_a_number_that_no_table_holds_hides_no_other_row(call: Call, golden: Path) -> None:
+def test_a_number_that_no_table_holds_hides_no_other_row(call: Any, golden: Path) -> None:
     shutil.copytree(golden, golden.with_name("whole"))
     rows = call("show", "golden", "--format", "csv")[1].count("\n")
     trial = record_of(golden).parents[1]
@@ -396,7 +392,7 @@ def test_a_number_that_no_table_holds_hides_no_other_row(call: Call, golden: Pat
     assert code == 0 and "golden" in out and "whole" in out
 
 
-def test_a_run_that_cannot_be_read_hides_no_other(call: Call, golden: Path) -> None:
+def test_a_run_that_cannot_be_read_hides_no_other(call: Any, golden: Path) -> None:
     shutil.copytree(golden, golden.with_name("broken"))
     for path in golden.with_name("broken").glob("trials/*/*/job.json"):
         path.write_text("{")
@@ -423,7 +419,7 @@ LONG = "a" * 300
     ["selftest", LONG], ["eval", "fake:net", "--data", LONG], ["bench", "stress", "fake:net", "--out", LONG],
 ])  # fmt: skip
 @pytest.mark.usefixtures("golden")
-def test_a_name_that_is_too_long_is_one_line(refused: Refused, words: list[str]) -> None:
+def test_a_name_that_is_too_long_is_one_line(refused: Any, words: list[str]) -> None:
     """Seven of seven ended in a traceback, with the exit code of a regression."""
     assert "too long" in refused(*words)
 
@@ -522,7 +518,7 @@ def test_trials_that_may_not_be_read_are_not_called_missing(golden: Path) -> Non
 @pytest.mark.usefixtures("preloaded", "unreported")
 @pytest.mark.parametrize("turns", ["--turns", "--no-turns"])
 def test_a_run_that_is_removed_meanwhile_is_said(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: str
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: str
 ) -> None:
     def remove(progress: Progress, trial: Any, record: Any, **_: Any) -> None:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -534,7 +530,7 @@ def test_a_run_that_is_removed_meanwhile_is_said(
 
 
 def test_an_error_of_dyno_s_own_is_one_line_with_its_details(
-    call: Call, monkeypatch: pytest.MonkeyPatch, golden: Path
+    call: Any, monkeypatch: pytest.MonkeyPatch, golden: Path
 ) -> None:
     """The exit code was 1, which CI reads as a regression."""
 
@@ -551,9 +547,7 @@ def test_an_error_of_dyno_s_own_is_one_line_with_its_details(
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_killed_job_is_measured_again_by_the_same_command(
-    call: Call, importable: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_killed_job_is_measured_again_by_the_same_command(call: Any, importable: Any, tmp_path: Path) -> None:
     """Both rounds of the trial were lost, and the same command left it so."""
     marker = tmp_path / "killed"
     importable(

@@ -3,8 +3,6 @@
 `tests/golden/make.py --expected` writes the expected files anew, after a deliberate change.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import io
@@ -12,7 +10,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,7 +95,7 @@ def test_the_markdown_table_is_the_stored_one(make: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("name", "read"), [("results.csv", rows), ("results.json", json_rows)])
-def test_the_tables_for_machines_are_the_stored_ones(make: ModuleType, name: str, read: Callable[..., Any]) -> None:
+def test_the_tables_for_machines_are_the_stored_ones(make: ModuleType, name: str, read: Any) -> None:
     found = make.printed()[name]
     assert differences(read(found), read((GOLDEN / name).read_text(encoding="utf-8"))) == []
 
@@ -159,12 +156,11 @@ def test_records_and_jobs_are_read_without_loss(results: Results) -> None:
         assert raw["schema"] == job["schema"] == SCHEMA
 
 
-def test_a_record_of_a_newer_schema_is_named_in_one_line(tmp_path: Path, dyno: Callable[..., Any]) -> None:
+def test_a_record_of_a_newer_schema_is_named_in_one_line(tmp_path: Path, dyno: Any) -> None:
     copy = Path(shutil.copytree(RUN, tmp_path / "run"))
     path = next(iter(sorted(copy.glob("trials/*/r1/record.json"))))
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": SCHEMA + 1, "unheard": "of"}))
-    done = dyno("show", copy)
-    assert done.returncode == 0, done.stderr
+    done = dyno("show", copy, code=0)
     assert done.stdout.count("fp32") >= 3
     assert done.stderr.splitlines() == [
         f"dyno: {path} was written by a newer Dyno (schema {SCHEMA + 1}, this one reads {SCHEMA}); update Dyno"
@@ -173,7 +169,7 @@ def test_a_record_of_a_newer_schema_is_named_in_one_line(tmp_path: Path, dyno: C
 
 @pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_command_prints_what_the_library_renders(run: RunData, dyno: Callable[..., Any], format: str) -> None:
+def test_the_command_prints_what_the_library_renders(run: RunData, dyno: Any, format: str) -> None:
     done = dyno("show", RUN, "--format", format)
     assert (done.returncode, done.stderr) == (0, "")
     found = about(run) if format == "json" else {}

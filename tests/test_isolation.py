@@ -1,14 +1,11 @@
 """A worker needs nothing but its folder: it runs under another Python, by hand, and beside files with its own names."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,7 @@ from dyno.jobs.progress import Progress
 from dyno.runner.execute import Files
 from dyno.study.plan import expand
 from dyno.worker.record import Record, read_record, write_json
-from dyno.worker.spec import Artifact, Job, Runtime, Trial, to_json
-
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
+from dyno.worker.spec import Artifact, Job, Runtime, to_json
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +75,9 @@ def test_two_pythons_in_one_study(other_python: str, onnx_file: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_another_python_from_flags(other_python: str, onnx_file: Path, tmp_path: Path, dyno: Command) -> None:
+def test_another_python_from_flags(other_python: str, onnx_file: Path, tmp_path: Path, dyno: Any) -> None:
     usual = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --backend onnxruntime".split()
-    done = dyno("run", onnx_file, *usual, "--python", f"onnxruntime={other_python}", "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    dyno("run", onnx_file, *usual, "--python", f"onnxruntime={other_python}", "--out", tmp_path / "run", code=0)
     ((job, record, _),) = found(tmp_path / "run").values()
     assert job["runtime"]["python"] == other_python
     assert other_python_version(other_python) == record.system["python"]
@@ -116,7 +110,7 @@ def test_our_environment_does_not_reach_another_python(
 SHADOWS = "record types spec backend system measure json dataclasses numpy shapes main models".split()
 
 
-def test_files_beside_the_caller_do_not_disturb_it(fake_trial: Callable[..., Trial], tmp_path: Path) -> None:
+def test_files_beside_the_caller_do_not_disturb_it(fake_trial: Any, tmp_path: Path) -> None:
     for name in SHADOWS:
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} of the current folder')")
     (tmp_path / "job").mkdir()
@@ -173,7 +167,7 @@ def test_the_path_is_left_clean(tmp_path: Path, safe: bool) -> None:
     assert [p for p in json.loads(plain) if p] == record.facts.probe.other["path"]
 
 
-def test_a_stored_job_runs_again_by_hand(fake_study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_stored_job_runs_again_by_hand(fake_study: Any, tmp_path: Path) -> None:
     fake_study().run(tmp_path / "run", quiet=True)
     (folder,) = tmp_path.glob("run/trials/*/r0")
     before = (folder / "record.json").stat().st_mtime_ns

@@ -1,7 +1,5 @@
 """The notebook of examples/ runs from top to bottom, and a result shows itself there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

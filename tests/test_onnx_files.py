@@ -1,7 +1,5 @@
 """ONNX files that people bring, through the command line: each runs, or ends in one clear line."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json
@@ -28,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --backend onnxruntime,openvino".split()
 KINDS = onnx.TensorProto
-Call = Callable[..., tuple[int, str, str]]
 
 
 def network(
@@ -63,7 +60,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(f))
 
 
-def measured(call: Call, model: Any, *words: object) -> list[dict[str, str]]:
+def measured(call: Any, model: Any, *words: object) -> list[dict[str, str]]:
     onnx.save(model, "net.onnx")
     code, _, err = call("run", "net.onnx", *QUICK, "--out", "run", *words)
     found = rows(Path("run"))
@@ -83,7 +80,7 @@ def measured(call: Call, model: Any, *words: object) -> list[dict[str, str]]:
     ],
     ids="NHWC, grey NHWC, grey, batch -1, half precision, double precision".split(", "),
 )
-def test_files_of_many_kinds_run_in_fp32_and_int8(call: Call, photos: Path, model: Any, size: str) -> None:
+def test_files_of_many_kinds_run_in_fp32_and_int8(call: Any, photos: Path, model: Any, size: str) -> None:
     found = measured(call, model, "--precision", "fp32,int8", "--data", photos)
     assert [(row["status"], row["size"]) for row in found] == [("ok", size)] * 4
     if model.graph.input[0].type.tensor_type.shape.dim[0].dim_value == -1:
@@ -91,7 +88,7 @@ def test_files_of_many_kinds_run_in_fp32_and_int8(call: Call, photos: Path, mode
         assert all(any("(-1)" in line for line in job["artifact"]["made_by"]["warnings"]) for job in jobs)
 
 
-def test_calibration_images_alone_are_enough_for_int8(call: Call, photos: Path) -> None:
+def test_calibration_images_alone_are_enough_for_int8(call: Any, photos: Path) -> None:
     found = measured(call, network(["n", 3, 24, 24]), "--precision", "fp32,int8", "--calibration", photos)
     assert [row["status"] for row in found] == ["ok"] * 4
     assert {row["top1"] for row in found} == {""}
@@ -99,7 +96,7 @@ def test_calibration_images_alone_are_enough_for_int8(call: Call, photos: Path) 
     assert code == 0 and "q.onnx" in out
 
 
-def test_calibration_images_alone_are_enough_for_a_detector(call: Call, photos: Path) -> None:
+def test_calibration_images_alone_are_enough_for_a_detector(call: Any, photos: Path) -> None:
     """Its boxes are in pixels of the image before the letterbox, so sizes are kept."""
     text = "(float[n, 3, 24, 24] image) => (float[n, 6, 576] boxes) { c = Conv(image, w) boxes = Reshape(c, shape) }"
     weight = np.random.default_rng(0).standard_normal((6, 3, 1, 1), np.float32)
@@ -112,7 +109,7 @@ def test_calibration_images_alone_are_enough_for_a_detector(call: Call, photos: 
     (lambda m: setattr(m.graph.output[0].type.tensor_type, "elem_type", -1), "'y' is of a type that onnx"),
     (lambda m: setattr(m.graph.node[0], "op_type", "Conv\N{SNOWMAN}"), "ONNX graph: a name in it is not UTF-8"),
 ])  # fmt: skip
-def test_damaged_types_and_names_are_one_line(call: Call, change: Callable[[Any], None], said: str) -> None:
+def test_damaged_types_and_names_are_one_line(call: Any, change: Callable[[Any], None], said: str) -> None:
     model = network(["n", 3, 24, 24])
     change(model)
     Path("net.onnx").write_bytes(model.SerializeToString().replace("\N{SNOWMAN}".encode(), b"\xd4at"))
@@ -121,13 +118,13 @@ def test_damaged_types_and_names_are_one_line(call: Call, change: Callable[[Any]
 
 
 @pytest.mark.parametrize("opset", [9, 13, 24])
-def test_opsets_old_and_new(call: Call, photos: Path, opset: int) -> None:
+def test_opsets_old_and_new(call: Any, photos: Path, opset: int) -> None:
     model = network(["n", 3, 24, 24], opset=opset, ir=10)
     found = measured(call, model, "--precision", "fp32,int8", "--calibration", photos)
     assert [row["status"] for row in found] == ["ok"] * 4
 
 
-def test_the_size_is_the_shapes_or_the_metadata_s(call: Call) -> None:
+def test_the_size_is_the_shapes_or_the_metadata_s(call: Any) -> None:
     model = network(["n", 3, "h", "w"])
     h.set_model_props(model, {"imgsz": "[16, 32]", "batch": "2", "stride": "16"})
     onnx.save(model, "net.onnx")
@@ -145,7 +142,7 @@ def test_the_size_is_the_shapes_or_the_metadata_s(call: Call) -> None:
     assert code == 2 and "shapes give the image 48x48 pixels, and sizes 32x32; omit one of them" in said
 
 
-def test_an_operator_that_nobody_knows_is_named_in_each_row(call: Call) -> None:
+def test_an_operator_that_nobody_knows_is_named_in_each_row(call: Any) -> None:
     onnx.save(network(["n", 3, 24, 24], more="Swishy"), "net.onnx")
     call("run", "net.onnx", *QUICK, "--out", "run", code=3)
     found = rows(Path("run"))
@@ -153,7 +150,7 @@ def test_an_operator_that_nobody_knows_is_named_in_each_row(call: Call) -> None:
     assert all("Swishy" in row["reason"] and "\n" not in row["reason"] for row in found)
 
 
-def test_files_that_are_none_stop_the_study_in_one_line(call: Call, photos: Path) -> None:
+def test_files_that_are_none_stop_the_study_in_one_line(call: Any, photos: Path) -> None:
     whole = network(["n", 3, 24, 24]).SerializeToString()
     for content, said in ((b"", "is empty"), (whole[:-400], "is not a whole ONNX file"), (b"text" * 99, "whole ONNX")):
         Path("net.onnx").write_bytes(content)
@@ -184,7 +181,7 @@ def drawing(operator: str) -> Any:
 
 
 @pytest.mark.parametrize("operator", ["Dropout", "RandomNormalLike"])
-def test_what_draws_random_numbers_is_not_called_wrong(call: Call, operator: str) -> None:
+def test_what_draws_random_numbers_is_not_called_wrong(call: Any, operator: str) -> None:
     onnx.save(drawing(operator), "net.onnx")
     backends = ("--backend", "onnxruntime,onnxruntime@optimization=disable")
     code, out, err = call("run", "net.onnx", *QUICK[:-2], *backends, "--out", "run")
@@ -194,7 +191,7 @@ def test_what_draws_random_numbers_is_not_called_wrong(call: Call, operator: str
     assert "outputs change from call to call" in " ".join(out.split())
 
 
-def test_a_question_mark_names_no_dimension(call: Call) -> None:
+def test_a_question_mark_names_no_dimension(call: Any) -> None:
     found = measured(call, network(["?", 3, "?", "?"]), "--size", "16x24")
     assert [(row["status"], row["size"]) for row in found] == [("ok", "16x24")] * 2
 
@@ -233,7 +230,7 @@ def random_weights(count: int, dtype: Any = np.float32) -> list[np.ndarray]:
     return [(rng.standard_normal((64, 64)) / 8).astype(dtype) for _ in range(count)]
 
 
-def test_half_precision_in_constants_is_what_the_same_initialisers_are(call: Call) -> None:
+def test_half_precision_in_constants_is_what_the_same_initialisers_are(call: Any) -> None:
     nodes, stored = products(random_weights(2, np.float16))
     lifted = [h.make_node("Constant", [], [tensor.name], value=tensor) for tensor in stored]
     onnx.save(from_x(nodes, stored, "x_out", KINDS.FLOAT16), "initialisers.onnx")
@@ -244,7 +241,7 @@ def test_half_precision_in_constants_is_what_the_same_initialisers_are(call: Cal
 
 
 @pytest.mark.parametrize("level", [0, 4])
-def test_weights_of_four_bits_are_named_and_so_is_what_is_computed_in(call: Call, level: int) -> None:
+def test_weights_of_four_bits_are_named_and_so_is_what_is_computed_in(call: Any, level: int) -> None:
     """That level 4 rounds activations to eight bits shows in ONNX Runtime's own outputs."""
     rng = np.random.default_rng(1)
     packed, scale = rng.integers(0, 256, (64, 2, 16), np.uint8), rng.random((64, 2, 1), np.float32)
@@ -267,7 +264,7 @@ def test_weights_of_four_bits_are_named_and_so_is_what_is_computed_in(call: Call
     }
 
 
-def test_weights_of_four_bits_are_run_in_batches(call: Call) -> None:
+def test_weights_of_four_bits_are_run_in_batches(call: Any) -> None:
     rng = np.random.default_rng(3)
     packed, scale = rng.integers(0, 256, (64, 2, 16), np.uint8), rng.random(128, np.float32)
     node = h.make_node("MatMulNBits", ["x", "q", "s"], ["y"], domain="com.microsoft", K=64, N=64, bits=4, block_size=32)
@@ -276,7 +273,7 @@ def test_weights_of_four_bits_are_run_in_batches(call: Call) -> None:
     assert [(row["status"], row["precision"]) for row in found] == [("ok", "int4")] * 4
 
 
-def test_weights_of_eight_bits_that_are_widened_are_not_called_int8(call: Call) -> None:
+def test_weights_of_eight_bits_that_are_widened_are_not_called_int8(call: Any) -> None:
     """OpenVINO widens such weights, and ONNX Runtime makes an integer product of them."""
     q = np.random.default_rng(2).integers(-127, 128, (64, 64)).astype(np.int8)
     stored = [numpy_helper.from_array(q, "q"), numpy_helper.from_array(np.full((2, 64), 0.01, np.float32), "s")]
@@ -287,7 +284,7 @@ def test_weights_of_eight_bits_that_are_widened_are_not_called_int8(call: Call) 
     assert (found["openvino"]["ran_as"], found["openvino"]["precision_ok"]) == ("1 fp32", "no")
 
 
-def test_what_lies_in_branches_is_quantised_by_nothing_and_each_row_says_so(call: Call) -> None:
+def test_what_lies_in_branches_is_quantised_by_nothing_and_each_row_says_so(call: Any) -> None:
     onnx.save(branching(random_weights(2)), "net.onnx")
     words = ("--precision", "fp32,fp16,int8", "--input", "x=-3..3", *QUICK, "--backend", "onnxruntime", "--out", "run")
     code, _, _ = call("run", "net.onnx", *words)
@@ -297,7 +294,7 @@ def test_what_lies_in_branches_is_quantised_by_nothing_and_each_row_says_so(call
     assert "all of its 4 layers with weights stay in fp32 (4 are inside If operators)" in eight["reason"]
 
 
-def test_a_part_that_lies_in_branches_is_named_where_the_rest_is_quantised(call: Call) -> None:
+def test_a_part_that_lies_in_branches_is_named_where_the_rest_is_quantised(call: Any) -> None:
     model = branching(random_weights(3), before=2)
     (row,) = measured(call, model, "--precision", "int8", "--input", "x=-3..3", "--backend", "onnxruntime")
     assert row["precision"] == "int8" and "int8" in row["ran_as"] and "fp32" in row["ran_as"]
@@ -306,7 +303,7 @@ def test_a_part_that_lies_in_branches_is_named_where_the_rest_is_quantised(call:
     assert warning in job["artifact"]["made_by"]["warnings"]
 
 
-def test_without_a_layer_that_multiplies_no_precision_is_confirmed(call: Call) -> None:
+def test_without_a_layer_that_multiplies_no_precision_is_confirmed(call: Any) -> None:
     """An image of bytes, a boolean and integers are no INT8."""
     model = onnx_text.model("""(uint8[n, 3, 8, 8] image) => (float[n, 3, 1, 1] y) {
         x = Cast<to = 1>(image) m = GlobalAveragePool(x) flag = Greater(m, one) y = Where(flag, m, one)
@@ -318,7 +315,7 @@ def test_without_a_layer_that_multiplies_no_precision_is_confirmed(call: Call) -
 
 
 @pytest.mark.parametrize(("compressed", "precision"), [(True, "fp16"), (False, "fp32")])
-def test_an_ir_has_the_precision_of_its_stored_weights(call: Call, compressed: bool, precision: str) -> None:
+def test_an_ir_has_the_precision_of_its_stored_weights(call: Any, compressed: bool, precision: str) -> None:
     import openvino
 
     nodes, stored = products(random_weights(2))
@@ -341,7 +338,7 @@ def _hub(folder: Path, files: dict[str, Path]) -> Path:
     return snapshot
 
 
-def test_files_in_the_hub_s_cache_run_under_their_own_names(call: Call, tmp_path: Path) -> None:
+def test_files_in_the_hub_s_cache_run_under_their_own_names(call: Any, tmp_path: Path) -> None:
     weights = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
     model = onnx_text.model("(float[batch, 16] x) => (float[batch, 16] y) { m = MatMul(x, w) y = Relu(m) }", w=weights)
     onnx.save(model, tmp_path / "single.onnx")
@@ -368,7 +365,7 @@ def test_files_in_the_hub_s_cache_run_under_their_own_names(call: Call, tmp_path
     assert code == 0 and "MatMul" in out, err
 
 
-def test_module_code_and_weights_behind_links_are_found_by_their_own_names(call: Call, tmp_path: Path) -> None:
+def test_module_code_and_weights_behind_links_are_found_by_their_own_names(call: Any, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     save = pytest.importorskip("safetensors.torch").save_file
     (tmp_path / "code.py").write_text(
@@ -386,7 +383,7 @@ def test_module_code_and_weights_behind_links_are_found_by_their_own_names(call:
     assert (trial.outputs()["output"] == weight.sum(axis=1).numpy() + 1).all()
 
 
-def test_a_class_map_s_changed_pixels_are_labels_in_every_comparison(call: Call, tmp_path: Path) -> None:
+def test_a_class_map_s_changed_pixels_are_labels_in_every_comparison(call: Any, tmp_path: Path) -> None:
     for name, bias in (("a", 0.0), ("b", 0.02), ("c", 9.0)):
         model = network(["batch", 3, 32, 32])
         graph = model.graph
@@ -429,7 +426,7 @@ def recurrent(last: bool = True) -> Any:
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_the_batch_is_the_axis_that_the_file_names(call: Call, last: bool) -> None:
+def test_the_batch_is_the_axis_that_the_file_names(call: Any, last: bool) -> None:
     """Of four arrays of two sequences, batches of two are what onnx.reference gives for each sequence."""
     model = recurrent(last)
     steps = np.random.default_rng(1).standard_normal((6, 8, 3)).astype(np.float32)
@@ -442,7 +439,7 @@ def test_the_batch_is_the_axis_that_the_file_names(call: Call, last: bool) -> No
         np.testing.assert_allclose(trial.outputs()["y"], want if last else want.transpose(1, 0, 2), 1e-3, 1e-4)
 
 
-def test_numbers_for_a_batch_behind_the_time_are_that_many_sequences(call: Call) -> None:
+def test_numbers_for_a_batch_behind_the_time_are_that_many_sequences(call: Any) -> None:
     recurrent()
     call("run", "net.onnx", *QUICK, "--shapes", "x:6x4x3", "--out", "run", code=0)
     assert [row["batch"] for row in rows(Path("run"))] == ["4", "4"]
@@ -452,7 +449,7 @@ def test_numbers_for_a_batch_behind_the_time_are_that_many_sequences(call: Call)
     assert code == 2 and "unknown length: time (x); give numbers for the names in --shapes x:<time>xbatchx3" in err
 
 
-def test_a_graph_with_a_batch_of_one_inside_fails_at_larger_ones(call: Call) -> None:
+def test_a_graph_with_a_batch_of_one_inside_fails_at_larger_ones(call: Any) -> None:
     weights = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
     text = """(float[batch, 3, 8, 8] x) => (float[batch, 5] y) {
         f = Reshape(x, shape) m = ReduceMean<axes = [2], keepdims = 0>(f) y = MatMul(m, g)
@@ -482,7 +479,7 @@ def decoder() -> None:
 
 
 @pytest.mark.parametrize("past", [0, 3])
-def test_a_cache_is_no_image_and_may_be_empty(call: Call, past: int) -> None:
+def test_a_cache_is_no_image_and_may_be_empty(call: Any, past: int) -> None:
     decoder()
     code, _, err = call("run", "net.onnx", *QUICK, "--shapes", "ids:batchx2", "--out", "run")
     assert code == 2 and "unknown length: past_length (past_key)" in err and "past_key:batchx4x<past_length>x8" in err
@@ -495,14 +492,14 @@ def test_a_cache_is_no_image_and_may_be_empty(call: Call, past: int) -> None:
     assert code == 2 and "net takes no image, so a size doesn't apply to it; omit it" in err
 
 
-def test_an_empty_cache_may_come_from_an_array(call: Call) -> None:
+def test_an_empty_cache_may_come_from_an_array(call: Any) -> None:
     decoder()
     np.savez("first.npz", ids=np.array([[1, 2], [3, 4]]), past_key=np.zeros((2, 4, 0, 8), np.float32))
     call("run", "net.onnx", *QUICK, "--input", "first.npz", "--batch", 2, "--out", "run", code=0)
     assert {row["status"] for row in rows(Path("run"))} == {"ok"}
 
 
-def test_a_size_is_for_the_images_of_a_study_alone(call: Call) -> None:
+def test_a_size_is_for_the_images_of_a_study_alone(call: Any) -> None:
     weights = np.random.default_rng(0).standard_normal((12, 5)).astype(np.float32)
     saved("(float[batch, 12] x) => (float[batch, 5] y) { y = MatMul(x, g) }", g=weights)
     onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
@@ -515,7 +512,7 @@ def test_a_size_is_for_the_images_of_a_study_alone(call: Call) -> None:
     assert code == 2 and "net takes no image, so a size doesn't apply to it; omit it" in err
 
 
-def test_a_size_that_nobody_gave_is_a_warning(call: Call) -> None:
+def test_a_size_that_nobody_gave_is_a_warning(call: Any) -> None:
     onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
     words = ("run", "image.onnx", "--backend", "onnxruntime", "--rounds", 1, "--seconds", 0.02)
     for size, is_warned in ((), True), (("--size", "24x32"), False), (("--shapes", "image:batchx3x24x32"), False):
@@ -523,13 +520,13 @@ def test_a_size_that_nobody_gave_is_a_warning(call: Call) -> None:
         assert ("the file leaves the image's size free; 224 was chosen" in " ".join(out.split())) == is_warned, out
 
 
-def test_axes_that_share_a_question_mark_may_differ(call: Call) -> None:
+def test_axes_that_share_a_question_mark_may_differ(call: Any) -> None:
     """PaddlePaddle writes `?` for every free axis."""
     found = measured(call, network(["n", 3, "?", "?"]), "--shapes", "image:batchx3x16x24", "--batch", 2)
     assert [(row["status"], row["size"], row["batch"]) for row in found] == [("ok", "16x24", "2")] * 2
 
 
-def test_infinities_and_nan_by_design_agree_with_the_reference_s(call: Call) -> None:
+def test_infinities_and_nan_by_design_agree_with_the_reference_s(call: Any) -> None:
     mask = np.zeros(10, np.float32)
     mask[[2, 5]], mask[1] = -np.inf, np.nan
     weights = np.random.default_rng(0).standard_normal((8, 10)).astype(np.float32)
@@ -542,7 +539,7 @@ def test_infinities_and_nan_by_design_agree_with_the_reference_s(call: Call) -> 
     call("run", "net.onnx", *QUICK[:-1], "openvino", "-o", "alone", code=0)
 
 
-def test_the_verdict_says_that_float64_is_computed_in_float32(call: Call) -> None:
+def test_the_verdict_says_that_float64_is_computed_in_float32(call: Any) -> None:
     onnx.save(network(["n", 3, 24, 24], kind=KINDS.DOUBLE), "double.onnx")
     _, out, _ = call("run", "double.onnx", *QUICK[:-1], "onnxruntime", "-o", "run", code=0)
     assert "double: the graph was in float64, in part or as a whole, and is computed in float32" in " ".join(

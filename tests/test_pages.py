@@ -4,8 +4,6 @@ Only how long and on how large images things are measured and trained is less th
 smaller ones of their kind. A block below `<!-- needs: … -->` is left out where that is missing, and says so.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The plug-in of examples/plugin, installed in an environment of its own, is used from the command line."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os
@@ -10,8 +8,9 @@ import site
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ QUICK = ("--rounds", "1", "--seconds", "0.05", "--warmup", "0.02")
 LIBRARIES = ("pandas", "scipy.stats", "PIL.Image", "matplotlib.figure", "jinja2", "torch", "dyno.cli.app",
              "dyno.cli.commands", "dyno.report.report", "dyno.worker.main")  # fmt: skip
 BROKEN = {"dyno.backends": "gone = no_such_module:X", "dyno.formats": "other = dyno_example.numpy_net:TYPES"}
-Call = Callable[..., subprocess.CompletedProcess[str]]
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +54,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dyno(place: Path) -> Iterator[Call]:
+def dyno(place: Path) -> Iterator[Any]:
     """Runs a command there; another exit code than `code` fails the test. `env` makes it a process that is started."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment = {**clean, "DYNO_CACHE": str(place / "cache")}
@@ -83,13 +81,13 @@ def rows(text: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def built(dyno: Call, place: Path) -> Path:
+def built(dyno: Any, place: Path) -> Path:
     """A .npnet file, whose format, maker and backend are the plug-in's."""
     dyno("export", NET, "-o", "net.npnet", "--channels", 1, "--size", 8, "--classes", 2)
     return place / "net.npnet"
 
 
-def test_the_doctor_names_what_works_and_what_is_broken(dyno: Call, tmp_path: Path) -> None:
+def test_the_doctor_names_what_works_and_what_is_broken(dyno: Any, tmp_path: Path) -> None:
     for name in ("torch", "onnxruntime", "openvino"):  # whose own trial takes long, and is another test's
         (tmp_path / f"{name}.py").write_text("raise ImportError('hidden')")
     shown = dyno("doctor", "--format", "csv", env={"PYTHONPATH": str(tmp_path)})
@@ -101,13 +99,13 @@ def test_the_doctor_names_what_works_and_what_is_broken(dyno: Call, tmp_path: Pa
     assert "is dict, not FileFormat" in found["other"]["detail"]
 
 
-def test_a_file_of_its_own_format_is_run_by_its_backend(dyno: Call, built: Path) -> None:
+def test_a_file_of_its_own_format_is_run_by_its_backend(dyno: Any, built: Path) -> None:
     (row,) = rows(dyno("time", built, *QUICK, "--format", "csv").stdout)
     assert (row["backend"], row["status"], row["size"]) == ("numpy_net", "ok", "8")
     assert row["ran_as"] == "3 fp32"
 
 
-def test_a_network_runs_beside_the_others(dyno: Call, place: Path) -> None:
+def test_a_network_runs_beside_the_others(dyno: Any, place: Path) -> None:
     asked = ("--channels", 1, "--size", 8, "--compared", 3, "--precision", "fp32,int8", "--out", "run")
     dyno("run", NET, "--backend", "pytorch,numpy_net@order=F", *asked, *QUICK)
     shown = rows(dyno("show", "run", "--format", "csv").stdout)
@@ -117,7 +115,7 @@ def test_a_network_runs_beside_the_others(dyno: Call, place: Path) -> None:
     assert "numpy_net has no int8" in found["numpy_net", "int8"]["reason"]
 
 
-def test_its_table_and_its_chart_stand_beside_dyno_s_own(dyno: Call, built: Path, place: Path) -> None:
+def test_its_table_and_its_chart_stand_beside_dyno_s_own(dyno: Any, built: Path, place: Path) -> None:
     dyno("time", built, *QUICK, "--out", "timed")
     assert "A row per trial: images per second." in dyno("show", "--list").stdout
     (row,) = rows(dyno("show", "timed", "--table", "speeds", "--format", "csv").stdout)
@@ -127,12 +125,12 @@ def test_its_table_and_its_chart_stand_beside_dyno_s_own(dyno: Call, built: Path
     assert (place / "timed/charts/speeds.png").is_file() and (place / "timed/tables/speeds.csv").is_file()
 
 
-def test_its_format_of_data_sets_has_labels(dyno: Call, built: Path) -> None:
+def test_its_format_of_data_sets_has_labels(dyno: Any, built: Path) -> None:
     (row,) = rows(dyno("eval", built, "--data", "photos", "--seconds", "0.05", "--format", "csv").stdout)
     assert row["status"] == "ok" and 0 <= float(row["top1"]) <= 100
 
 
-def test_its_task_keeps_answers_of_its_own(dyno: Call, built: Path, place: Path) -> None:
+def test_its_task_keeps_answers_of_its_own(dyno: Any, built: Path, place: Path) -> None:
     dyno("export", NET, "-o", "one.npnet", "--channels", 1, "--size", 8, "--classes", 1)
     dyno("run", "one.npnet", "--task", "grade", "--data", "photos", "--out", "graded", *QUICK)
     (path,) = (place / "graded/trials").glob("*/r0/outputs.npz")

@@ -1,7 +1,5 @@
 """What is released: the package, the containers and the site build, and hold what they name."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -9,8 +7,8 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,7 +17,6 @@ import dyno
 import dyno as package
 
 ROOT = Path(__file__).resolve().parents[1]
-Call = Callable[..., str]
 
 
 def run(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -36,7 +33,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Call:
+def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Runs `dyno` of the wheel, in an environment with what it requires and nothing else."""
     place = tmp_path_factory.mktemp("bare")
     (wheel,) = built.glob("*.whl")
@@ -81,7 +78,7 @@ def test_the_distributions_hold_what_they_need(built: Path) -> None:
 
 
 @pytest.mark.rare
-def test_the_wheel_alone_says_what_to_install(bare: Call) -> None:
+def test_the_wheel_alone_says_what_to_install(bare: Any) -> None:
     assert bare("--version").split()[-1] == package.__version__
     assert "run" in bare("--help")
     assert "pip install" in bare("doctor", code=3), "no backend can run"

@@ -1,12 +1,9 @@
 """`dyno export`: what it writes runs without Dyno, and answers as the trial did."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +145,7 @@ def test_a_script_answers_as_its_trial_did(run: Result, photos: Path, which: str
                           if line.startswith(("import ", "from "))}  # fmt: skip
 
 
-def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(
-    run: Result, call: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(run: Result, call: Any, tmp_path: Path) -> None:
     code, out, err = call("export", run.folder, "openvino", "-o", "best")
     assert (code, err) == (0, "") and "best.xml" in out and out.endswith("run it: python best.py\n")
     size = sum((tmp_path / f"best.{suffix}").stat().st_size for suffix in ("xml", "bin"))
@@ -164,7 +159,7 @@ def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(
     assert run.take().file.name.startswith("net-")
 
 
-def test_what_can_not_be_taken_is_one_line(run: Result, refused: Callable[..., str], tmp_path: Path) -> None:
+def test_what_can_not_be_taken_is_one_line(run: Result, refused: Any, tmp_path: Path) -> None:
     assert "no trial of" in (line := refused("export", run.folder, "tensorrt")) and "openvino/fp32" in line
     assert "is a .onnx file; give -o best.onnx" in refused("export", run.folder, "onnxruntime/fp32", "-o", "best.xml")
     assert "fits several trials" in refused("export", run.folder, "onnxruntime")
@@ -178,7 +173,7 @@ def test_what_can_not_be_taken_is_one_line(run: Result, refused: Callable[..., s
 
 
 @pytest.mark.usefixtures("unreported")
-def test_a_run_prints_how_its_winner_is_taken(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_run_prints_how_its_winner_is_taken(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     (tmp_path / "net.py").write_text(NET)
     short = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02".split()
@@ -241,7 +236,7 @@ def test_a_module_with_described_inputs_is_called_as_it_was(where: str, tmp_path
     assert done.returncode == 0 and "output float32" in done.stdout, done.stderr
 
 
-def test_a_backend_without_a_script_says_so(fake_study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_backend_without_a_script_says_so(fake_study: Any, tmp_path: Path) -> None:
     result = fake_study().run(tmp_path / "run", quiet=True)
     with pytest.raises(dyno.UserError, match="there is no script for fake; one can be written for onnxruntime"):
         result.take("fake", tmp_path / "best")

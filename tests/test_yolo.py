@@ -1,7 +1,5 @@
 """A YOLO that was trained for a moment keeps its mean average precision on every way through ONNX."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable
@@ -30,7 +28,6 @@ from yolo_small import SIZE, TrainedModel
 pytestmark = [pytest.mark.rare, pytest.mark.usefixtures("preloaded")]
 MODELOPT = os.environ.get("DYNO_TEST_MODELOPT", "")
 TASK = "segment"  # has everything: boxes, scores, coefficients and prototypes
-Command = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -153,14 +150,14 @@ def test_one_scale_for_all_of_the_output_would_lose_most_of_them(network: Networ
     assert found < 0.1 * there
 
 
-def test_every_backend_agrees_and_the_file_knows_its_task(network: Network, dyno: Command, tmp_path: Path) -> None:
+def test_every_backend_agrees_and_the_file_knows_its_task(network: Network, dyno: Any, tmp_path: Path) -> None:
     words = (network.trained.source, "--weights", network.trained.weights, "--size", SIZE)
     short = ("--threads", 1, "--compared", 4, "--rtol", 1e-2, "--atol", 1e-2, "--least", 0.999)
     backends = "pytorch,onnxruntime@exporter=dynamo,openvino@exporter=dynamo"  # tests/runner has other routes
-    done = dyno("diff", *words, "--backend", backends, "--batch", 2, *short, "--out", tmp_path / "a", timeout=1200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = dyno("time", network.artifact.path, "--task", "pose", "--seconds", 0.1)
-    assert done.returncode == 2
+    done = dyno(
+        "diff", *words, "--backend", backends, "--batch", 2, *short, "--out", tmp_path / "a", timeout=1200, code=0
+    )
+    done = dyno("time", network.artifact.path, "--task", "pose", "--seconds", 0.1, code=2)
     assert "is a network for segment, not pose" in done.stderr
 
 

@@ -1,7 +1,5 @@
 """Watched processes: which hosts they look up, in Python or in native code, and what they start, unpickle and run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -6,8 +6,6 @@ settings and logs into the folder. `decoded` is the data set as Dyno's cache hol
 precision by pycocotools.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

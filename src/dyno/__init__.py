@@ -37,65 +37,28 @@ if typing.TYPE_CHECKING:
     from dyno.worker.spec import UserError as UserError
 
 __version__ = "0.2.0"
-__all__ = [
-    "ColdStarts",
-    "Comparison",
-    "ExplanationResult",
-    "InspectionResult",
-    "LayerAgreement",
-    "ProfileResult",
-    "Result",
-    "SelfTest",
-    "ServingResult",
-    "Study",
-    "TrainingResult",
-    "UserError",
-    "VideoResult",
-    "agree_layers",
-    "bisect",
-    "calibrate",
-    "cold_start",
-    "compare",
-    "evaluate",
-    "explain",
-    "inspect",
-    "load",
-    "profile",
-    "run",
-    "serve_test",
-    "train",
-    "video",
-]
-
 _HOMES = {
-    "Study": "dyno.api",
-    "run": "dyno.api",
-    "Result": "dyno.api",
-    "UserError": "dyno.worker.spec",
-    "bisect": "dyno.regression.bisection",
-    "Comparison": "dyno.regression.comparison",
-    "compare": "dyno.regression.comparison",
-    "calibrate": "dyno.regression.calibration",
-    "SelfTest": "dyno.results.self_test",
-    "evaluate": "dyno.evaluation",
-    "ColdStarts": "dyno.layers.cold_start",
-    "cold_start": "dyno.layers.cold_start",
-    "ExplanationResult": "dyno.layers.explaining",
-    "explain": "dyno.layers.explaining",
-    "LayerAgreement": "dyno.layers.agreement",
-    "agree_layers": "dyno.layers.agreement",
-    "InspectionResult": "dyno.layers.inspection",
-    "inspect": "dyno.layers.inspection",
-    "ProfileResult": "dyno.layers.profiling",
-    "profile": "dyno.layers.profiling",
-    "video": "dyno.videos.session",
-    "VideoResult": "dyno.videos.session",
-    "serve_test": "dyno.serving.session",
-    "ServingResult": "dyno.serving.session",
-    "load": "dyno.api",
-    "train": "dyno.training.session",
-    "TrainingResult": "dyno.training.session",
+    name: module
+    for module, names in {
+        "dyno.api": "Result Study load run",
+        "dyno.evaluation": "evaluate",
+        "dyno.layers.agreement": "LayerAgreement agree_layers",
+        "dyno.layers.cold_start": "ColdStarts cold_start",
+        "dyno.layers.explaining": "ExplanationResult explain",
+        "dyno.layers.inspection": "InspectionResult inspect",
+        "dyno.layers.profiling": "ProfileResult profile",
+        "dyno.regression.bisection": "bisect",
+        "dyno.regression.calibration": "calibrate",
+        "dyno.regression.comparison": "Comparison compare",
+        "dyno.results.self_test": "SelfTest",
+        "dyno.serving.session": "ServingResult serve_test",
+        "dyno.training.session": "TrainingResult train",
+        "dyno.videos.session": "VideoResult video",
+        "dyno.worker.spec": "UserError",
+    }.items()
+    for name in names.split()
 }
+__all__ = sorted(_HOMES)
 
 
 def __dir__() -> list[str]:

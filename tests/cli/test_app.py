@@ -1,13 +1,11 @@
 """The command line: every kind of bad input is one line and exit code 2, and each command says what it takes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from dyno import Study, __version__
 from dyno.cli import app, exits
 from dyno.devices import places, spread
 
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
 SHORT = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
 FAKE = ["run", "fake:net", "--channels", "1", "--backend", "fake@latency_ms=0.1", *SHORT]
 COMMANDS = (
@@ -30,11 +27,9 @@ BELOW = ("bench video", "bench serve", "bench cold-start", "bench stress", "runs
 
 CROWDED = "No winner is named"  # what a verdict says where others were busy meanwhile
 
-Refused = Callable[..., str]
-
 
 @pytest.mark.parametrize("harm", ["empty", "truncated", "text", "folder"])
-def test_a_broken_onnx_file_is_named(refused: Refused, onnx_file: Path, harm: str) -> None:
+def test_a_broken_onnx_file_is_named(refused: Any, onnx_file: Path, harm: str) -> None:
     content = onnx_file.read_bytes()
     onnx_file.unlink()
     if harm == "folder":
@@ -46,7 +41,7 @@ def test_a_broken_onnx_file_is_named(refused: Refused, onnx_file: Path, harm: st
     assert line.startswith("m.onnx is a folder, not a model file" if harm == "folder" else "m: ")
 
 
-def test_a_file_without_inputs_is_one_line(refused: Refused, onnx_file: Path) -> None:
+def test_a_file_without_inputs_is_one_line(refused: Any, onnx_file: Path) -> None:
     onnx = pytest.importorskip("onnx")
     model = onnx.load(onnx_file)
     value = onnx.helper.make_tensor("value", onnx.TensorProto.FLOAT, [1], [1.0])
@@ -57,7 +52,7 @@ def test_a_file_without_inputs_is_one_line(refused: Refused, onnx_file: Path) ->
     assert "m.onnx has no inputs, so there is nothing to run it on; export" in refused("run", "m.onnx")
 
 
-def test_a_broken_ir_is_named(refused: Refused, tmp_path: Path) -> None:
+def test_a_broken_ir_is_named(refused: Any, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     (tmp_path / "m.xml").write_text("<net name='x'>")
     assert "m.xml" in refused("run", "m.xml", "--backend", "openvino")
@@ -69,7 +64,7 @@ def photos(tmp_path: Path) -> Path:
     return photographs(tmp_path / "photos", "猫", "Ωμέγα [/x]", count=4)
 
 
-def test_data_folders_without_images(refused: Refused, tmp_path: Path) -> None:
+def test_data_folders_without_images(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert refused(*FAKE, "--data", "empty").startswith("no class folders in ")
     (tmp_path / "empty/cat").mkdir()
@@ -78,7 +73,7 @@ def test_data_folders_without_images(refused: Refused, tmp_path: Path) -> None:
     assert refused(*FAKE, "--data", "file").startswith("file is not a folder")
 
 
-def test_an_output_that_cannot_be_written(refused: Refused, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert refused(*FAKE, "--out", "file").endswith("file: is a file where a folder is needed; give another path")
     assert refused(*FAKE, "--out", "file/below").endswith("is a file where a folder is needed; give another path")
@@ -96,14 +91,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_read_only_file_system(refused: Refused, small_disk: Path) -> None:
+def test_a_read_only_file_system(refused: Any, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     assert "the file system is read-only; give another path (--out; DYNO_CACHE for the cache)" in refused(
         *FAKE, "--out", small_disk / "r"
     )
 
 
-def test_devices_that_are_lost_are_no_bad_input(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_are_lost_are_no_bad_input(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread, "execute", lambda *_, **__: places.list_left([]))
     code, _, err = call(*FAKE, "--out", "lost")
     assert (code, err.splitlines()[-1]) == (
@@ -111,7 +106,7 @@ def test_devices_that_are_lost_are_no_bad_input(call: Callable[..., Any], monkey
     )  # fmt: skip
 
 
-def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
+def test_a_dry_run_lists_and_runs_nothing(call: Any) -> None:
     code, out, err = call("run", "fake:[/x]", "--backend", "fake", "--precision", "fp32,fp8", "--dry-run")
     assert (code, err) == (0, "")
     assert "[/x]" in out and "2 trials, 1 refused; 5 rounds in turns each. Nothing was run." in out
@@ -122,13 +117,13 @@ def test_a_dry_run_lists_and_runs_nothing(call: Callable[..., Any]) -> None:
     assert "There is no cuda:99 here" in out and "refused" in out
 
 
-def test_show_lists_its_tables(call: Callable[..., Any]) -> None:
+def test_show_lists_its_tables(call: Any) -> None:
     code, out, _ = call("show", "--list")
     assert code == 0 and all(name in out for name in ("trials", "frontier", "break-even", "latency-model", "stress"))
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *BELOW])
-def test_every_command_explains_itself(call: Callable[..., Any], command: str) -> None:
+def test_every_command_explains_itself(call: Any, command: str) -> None:
     code, out, err = call(*command.split(), "--help")
     assert (code, err) == (0, "")
     assert f"dyno {command}" in out and "<" not in out and max(map(len, out.splitlines())) <= 80
@@ -143,7 +138,7 @@ def test_every_field_of_a_study_is_an_option_with_its_help() -> None:
     assert [f.name for f in fields if not options[f.name].startswith(f.metadata["help"])] == []
 
 
-def test_the_short_help_has_the_common_options_in_groups_and_the_long_one_all(call: Callable[..., Any]) -> None:
+def test_the_short_help_has_the_common_options_in_groups_and_the_long_one_all(call: Any) -> None:
     short, long = (call("run", flag)[1] for flag in ("--help", "--help-all"))
     options = re.findall(r"^  (?:-\w, )?(--[\w-]+)", short, re.M)
     assert len(options) <= 16 and {"--backend", "--rounds", "--quick"} <= set(options)
@@ -155,13 +150,13 @@ def test_the_short_help_has_the_common_options_in_groups_and_the_long_one_all(ca
     assert max(map(len, long.splitlines())) <= 80
 
 
-def test_usual_names_of_options_are_accepted(call: Callable[..., Any]) -> None:
+def test_usual_names_of_options_are_accepted(call: Any) -> None:
     words = "run fake:net --backends fake --precisions fp32,fp8 --batch-size 1,2 --imgsz 8 --dry-run".split()
     assert "4 trials, 2 refused" in call(*words, code=0)[1]
     assert "4 trials" in call(*words, "--quick", code=0)[1] and "1 round in turns" in call(*words, "--quick")[1]
 
 
-def test_the_commands_are_these(call: Callable[..., Any]) -> None:
+def test_the_commands_are_these(call: Any) -> None:
     _, out, _ = call("--help", code=0)
     assert len(out.splitlines()) <= 40 and out.count("\n  dyno ") == 4
     panels = out.partition("\nMeasure:")[2]
@@ -170,26 +165,25 @@ def test_the_commands_are_these(call: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), exits.RENAMED.items())
-def test_an_old_command_names_the_new_one(call: Callable[..., Any], old: str, new: str) -> None:
+def test_an_old_command_names_the_new_one(call: Any, old: str, new: str) -> None:
     assert call(old, "r", "--out", "x") == (2, "", f"dyno: `dyno {old}` is now `dyno {new}`\n")
     assert call(*new.split()[:2], "--help")[0] == 0
 
 
-def test_an_unknown_command_is_exit_2(call: Callable[..., Any]) -> None:
+def test_an_unknown_command_is_exit_2(call: Any) -> None:
     assert call("rum")[0] == 2
     assert call("run")[0] == 2
 
 
-def test_the_version_is_told_and_the_package_runs(call: Callable[..., Any]) -> None:
+def test_the_version_is_told_and_the_package_runs(call: Any) -> None:
     done = subprocess.run([sys.executable, "-m", "dyno", "--version"], capture_output=True, text=True, timeout=1200)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"dyno {__version__}\n", "")
     assert call("--version")[:2] == (0, done.stdout)
 
 
 @pytest.mark.slow
-def test_it_is_installed_as_a_command(dyno: Command, tmp_path: Path) -> None:
-    done = dyno(*FAKE, "--out", tmp_path / "r")
-    assert done.returncode == 0, done.stderr
+def test_it_is_installed_as_a_command(dyno: Any, tmp_path: Path) -> None:
+    done = dyno(*FAKE, "--out", tmp_path / "r", code=0)
     assert "fake@latency_ms=0.1 fp32 takes" in done.stdout or CROWDED in done.stdout
     assert dyno("show", tmp_path / "none").returncode == 2
 
@@ -198,9 +192,7 @@ def test_it_is_installed_as_a_command(dyno: Command, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_unreadable_images_are_named_or_skipped_in_any_script(
-    refused: Refused, call: Callable[..., Any], photos: Path
-) -> None:
+def test_unreadable_images_are_named_or_skipped_in_any_script(refused: Any, call: Any, photos: Path) -> None:
     (photos / "猫/1.png").write_bytes(b"no image")
     (photos / "猫/2.png").write_bytes((photos / "猫/2.png").read_bytes()[:60])
     line = refused(*FAKE, "--data", photos, "--out", "r")
@@ -212,7 +204,7 @@ def test_unreadable_images_are_named_or_skipped_in_any_script(
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_full_disk_keeps_what_was_measured(call: Callable[..., Any], small_disk: Path) -> None:
+def test_a_full_disk_keeps_what_was_measured(call: Any, small_disk: Path) -> None:
     words = [*FAKE, "--batch", "1,2,3,4", "--out", small_disk]
     _, _, err = call(*words, code=2)
     last = err.splitlines()[-1]
@@ -226,7 +218,7 @@ def test_a_full_disk_keeps_what_was_measured(call: Callable[..., Any], small_dis
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_exit_codes_of_a_run(call: Callable[..., Any]) -> None:
+def test_exit_codes_of_a_run(call: Any) -> None:
     assert call(*FAKE, "--out", "good")[0] == 0
     assert call(*FAKE, "--backend", "fake@latency_ms=0.1,fake@fail=exception", "--out", "part")[0] == 3
     assert call(*FAKE, "--precision", "fp32,fp8", "--out", "refused")[0] == 0
@@ -234,20 +226,20 @@ def test_exit_codes_of_a_run(call: Callable[..., Any]) -> None:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_budget_is_judged_against_the_reference(call: Callable[..., Any], photos: Path) -> None:
+def test_a_budget_is_judged_against_the_reference(call: Any, photos: Path) -> None:
     call(*FAKE, "--data", photos, "--out", "r", "--budget", "top1=0.5", code=0)
     assert "within" in Path("r/results.csv").read_text()
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_too_little_agreement_is_exit_1(call: Callable[..., Any]) -> None:
+def test_too_little_agreement_is_exit_1(call: Any) -> None:
     words = ["diff", "fake:net", "--channels", 1, "--backend", "fake", "--precision", "fp32,int8"]
     assert call(*words, "--out", "a")[0] == 0
     assert call(*words, "--least", "0.9", "--out", "b")[0] == 1
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_study_file_names_its_folder(call: Any, tmp_path: Path) -> None:
     text = "models = ['fake:n']\nbackends = ['fake']\nrounds = 1\nseconds = 0.04\nblock = 0.01\nwarmup = 0.02\n"
     (tmp_path / "mine.toml").write_text(f"{text}channels = 1\n")
     assert call("run", "mine.toml", "--threads", "1")[0] == 0
@@ -257,7 +249,7 @@ def test_a_study_file_names_its_folder(call: Callable[..., Any], tmp_path: Path)
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_show_prints_every_format(call: Callable[..., Any]) -> None:
+def test_show_prints_every_format(call: Any) -> None:
     call(*FAKE, "--out", "r")
     for format in ("text", "markdown", "csv", "json", "html"):
         code, out, err = call("show", "r", "--format", format)

@@ -1,10 +1,8 @@
 """Small commands: `dyno data`, `dyno demo` and `dyno doctor`."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,9 +128,7 @@ def test_imagenet_val(tmp_path: Path, dyno) -> None:
     assert (done.returncode, done.stderr) == (2, "dyno: --copy and --move can't be used together\n")
 
 
-def test_other_programs_are_looked_for_before_a_study(
-    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_programs_are_looked_for_before_a_study(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("run", "fake:net", "--channels", 1, "--backend", "fake", "--quick", "--out", "r")
     monkeypatch.setattr(commands, "run_study", lambda *_, **__: 0)
     assert call(*words) == (0, "", ""), "off a terminal nothing is looked at"

@@ -1,24 +1,23 @@
 """Models that do not work, and files that refuse what is asked of them: one line each, whatever the model does."""
 
-from __future__ import annotations
-
+import csv
 import json
 import os
 import pickle
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import onnx_text
+from darknet_files import write
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-Refused = Callable[..., str]
 
-
-def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_inputs_that_are_no_images_have_no_size(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     onnx_text.write(tmp_path / "rows.onnx", "(float[b, 16] x) => (float[b, 16] y) { y = Relu(x) }")
     words = "run", "rows.onnx", "--backend", "onnxruntime", "--rounds", "1", "--samples", "5"
@@ -34,7 +33,7 @@ def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_pa
     ("words", "opset"), [([], 18), (["--target", "tensorrt"], 17), (["--opset", "15"], 15)], ids=["18", "17", "15"]
 )
 def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
-    call: Callable[..., Any], tmp_path: Path, words: list[str], opset: int
+    call: Any, tmp_path: Path, words: list[str], opset: int
 ) -> None:
     onnx = pytest.importorskip("onnx")
     (tmp_path / "net.py").write_text("import torch\ndef net(): return torch.nn.Conv2d(3, 2, 3)\n")
@@ -42,7 +41,7 @@ def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
     assert onnx.load(tmp_path / "net.onnx").opset_import[0].version == opset
 
 
-def test_a_program_of_one_batch_says_which(refused: Refused, call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_program_of_one_batch_says_which(refused: Any, call: Any, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.export.save(torch.export.export(torch.nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)), tmp_path / "n.pt2")
     for words in (("export", "n.pt2", "-o", "n.onnx"), ("export", "n.pt2", "-o", "n.xml")):
@@ -50,7 +49,7 @@ def test_a_program_of_one_batch_says_which(refused: Refused, call: Callable[...,
     assert "input float32 2x3x8x8" in call("export", "n.pt2", "-o", "n.onnx", "--batch", "2")[1]
 
 
-def test_batch_and_size_that_a_file_refuses(refused: Refused, onnx_file: Path) -> None:
+def test_batch_and_size_that_a_file_refuses(refused: Any, onnx_file: Path) -> None:
     usual = ("run", onnx_file, "--backend", "onnxruntime")
     assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")
     assert refused(*usual, "--size", "16").startswith(
@@ -88,7 +87,7 @@ def net(tmp_path: Path) -> str:
     return "net.py:net"
 
 
-def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Refused, net: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Any, net: str, tmp_path: Path) -> None:
     import torch
 
     ran = tmp_path / "it_ran"
@@ -100,14 +99,14 @@ def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Refused, net: str
     assert ran.exists(), "the file would have run it"
 
 
-def test_a_bare_pickle_is_refused_unrun(refused: Refused, net: str, tmp_path: Path) -> None:
+def test_a_bare_pickle_is_refused_unrun(refused: Any, net: str, tmp_path: Path) -> None:
     ran = tmp_path / "it_ran"
     (tmp_path / "w.pt").write_bytes(pickle.dumps({"0.weight": Runs(ran)}))
     assert "w.pt" in refused("run", net, "--backend", "pytorch", "--size", "8", "--weights", "w.pt")
     assert not ran.exists()
 
 
-def test_weights_that_do_not_fit_name_keys(refused: Refused, net: str, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_name_keys(refused: Any, net: str, tmp_path: Path) -> None:
     import torch
 
     torch.save({"0.weight": torch.zeros(4, 3, 3, 3), "head.bias": torch.zeros(5)}, tmp_path / "w.pt")
@@ -126,11 +125,11 @@ def test_weights_that_do_not_fit_name_keys(refused: Refused, net: str, tmp_path:
         (["net.py:net", "--size", "2"], "net: the model refuses 1x3x2x2: "),
     ],
 )
-def test_models_that_do_not_work(refused: Refused, net: str, words: list[str], line: str) -> None:
+def test_models_that_do_not_work(refused: Any, net: str, words: list[str], line: str) -> None:
     assert line in refused("run", *words, "--backend", "pytorch")
 
 
-def test_a_stored_module_is_compared_with_its_own_weights(call: Callable[..., Any], net: str, tmp_path: Path) -> None:
+def test_a_stored_module_is_compared_with_its_own_weights(call: Any, net: str, tmp_path: Path) -> None:
     import torch
 
     other = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 5))
@@ -143,9 +142,7 @@ def test_a_stored_module_is_compared_with_its_own_weights(call: Callable[..., An
     assert "ran as 2 fp32 to unknown" in out and "layers 3 to unknown" in out
 
 
-def test_a_form_behind_a_model_is_that_model_in_a_backend(
-    call: Callable[..., Any], refused: Refused, net: str, tmp_path: Path
-) -> None:
+def test_a_form_behind_a_model_is_that_model_in_a_backend(call: Any, refused: Any, net: str, tmp_path: Path) -> None:
     forms = ("onnxruntime", "openvino/fp32", "openvino@exporter=torchscript")
     _, out, err = call("diff", net, *forms, "--size", "8", "--compared", "2", "--format", "json", code=0)
     rows = json.loads(out)["tables"]["agreement"]["rows"]
@@ -160,3 +157,34 @@ def test_a_form_behind_a_model_is_that_model_in_a_backend(
     assert "unknown precision 'int9'" in refused("diff", net, "openvino/int9", "--size", "8")
     assert "onnxruntime is a backend, not a model" in refused("diff", "onnxruntime", net)
     assert [*tmp_path.glob("runs/*")] == known, "nothing is measured first"
+
+
+QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --routes usual".split()
+
+
+def test_a_detector_gives_the_same_boxes_on_every_engine_and_can_be_taken(dyno: Any, tmp_path: Path) -> None:
+    cfg, weights = write(tmp_path, "yolov4-tiny")
+    backends = "pytorch,onnxruntime,openvino"
+    dyno("run", cfg.name, "--weights", weights, "--backend", backends, *QUICK, cwd=tmp_path, code=0)
+    with (tmp_path / "runs/yolov4-tiny/results.csv").open(newline="") as file:
+        rows = {row["backend"]: row for row in csv.DictReader(file)}
+    assert [row["status"] for row in rows.values()] == ["ok"] * 3 and {row["size"] for row in rows.values()} == {
+        "64x96"
+    }
+    assert all(row["outputs"] == "agree" for name, row in rows.items() if name != "pytorch")
+    dyno("export", "runs/yolov4-tiny", "pytorch/fp32", "-o", "best", cwd=tmp_path, code=0)
+    script = subprocess.run([sys.executable, "best.py"], capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    assert "output float32 1x6x" in script.stdout, script.stderr
+
+
+def test_what_can_t_be_is_one_line(dyno: Any, tmp_path: Path) -> None:
+    cfg, weights = write(tmp_path, "yolov3-tiny")
+    weights.write_bytes(weights.read_bytes()[:-400])
+    for words, message in (
+        ((cfg.name, "--weights", weights.name), "where 572 are left"),
+        ((cfg.name, "--size", "100"), "multiples of 16, not 100x100; try --size 96"),
+        (("absent.cfg",), "absent.cfg can't be read"),
+        (("torchvision:resnet18", "--weights", weights.name), "need the .cfg"),
+    ):
+        done = dyno("run", *words, *QUICK, cwd=tmp_path)
+        assert done.returncode == 2 and message in done.stderr.splitlines()[-1], done.stderr

@@ -1,13 +1,9 @@
 """Flags and study files that make no sense are one line each, which says what is wrong and what to write."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-Refused = Callable[..., str]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +72,7 @@ Refused = Callable[..., str]
         (["doctor", "--python", "x"], "--python 'x' is not BACKEND=PATH"),
     ],
 )
-def test_bad_words(refused: Refused, words: list[str], line: str) -> None:
+def test_bad_words(refused: Any, words: list[str], line: str) -> None:
     assert refused(*words).startswith(line)
 
 
@@ -91,6 +87,6 @@ def test_bad_words(refused: Refused, words: list[str], line: str) -> None:
         ("models = ['fake:n']\n[runtime]\nfake = '/usr/bin/python3'", "runtime is {'fake': '/usr/bin/python3'}"),
     ],
 )
-def test_bad_study_files(refused: Refused, tmp_path: Path, text: str, line: str) -> None:
+def test_bad_study_files(refused: Any, tmp_path: Path, text: str, line: str) -> None:
     (tmp_path / "s.toml").write_text(text)
     assert refused("run", "s.toml").startswith(line)

@@ -1,12 +1,9 @@
 """`dyno runs` and `dyno report`: what they show, and that nothing but a run folder's own is ever removed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
 import webbrowser
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +14,9 @@ from dyno import load
 from dyno.cli import commands
 from dyno.store import Run
 
-Call = Callable[..., tuple[int, str, str]]
-Refused = Callable[..., str]
-
 
 @pytest.fixture(scope="module")
-def measured(fake_study: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(fake_study: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two good trials, a failed and a skipped one."""
     backends = ("fake@latency_ms=0.1", "fake@latency_ms=5", "fake@fail=exception", "fake@precision=fp8")
     folder = tmp_path_factory.mktemp("measured") / "one"
@@ -31,12 +25,12 @@ def measured(fake_study: Callable[..., Any], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def run(measured: Path, call: Call) -> Path:
+def run(measured: Path, call: Any) -> Path:
     """The same as runs/one; the current folder is the one that holds runs/."""
     return Path(shutil.copytree(measured, "runs/one"))
 
 
-def test_runs_are_listed(call: Call, refused: Refused, run: Path) -> None:
+def test_runs_are_listed(call: Any, refused: Any, run: Path) -> None:
     Path("runs/time/deep").mkdir(parents=True)
     run.rename("runs/time/deep/one")
     Path("runs/link").symlink_to(Path("runs/time").resolve())
@@ -51,7 +45,7 @@ def test_runs_are_listed(call: Call, refused: Refused, run: Path) -> None:
     assert refused("runs", "list", "nowhere").startswith("there is no folder nowhere; `dyno run` makes runs/")
 
 
-def test_what_is_not_measured_yet_is_no_failure(call: Call, run: Path) -> None:
+def test_what_is_not_measured_yet_is_no_failure(call: Any, run: Path) -> None:
     waiting = next(t for t in load(run).records if t.status == "ok")
     for record in (run / "trials" / waiting.id).glob("*/record.json"):
         record.unlink()
@@ -60,7 +54,7 @@ def test_what_is_not_measured_yet_is_no_failure(call: Call, run: Path) -> None:
     assert "1 of 4 trials was not measured so far." in out and "1 of 4 trials did not finish: 1 failed" in out
 
 
-def test_blocks_that_are_not_at_their_end_are_read(call: Call, refused: Refused, run: Path) -> None:
+def test_blocks_that_are_not_at_their_end_are_read(call: Any, refused: Any, run: Path) -> None:
     """A study on several devices that was killed, or goes on, has its trials in its blocks' folders."""
     shutil.copytree(run, run / "blocks/b0")
     shutil.rmtree(run / "trials")
@@ -77,7 +71,7 @@ def test_blocks_that_are_not_at_their_end_are_read(call: Call, refused: Refused,
     assert "none yet" in call("runs", "list")[1]
 
 
-def test_a_trial_is_removed_by_the_beginning_of_its_id(call: Call, refused: Refused, run: Path) -> None:
+def test_a_trial_is_removed_by_the_beginning_of_its_id(call: Any, refused: Any, run: Path) -> None:
     ids = [t.id for t in load(run).records]
     assert "no trials of runs/one have an id that begins with 'zz'; its ids are " in refused("runs", "rm", run, "zz")
     assert "4 trials" not in refused("runs", "rm", run, ids[0], "") and len(load(run).records.trials) == 4
@@ -86,7 +80,7 @@ def test_a_trial_is_removed_by_the_beginning_of_its_id(call: Call, refused: Refu
     assert {t.id for t in load(run).records} == set(ids[2:])
 
 
-def test_a_trial_is_removed_by_its_backend_and_precision(call: Call, refused: Refused, run: Path) -> None:
+def test_a_trial_is_removed_by_its_backend_and_precision(call: Any, refused: Any, run: Path) -> None:
     trials = list(load(run).records)
     one = next(t for t in trials if [u.variant for u in trials].count(t.variant) == 1)
     code, out, _ = call("runs", "rm", run, f"{one.variant}/{one.precision}")
@@ -97,7 +91,7 @@ def test_a_trial_is_removed_by_its_backend_and_precision(call: Call, refused: Re
     assert all(f"{t.id} ({t.label})" in said for t in trials if t is not one and t.precision == "fp32")
 
 
-def test_only_what_dyno_wrote_is_removed(call: Call, refused: Refused, run: Path, tmp_path: Path) -> None:
+def test_only_what_dyno_wrote_is_removed(call: Any, refused: Any, run: Path, tmp_path: Path) -> None:
     outside = tmp_path / "precious"
     outside.mkdir()
     (outside / "photo").write_text("mine")
@@ -118,20 +112,20 @@ def test_only_what_dyno_wrote_is_removed(call: Call, refused: Refused, run: Path
     assert [path.name for path in run.iterdir()] == ["notes.txt"] and (outside / "photo").read_text() == "mine"
 
 
-def test_a_run_in_use_stays(call: Call, refused: Refused, run: Path) -> None:
+def test_a_run_in_use_stays(call: Any, refused: Any, run: Path) -> None:
     with Run(run).locked():
         assert "runs/one is in use by another dyno" in refused("runs", "rm", run)
     assert call("runs", "rm", run) == (0, "removed runs/one\n", "") and not run.exists()
 
 
-def test_the_latest_run_is_shown(call: Call, run: Path) -> None:
+def test_the_latest_run_is_shown(call: Any, run: Path) -> None:
     shutil.copytree(run, "runs/two")
     os.utime(run / "study.toml", (2e9, 2e9))
     _, out, err = call("show", "--format", "csv", code=0)
     assert err.startswith("dyno: runs/one, the latest run\n") and out == call("show", run, "--format", "csv")[1]
 
 
-def test_removing_is_confirmed_on_a_terminal(call: Call, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removing_is_confirmed_on_a_terminal(call: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([False, True])
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(typer, "confirm", lambda question: next(answers))
@@ -140,7 +134,7 @@ def test_removing_is_confirmed_on_a_terminal(call: Call, run: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_a_report_is_opened_on_a_terminal(call: Call, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_is_opened_on_a_terminal(call: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
     assert call("report", run)[:2] == (0, "runs/one/report.html\n") and not opened
@@ -156,7 +150,7 @@ def test_a_report_is_opened_on_a_terminal(call: Call, run: Path, monkeypatch: py
     assert call("report", run)[:2] == (0, "runs/one/report.html\n")
 
 
-def test_the_page_of_several_runs_replaces_no_run_s_own(refused: Refused, run: Path) -> None:
+def test_the_page_of_several_runs_replaces_no_run_s_own(refused: Any, run: Path) -> None:
     shutil.copytree(run, "runs/two")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for words in (("runs/one", "runs/two"), ("runs/two", "-o", "runs/one")):
@@ -166,7 +160,7 @@ def test_the_page_of_several_runs_replaces_no_run_s_own(refused: Refused, run: P
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-def test_a_failed_row_names_its_log(call: Call, run: Path) -> None:
+def test_a_failed_row_names_its_log(call: Any, run: Path) -> None:
     _, out, _ = call("show", run)
     (line,) = (line for line in out.splitlines() if "scripted failure" in line)
     log = line.rpartition("; log: ")[2]
@@ -181,7 +175,7 @@ def test_a_failed_row_names_its_log(call: Call, run: Path) -> None:
         ("bench", "video", "frame.png", "out.png", "--model", "nosuch.onnx", "-o", "new"),
     ],
 )
-def test_nothing_is_left_of_a_mistyped_model(call: Call, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_nothing_is_left_of_a_mistyped_model(call: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "frame.png").touch()
     (tmp_path / "old").mkdir()
     for folder in ("new", "old"):

@@ -1,7 +1,5 @@
 """Small data sets of drawn shapes, whose boxes, masks and keypoints are known."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +10,6 @@ import pytest
 from drawn import coco_file, draw, line
 from dyno import data
 from dyno.worker.spec import DataSpec, Preprocess
-
-Make = Callable[..., DataSpec]
 
 
 @pytest.fixture
@@ -58,7 +54,7 @@ def coco(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
+def make(tmp_path: Path) -> Any:
     """The data set that annotated images become."""
 
     def made(folder: Path, size: tuple[int, int] = (64, 64), **more: Any) -> DataSpec:

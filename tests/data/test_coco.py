@@ -1,10 +1,7 @@
 """COCO's files become letterboxed images and ground truth by row and class; what is wrong in them is one line."""
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +15,13 @@ from dyno import data as dyno_data
 from dyno.study import images
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 
-Make = Callable[..., DataSpec]
-Folder = Callable[..., Path]
-
 
 def truth(data: DataSpec) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(Path(data.folder, "truth.json").read_text())
     return found
 
 
-def test_the_truth_is_the_file_s_own(coco: Folder, make: Make) -> None:
+def test_the_truth_is_the_file_s_own(coco: Any, make: Any) -> None:
     folder = coco()
     data = make(folder)
     about, found = dyno_data.meta(data), truth(data)
@@ -46,7 +40,7 @@ def test_the_truth_is_the_file_s_own(coco: Folder, make: Make) -> None:
     assert make(folder / "annotations/instances_val2017.json").sha256 == data.sha256
 
 
-def test_keypoints(coco: Folder, make: Make) -> None:
+def test_keypoints(coco: Any, make: Any) -> None:
     found = make(coco(keypoints=True, name="person_keypoints_val2017"))
     about = dyno_data.meta(found)
     assert (about["has"], about["keypoints"]) == (["boxes", "masks", "keypoints"], [3, 3])
@@ -55,7 +49,7 @@ def test_keypoints(coco: Folder, make: Make) -> None:
     assert one["categories"][0]["keypoints"] == ["a", "b", "c"]
 
 
-def test_the_task_chooses_between_files(coco: Folder, make: Make) -> None:
+def test_the_task_chooses_between_files(coco: Any, make: Any) -> None:
     coco(name="captions_val2017")
     coco(name="instances_train2017")
     coco(keypoints=True, name="person_keypoints_val2017")
@@ -69,7 +63,7 @@ def test_the_task_chooses_between_files(coco: Folder, make: Make) -> None:
         make(folder)
 
 
-def test_the_file_may_lie_in_the_folder_itself(coco: Folder, make: Make) -> None:
+def test_the_file_may_lie_in_the_folder_itself(coco: Any, make: Any) -> None:
     folder = coco()
     sha256 = make(folder).sha256
     (folder / "annotations/instances_val2017.json").rename(folder / "instances_val2017.json")
@@ -98,7 +92,7 @@ def roboflow(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("given", ["", "valid", "valid/_annotations.coco.json"])
-def test_roboflow_s_layout_without_its_root_category(tmp_path: Path, make: Make, given: str) -> None:
+def test_roboflow_s_layout_without_its_root_category(tmp_path: Path, make: Any, given: str) -> None:
     data = make(roboflow(tmp_path / "set") / given, outputs=2)
     about, found = dyno_data.meta(data), truth(data)
     assert about["splits"] == {"test": 6, "calibration": 6} and about["classes"] == drawn.NAMES
@@ -107,7 +101,7 @@ def test_roboflow_s_layout_without_its_root_category(tmp_path: Path, make: Make,
     assert warning.startswith("'shapes' of _annotations.coco.json is left out: it has no annotation")
 
 
-def test_a_category_in_no_image_keeps_its_number(tmp_path: Path, make: Make) -> None:
+def test_a_category_in_no_image_keeps_its_number(tmp_path: Path, make: Any) -> None:
     """A network with a class for each category, roots included, or a category that groups no others: none goes."""
     folder = roboflow(tmp_path / "set")
     assert dyno_data.meta(make(folder, outputs=3))["classes"] == ["shapes", *drawn.NAMES]
@@ -123,7 +117,7 @@ def test_a_category_in_no_image_keeps_its_number(tmp_path: Path, make: Make) -> 
     assert (about["classes"], about["unused"]) == (["circle", *drawn.NAMES], ["circle"])
 
 
-def test_a_root_may_have_the_name_of_a_class(tmp_path: Path, make: Make) -> None:
+def test_a_root_may_have_the_name_of_a_class(tmp_path: Path, make: Any) -> None:
     folder = roboflow(tmp_path / "set")
     file = folder / "valid/_annotations.coco.json"
     tables = json.loads(file.read_text())
@@ -135,7 +129,7 @@ def test_a_root_may_have_the_name_of_a_class(tmp_path: Path, make: Make) -> None
 
 
 @pytest.mark.parametrize(("name", "place"), [("labels.json", "data"), ("result.json", "images")])
-def test_exports_of_other_tools(coco: Folder, make: Make, name: str, place: str) -> None:
+def test_exports_of_other_tools(coco: Any, make: Any, name: str, place: str) -> None:
     """FiftyOne's, and Label Studio's on Windows: the file is known by its content."""
     folder = coco(train=0)
     tables = json.loads((folder / "annotations/instances_val2017.json").read_text())
@@ -149,7 +143,7 @@ def test_exports_of_other_tools(coco: Folder, make: Make, name: str, place: str)
     assert truth(data)["annotations"] and (name == "result.json" or data.sha256 == before)
 
 
-def test_labels_of_an_image_that_lies_on_its_side(coco: Folder, make: Make) -> None:
+def test_labels_of_an_image_that_lies_on_its_side(coco: Any, make: Any) -> None:
     """Labels are of the upright image; a file that gives the sizes of the stored ones is refused."""
     folder, exif = coco(), Image.Exif()
     exif[0x112] = 6
@@ -163,7 +157,7 @@ def test_labels_of_an_image_that_lies_on_its_side(coco: Folder, make: Make) -> N
         make(folder)
 
 
-def test_without_training_images_some_are_carved_out(coco: Folder, make: Make) -> None:
+def test_without_training_images_some_are_carved_out(coco: Any, make: Any) -> None:
     folder = coco(count=10, train=0)
     assert dyno_data.meta(make(folder))["splits"] == {"test": 10}
     data = make(folder, set_aside=True)
@@ -171,7 +165,7 @@ def test_without_training_images_some_are_carved_out(coco: Folder, make: Make) -
     assert len(truth(data)["images"]) == len(truth(data)["annotations"]) == 8
 
 
-def test_masks_of_some_and_empty_classes_are_warned_of(coco: Folder, make: Make) -> None:
+def test_masks_of_some_and_empty_classes_are_warned_of(coco: Any, make: Any) -> None:
     tables = drawn.coco_file(6)
     tables["annotations"][0]["segmentation"] = []
     tables["categories"].append({"id": 91, "name": "square"})
@@ -183,7 +177,7 @@ def test_masks_of_some_and_empty_classes_are_warned_of(coco: Folder, make: Make)
     ]
 
 
-def test_run_lengths_and_crowds(coco: Folder, make: Make) -> None:
+def test_run_lengths_and_crowds(coco: Any, make: Any) -> None:
     tables = drawn.coco_file(6)
     one = tables["annotations"][0]
     one |= {"segmentation": {"size": [64, 96], "counts": [100, 50, 64 * 96 - 150]}, "iscrowd": 1}
@@ -197,7 +191,7 @@ def test_run_lengths_and_crowds(coco: Folder, make: Make) -> None:
         make(coco(**tables))
 
 
-def test_packed_run_lengths_are_read_before_they_are_believed(coco: Folder, make: Make) -> None:
+def test_packed_run_lengths_are_read_before_they_are_believed(coco: Any, make: Any) -> None:
     """An evaluation hung in pycocotools on a text that is none."""
     from pycocotools import mask
 
@@ -233,7 +227,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("wrong", BAD)
-def test_a_bad_annotation_is_named(coco: Folder, make: Make, wrong: str) -> None:
+def test_a_bad_annotation_is_named(coco: Any, make: Any, wrong: str) -> None:
     tables = drawn.coco_file(6, keypoints=True)
     tables["annotations"][2] |= copy.deepcopy(BAD[wrong])
     with pytest.raises(UserError) as e:
@@ -242,7 +236,7 @@ def test_a_bad_annotation_is_named(coco: Folder, make: Make, wrong: str) -> None
     assert "\n" not in str(e.value)
 
 
-def test_ids_may_be_whole_numbers_of_any_type(coco: Folder, make: Make) -> None:
+def test_ids_may_be_whole_numbers_of_any_type(coco: Any, make: Any) -> None:
     tables = drawn.coco_file(6)
     expected = truth(make(coco(**tables)))
     for item in (*tables["images"], *tables["annotations"]):
@@ -250,7 +244,7 @@ def test_ids_may_be_whole_numbers_of_any_type(coco: Folder, make: Make) -> None:
     assert truth(make(coco(**tables))) == expected
 
 
-def test_images_that_do_not_fit_are_named(coco: Folder, make: Make) -> None:
+def test_images_that_do_not_fit_are_named(coco: Any, make: Any) -> None:
     tables = drawn.coco_file(6)
     tables["images"][1]["width"] = 640
     with pytest.raises(UserError, match=r"001.jpg is 60 x 80 pixels, but instances_val2017.json says 640 x 80"):
@@ -271,7 +265,7 @@ def test_images_that_do_not_fit_are_named(coco: Folder, make: Make) -> None:
         make(folder)
 
 
-def test_a_corrupt_image_in_the_middle(coco: Folder, make: Make) -> None:
+def test_a_corrupt_image_in_the_middle(coco: Any, make: Any) -> None:
     folder = coco()
     (folder / "val2017/002.jpg").write_bytes((folder / "val2017/002.jpg").read_bytes()[:650])
     with pytest.raises(UserError, match=r"^1 of 14 images can't be read: 002.jpg \("):
@@ -281,12 +275,12 @@ def test_a_corrupt_image_in_the_middle(coco: Folder, make: Make) -> None:
     assert [one["image_id"] for one in found["annotations"]] == [image["id"] for image in found["images"]]
 
 
-def test_images_without_a_single_object_are_no_test(coco: Folder, make: Make) -> None:
+def test_images_without_a_single_object_are_no_test(coco: Any, make: Any) -> None:
     with pytest.raises(UserError, match="no test image has an annotated object"):
         make(coco(**{**drawn.coco_file(6), "annotations": []}))
 
 
-def test_files_that_are_not_coco_s(coco: Folder, make: Make) -> None:
+def test_files_that_are_not_coco_s(coco: Any, make: Any) -> None:
     folder = coco()
     file = folder / "annotations/instances_val2017.json"
     tables = drawn.coco_file(6)
@@ -312,7 +306,7 @@ def test_files_that_are_not_coco_s(coco: Folder, make: Make) -> None:
         make(folder / "none.json")
 
 
-def test_formats_are_not_mixed(coco: Folder, make: Make, tmp_path: Path) -> None:
+def test_formats_are_not_mixed(coco: Any, make: Any, tmp_path: Path) -> None:
     folder = coco()
     (folder / "data.yaml").write_text("names: [a]")
     with pytest.raises(UserError, match=r"is in COCO's format and YOLO's format; give the file of the one to use"):

@@ -1,15 +1,13 @@
 """Decoded data sets: the right pixels, labels and splits, found again by content, and one line for what is wrong."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +22,6 @@ from dyno.data.photos import stratified_order
 from dyno.worker.spec import DataSpec, Preprocess, UserError
 
 STRAIGHT = Preprocess(resize=0)
-Make = Callable[..., DataSpec]
 
 
 def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
@@ -47,14 +44,14 @@ def arrays(data: DataSpec) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
+def make(tmp_path: Path) -> Any:
     def made(folder: Path, size: tuple[int, int] = (16, 20), preprocess: Preprocess = STRAIGHT, **more) -> DataSpec:
         return dyno_data.load(folder, tmp_path / "cache", size, preprocess, **more)
 
     return made
 
 
-def test_labels_follow_the_folders_in_any_script(tmp_path: Path, make: Make) -> None:
+def test_labels_follow_the_folders_in_any_script(tmp_path: Path, make: Any) -> None:
     folder = fill(tmp_path / "фото", {"яблоко": 3, "груша": 2, "猫": 4, "apple": 5, "Zebra": 1})
     data = make(folder, calibration=0)
     found, about = arrays(data), dyno_data.meta(data)
@@ -67,7 +64,7 @@ def test_labels_follow_the_folders_in_any_script(tmp_path: Path, make: Make) -> 
     assert "calibration" not in found
 
 
-def test_test_images_are_set_aside_only_where_that_is_asked_for(tmp_path: Path, make: Make) -> None:
+def test_test_images_are_set_aside_only_where_that_is_asked_for(tmp_path: Path, make: Any) -> None:
     folder = fill(tmp_path / "d", {"a": 20, "b": 20, "c": 1})
     data, every = make(folder, set_aside=True), make(folder)
     found, whole = arrays(data), arrays(every)
@@ -84,7 +81,7 @@ def test_test_images_are_set_aside_only_where_that_is_asked_for(tmp_path: Path, 
     assert make(folder, calibration=fill(tmp_path / "other", {"x": 3}, seed=100), set_aside=True).count == 41
 
 
-def test_split_layout(tmp_path: Path, make: Make) -> None:
+def test_split_layout(tmp_path: Path, make: Any) -> None:
     folder = tmp_path / "d"
     fill(folder / "train", {"a": 12, "b": 4, "only in train": 2})
     fill(folder / "val", {"a": 3, "b": 3}, seed=100)
@@ -104,7 +101,7 @@ def test_split_layout(tmp_path: Path, make: Make) -> None:
         make(folder)
 
 
-def test_the_training_images_are_decoded_when_they_are_asked_for(tmp_path: Path, make: Make) -> None:
+def test_the_training_images_are_decoded_when_they_are_asked_for(tmp_path: Path, make: Any) -> None:
     folder = tmp_path / "d"
     fill(folder / "train", {"a": 12, "b": 4})
     fill(folder / "test", {"a": 3, "b": 3}, seed=100)
@@ -126,7 +123,7 @@ def test_the_training_images_are_decoded_when_they_are_asked_for(tmp_path: Path,
         make(folder / "train", train=True)
 
 
-def test_calibration_folder_never_holds_a_test_image(tmp_path: Path, make: Make) -> None:
+def test_calibration_folder_never_holds_a_test_image(tmp_path: Path, make: Any) -> None:
     folder = fill(tmp_path / "d", {"a": 4, "b": 4})
     other = fill(tmp_path / "other", {"": 5}, seed=50)
     shutil.copy(folder / "a/001.jpg", other / "copy of a test image.jpg")
@@ -165,7 +162,7 @@ def test_any_crop_is_covered(size: tuple[int, int], resize: float) -> None:
         assert pixels.min() == 255, "nothing is padded with black"
 
 
-def test_formats_and_colours(tmp_path: Path, make: Make) -> None:
+def test_formats_and_colours(tmp_path: Path, make: Any) -> None:
     (tmp_path / "d/a").mkdir(parents=True)
     red = Image.new("RGB", (30, 30), (200, 30, 30))
     for suffix in ("JPEG", "png", "bmp", "webp", "tiff", "ppm"):
@@ -200,7 +197,7 @@ def spoil(folder: Path) -> None:
     (folder / "b/002.jpg").write_bytes(b"")
 
 
-def test_unreadable_images_are_refused_or_skipped(tmp_path: Path, make: Make) -> None:
+def test_unreadable_images_are_refused_or_skipped(tmp_path: Path, make: Any) -> None:
     folder = fill(tmp_path / "d", {"a": 5, "b": 5})
     whole = arrays(make(folder, calibration=0))
     spoil(folder)
@@ -224,7 +221,7 @@ def test_unreadable_images_are_refused_or_skipped(tmp_path: Path, make: Make) ->
         make(folder, on_unreadable="skip")
 
 
-def test_second_call_decodes_nothing(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_call_decodes_nothing(tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = fill(tmp_path / "d", {"a": 5, "b": 5})
     seen: list[tuple[int, int]] = []
     first = make(folder, progress=lambda done, total: seen.append((done, total)))
@@ -235,7 +232,7 @@ def test_second_call_decodes_nothing(tmp_path: Path, make: Make, monkeypatch: py
     assert (make(moved).folder, make(moved).name) == (first.folder, "renamed"), "the same content is found elsewhere"
 
 
-def test_what_shapes_the_pixels_makes_another_data_set(tmp_path: Path, make: Make) -> None:
+def test_what_shapes_the_pixels_makes_another_data_set(tmp_path: Path, make: Any) -> None:
     folder = fill(tmp_path / "d", {"a": 5, "b": 5})
     first = make(folder)
     path, old = folder / "a/003.jpg", (folder / "a/003.jpg").stat()
@@ -290,7 +287,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     )
 
 
-def test_a_damaged_cache_is_made_again(tmp_path: Path, make: Make) -> None:
+def test_a_damaged_cache_is_made_again(tmp_path: Path, make: Any) -> None:
     folder = fill(tmp_path / "d", {"a": 5, "b": 5})
     data = make(folder)
     whole = arrays(data)
@@ -311,7 +308,7 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, make: Make) -> None:
         ({"a": 2, "пусто": 0, "z": 0}, r"class 'z' has no images in .* \(and 1 more\)"),
     ],
 )
-def test_bad_folders(tmp_path: Path, make: Make, classes: dict[str, int] | None, line: str) -> None:
+def test_bad_folders(tmp_path: Path, make: Any, classes: dict[str, int] | None, line: str) -> None:
     if classes is not None:
         (tmp_path / "d").mkdir()
         fill(tmp_path / "d", classes)
@@ -322,7 +319,7 @@ def test_bad_folders(tmp_path: Path, make: Make, classes: dict[str, int] | None,
     assert "\n" not in str(e.value)
 
 
-def test_bad_arguments(tmp_path: Path, make: Make) -> None:
+def test_bad_arguments(tmp_path: Path, make: Any) -> None:
     folder = fill(tmp_path / "d", {"a": 2})
     for line, more in {
         "is not a folder": {"folder": folder / "a/000.jpg"},
@@ -338,7 +335,7 @@ def test_bad_arguments(tmp_path: Path, make: Make) -> None:
         dyno_data.digits(tmp_path, 7)
 
 
-def test_full_disk_and_unwritable_cache(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_and_unwritable_cache(tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = fill(tmp_path / "d", {"a": 5})
 
     def full(*_: object) -> None:
@@ -356,7 +353,7 @@ def test_full_disk_and_unwritable_cache(tmp_path: Path, make: Make, monkeypatch:
         dyno_data.load(folder, tmp_path / "file", (8, 8), STRAIGHT)
 
 
-def test_abandoned_parts_are_removed(tmp_path: Path, make: Make) -> None:
+def test_abandoned_parts_are_removed(tmp_path: Path, make: Any) -> None:
     for name, age in ((".part-old", 8 * 24 * 3600), (".part-new", 24 * 3600)):
         (tmp_path / "cache" / name).mkdir(parents=True)
         then = (tmp_path / "cache" / name).stat().st_mtime - age
@@ -365,7 +362,7 @@ def test_abandoned_parts_are_removed(tmp_path: Path, make: Make) -> None:
     assert [path.name for path in (tmp_path / "cache").glob(".part-*")] == [".part-new"]
 
 
-def test_names_are_shown_on_one_line(tmp_path: Path, make: Make) -> None:
+def test_names_are_shown_on_one_line(tmp_path: Path, make: Any) -> None:
     folder = fill(tmp_path / "d", {"a": 2})
     for name in (b"two\nlines.jpg", b"latin-\xe9.jpg"):
         Path(os.fsdecode(os.fsencode(folder / "a") + b"/" + name)).write_bytes(b"no image")

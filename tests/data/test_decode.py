@@ -1,20 +1,26 @@
 """Decoded pixels are those of other libraries, and a damaged cache of them is made again."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
-from dyno.data import cache
+from dyno import data
+from dyno.data import cache, decode
 from dyno.data.decode import Transform
+from dyno.data.rows import DecodedRow
 from dyno.worker.inputs.specs import geometry
-from dyno.worker.spec import DataSpec, Preprocess
+from dyno.worker.spec import Preprocess
 
 BOX = Preprocess(letterbox=True)
 
@@ -57,13 +63,8 @@ def test_a_turned_image_is_only_turned_when_asked(tmp_path: Path) -> None:
     assert Transform((8, 8), BOX, 3).size_of(tmp_path / "b.jpg") is None
 
 
-Make = Callable[..., DataSpec]
-
-
 @pytest.mark.parametrize("changed", [{"files": 3}, {"classes": None}, {"bytes": "many"}, {"splits": []}])
-def test_a_description_of_other_types_is_written_anew(
-    yolo: Callable[..., Path], make: Make, changed: dict[str, Any]
-) -> None:
+def test_a_description_of_other_types_is_written_anew(yolo: Any, make: Any, changed: dict[str, Any]) -> None:
     folder = yolo()
     data = make(folder)
     about = Path(data.folder, "meta.json")
@@ -77,9 +78,7 @@ def test_a_description_of_other_types_is_written_anew(
     "other", [np.array([99, 0]), np.array(["a"]), np.array(1), np.zeros(6, np.float32), b"no array"]
 )
 @pytest.mark.parametrize("name", ["labels.npy", "test.npy"])
-def test_labels_and_places_that_are_none_are_written_anew(
-    yolo: Callable[..., Path], make: Make, name: str, other: Any
-) -> None:
+def test_labels_and_places_that_are_none_are_written_anew(yolo: Any, make: Any, name: str, other: Any) -> None:
     folder = yolo()
     data = make(folder)
     path = Path(data.folder, name)
@@ -97,3 +96,125 @@ def test_an_index_of_other_types_is_made_anew(tmp_path: Path, damaged: Any) -> N
     index.write_text(json.dumps(damaged).replace("a.jpg", str(path)))
     assert cache.content_hashes([path], tmp_path, tmp_path) == first
     assert list(json.loads(index.read_text())) == [str(path)]
+
+
+COUNT = 100
+SLOW = f"""
+import os, sys, time; from pathlib import Path
+from dyno import data as datasets; from dyno.data import decode; from dyno.worker.spec import Preprocess
+decode.FEW_CORES, decode.WORTH_S = 0, 0.0
+os.sched_getaffinity = lambda _: {{0, 1}}
+cache = Path(sys.argv[2])
+options = {{"on_unreadable": "skip", "progress": lambda done, _: time.sleep(3600 * (done > {COUNT // 2}))}}
+datasets.load(Path(sys.argv[1]), cache, (48, 48), Preprocess(), **options)
+"""
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> list[Path]:
+    """Images of many kinds, and files that are none, in two class folders."""
+    rng, folder = np.random.default_rng(0), tmp_path / "photos"
+    paths = []
+    for i in range(COUNT):
+        colours = Image.fromarray(rng.integers(0, 256, (60 + i % 7, 80, 3), np.uint8))
+        path = folder / "ab"[i % 2] / f"{i:03}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kind = i % 10
+        if kind == 1:
+            colours.convert("L").save(path)
+        elif kind == 2:
+            colours.convert("CMYK").save(path)
+        elif kind == 3:
+            path = path.with_suffix(".png")
+            Image.fromarray(rng.integers(0, 65536, (60, 80), np.uint16)).save(path)
+        elif kind == 4:
+            path = path.with_suffix(".png")
+            colours.quantize(9).save(path, transparency=0)
+        elif kind == 5:
+            path = path.parent / os.fsdecode(b"\xff line\nbreak %03d.jpg" % i)
+            colours.save(path)
+        else:
+            colours.save(path)
+        paths.append(path)
+    paths[0].write_bytes(b"no image")
+    paths[20].write_bytes(paths[26].read_bytes()[:900])
+    paths[30].unlink()
+    return paths
+
+
+def plain(rows: Iterable[DecodedRow]) -> list[tuple[bytes | str, str]]:
+    """Pixels, or that there are none, and seals; pixels are copied, as their place is used again.
+
+    Why there are none is left out: it is said otherwise where another test has imported ultralytics.
+    """
+    return [("none" if isinstance(row.row, str) else row.row.tobytes(), row.seal) for row in rows]
+
+
+def test_rows_are_the_same_whatever_decodes_them(photos: list[Path]) -> None:
+    for transform in (
+        Transform((48, 40), Preprocess(), 3),
+        Transform((33, 48), Preprocess(letterbox=True), 1, upright=True),
+    ):
+        expected = plain(decode._by_threads(photos, transform, 5))
+        assert len(expected) == COUNT - 5 and sum(isinstance(row, str) for row, _ in expected) == 2
+        for count, slots in ((1, 2), (3, 7)):
+            found = plain(decode.decode_rows(photos, transform.made_of, transform.shape, 5, count, slots))
+            assert found == expected
+
+
+def test_what_processes_leave_is_decoded_by_threads(photos: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    transform = Transform((48, 40), Preprocess(), 3)
+    expected = plain(decode._by_threads(photos, transform, 0))
+    monkeypatch.setattr(decode, "FEW_CORES", 0)
+    monkeypatch.setattr(decode, "WORTH_S", 0.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    killed, found = [], list[tuple[bytes | str, str]]()
+    for row in decode.decoded(photos, transform):
+        found += plain([row])
+        if len(found) == 30:
+            (server,) = [p for p in psutil.Process().children() if decode.MODULE in p.cmdline()]
+            killed = server.children()
+            killed[0].kill()
+    assert killed and found == expected
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert plain(decode.decoded(photos, transform)) == expected, "nor do they ever start"
+
+
+@pytest.mark.slow
+def test_a_killed_run_takes_its_processes_along_and_goes_on(photos: list[Path], tmp_path: Path) -> None:
+    folder, cache = photos[0].parents[1], tmp_path / "cache"
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(folder), str(cache)])
+    lines = 0
+    while lines < COUNT // 2 and process.poll() is None:
+        time.sleep(0.01)
+        lines = sum(path.read_bytes().count(b"\n") for path in cache.glob(".part-*/journal"))
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 3, "one that forks, and one for each processor"
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not psutil.wait_procs(children, timeout=120)[1]
+    seen: list[int] = []
+    resumed, whole = (
+        data.load(
+            folder, where, (48, 48), Preprocess(), on_unreadable="skip", progress=lambda done, _: seen.append(done)
+        )
+        for where in (cache, tmp_path / "other")
+    )
+    assert seen[0] > COUNT // 2
+    assert resumed.sha256 == whole.sha256
+    assert np.array_equal(*(np.load(f"{one.folder}/images.npy") for one in (resumed, whole)))
+    # Their names: why one can't be read is said otherwise where another test has imported ultralytics.
+    told = [json.loads(Path(one.folder, "meta.json").read_text())["unreadable"] for one in (resumed, whole)]
+    unreadable = [[line.partition(" ")[0] for line in lines] for lines in told]
+    assert unreadable[0] == unreadable[1] and len(unreadable[0]) == 2
+
+
+@pytest.mark.parametrize(("cores", "worth_s"), [(4, 0.0), (8, 1.5)])
+def test_threads_alone_decode_where_processes_would_not_pay(
+    photos: list[Path], monkeypatch: pytest.MonkeyPatch, cores: int, worth_s: float
+) -> None:
+    monkeypatch.setattr(decode, "WORTH_S", worth_s)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(decode, "decode_rows", lambda *_: pytest.fail("processes were started"))
+    transform = Transform((48, 40), Preprocess(), 3)
+    assert len(plain(decode.decoded(photos, transform))) == COUNT

@@ -1,7 +1,5 @@
 """ImageNet's flat validation folder becomes class folders: by name or by table, resumed, and nothing is guessed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which images of a folder count, and what is said of the others."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Decoding that is killed goes on where it stopped, with whole rows only, and two processes don't do it twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A table of labels gives each image its class, whatever its columns are called, or is refused in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,10 +1,7 @@
 """YOLO's folders become letterboxed images and COCO's ground truth; what is wrong in them is one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +12,6 @@ from PIL import Image
 import drawn
 from dyno import data as dyno_data
 from dyno.worker.spec import DataSpec, UserError
-
-Make = Callable[..., DataSpec]
 
 
 def truth(data: DataSpec) -> dict[str, Any]:
@@ -39,9 +34,7 @@ def of_ultralytics(folder: Path, task: str) -> list[dict[str, Any]]:
         ("pose", "pose", ["boxes", "keypoints"]),
     ],
 )
-def test_the_truth_is_what_ultralytics_reads(
-    yolo: Callable[..., Path], make: Make, kind: str, task: str, has: list[str]
-) -> None:
+def test_the_truth_is_what_ultralytics_reads(yolo: Any, make: Any, kind: str, task: str, has: list[str]) -> None:
     folder = yolo(kind)
     data = make(folder, calibration=5)
     about, found = dyno_data.meta(data), truth(data)
@@ -72,7 +65,7 @@ def test_the_truth_is_what_ultralytics_reads(
             assert mine["num_keypoints"] == 2
 
 
-def test_a_folder_without_a_description(yolo: Callable[..., Path], make: Make) -> None:
+def test_a_folder_without_a_description(yolo: Any, make: Any) -> None:
     folder = yolo("polygon", yaml=False)
     data = make(folder)
     assert dyno_data.format_of(folder).name == "yolo"
@@ -82,9 +75,7 @@ def test_a_folder_without_a_description(yolo: Callable[..., Path], make: Make) -
     assert named["warnings"] == ["class '2' is in no image"]
 
 
-def test_splits_and_layouts(
-    yolo: Callable[..., Path], make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_splits_and_layouts(yolo: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = yolo(val=10)
     (folder / "data.yaml").write_text("val: images/val\nnames: [disc, triangle]\n")
     assert dyno_data.meta(make(folder))["splits"] == {"test": 10}
@@ -117,7 +108,7 @@ def test_splits_and_layouts(
 
 
 def test_a_path_that_is_not_there_is_a_warning(
-    yolo: Callable[..., Path], make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    yolo: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, names = yolo(val=10), "val: images/val\nnames: [disc, triangle]\n"
     monkeypatch.chdir(tmp_path)
@@ -139,7 +130,7 @@ def test_a_path_that_is_not_there_is_a_warning(
         assert (found["splits"]["test"], found["warnings"]) == (count, warning), path
 
 
-def test_images_to_train_on_that_are_not_there_are_said(yolo: Callable[..., Path], make: Make, tmp_path: Path) -> None:
+def test_images_to_train_on_that_are_not_there_are_said(yolo: Any, make: Any, tmp_path: Path) -> None:
     folder = yolo(val=10, train=4)
     (folder / "empty").mkdir()
     taken = "; calibration images are taken from the test images"
@@ -160,7 +151,7 @@ def test_images_to_train_on_that_are_not_there_are_said(yolo: Callable[..., Path
         assert dyno_data.meta(make(folder, calibration=calibration))["warnings"] == [], "nobody needs them"
 
 
-def test_labels_shape_the_data_set(yolo: Callable[..., Path], make: Make) -> None:
+def test_labels_shape_the_data_set(yolo: Any, make: Any) -> None:
     folder = yolo()
     first = make(folder)
     assert make(folder) == first
@@ -173,7 +164,7 @@ def test_labels_shape_the_data_set(yolo: Callable[..., Path], make: Make) -> Non
     assert truth(changed)["annotations"][0]["category_id"] == 1
 
 
-def test_background_and_lines_that_stand_twice(yolo: Callable[..., Path], make: Make) -> None:
+def test_background_and_lines_that_stand_twice(yolo: Any, make: Any) -> None:
     folder = yolo()
     (folder / "labels/val/002.txt").unlink()
     (folder / "labels/val/001.txt").write_text("")
@@ -188,7 +179,7 @@ def test_background_and_lines_that_stand_twice(yolo: Callable[..., Path], make: 
     ]
 
 
-def test_a_turned_image_is_read_upright(yolo: Callable[..., Path], make: Make) -> None:
+def test_a_turned_image_is_read_upright(yolo: Any, make: Any) -> None:
     folder = yolo()
     path = folder / "images/val/000.jpg"
     with Image.open(path) as image:
@@ -201,7 +192,7 @@ def test_a_turned_image_is_read_upright(yolo: Callable[..., Path], make: Make) -
     assert (images[0, :, 5] == 114).all(), "wider than high: grey above"
 
 
-def test_a_corrupt_image_in_the_middle(yolo: Callable[..., Path], make: Make) -> None:
+def test_a_corrupt_image_in_the_middle(yolo: Any, make: Any) -> None:
     folder = yolo()
     whole = truth(make(folder))
     path = folder / "images/val/003.jpg"
@@ -231,7 +222,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_bad_line_is_named(yolo: Callable[..., Path], make: Make, text: str) -> None:
+def test_a_bad_line_is_named(yolo: Any, make: Any, text: str) -> None:
     folder = yolo()
     (folder / "labels/val/000.txt").write_text("0 0.5 0.5 0.1 0.1\n\n" + text)
     with pytest.raises(UserError, match="^labels/val/000.txt, line 3: .*" + BAD[text]) as e:
@@ -246,26 +237,26 @@ def test_a_bad_line_is_named(yolo: Callable[..., Path], make: Make, text: str) -
         ("0 0.5 0.5 0.1 0.1 0.5 0.5 2 0.5 1.5 2 0 0 0", r"keypoint 1 at \(0.5, 1.5\) lies outside"),
     ],
 )
-def test_bad_keypoints_are_named(yolo: Callable[..., Path], make: Make, text: str, wrong: str) -> None:
+def test_bad_keypoints_are_named(yolo: Any, make: Any, text: str, wrong: str) -> None:
     folder = yolo("pose")
     (folder / "labels/val/001.txt").write_text(text)
     with pytest.raises(UserError, match="^labels/val/001.txt, line 1: " + wrong):
         make(folder)
 
 
-def test_boxes_within_rounding_of_the_edge_are_fine(yolo: Callable[..., Path], make: Make) -> None:
+def test_boxes_within_rounding_of_the_edge_are_fine(yolo: Any, make: Any) -> None:
     folder = yolo()
     (folder / "labels/val/000.txt").write_text("0 0.5 0.5 1.005 1.0\n")
     assert make(folder).count == 6
 
 
-def test_classes_numbered_in_quotes(yolo: Callable[..., Path], make: Make) -> None:
+def test_classes_numbered_in_quotes(yolo: Any, make: Any) -> None:
     folder = yolo()
     (folder / "data.yaml").write_text('val: images/val\nnames: {"1": triangle, "0": disc}\n')
     assert dyno_data.meta(make(folder))["classes"] == ["disc", "triangle"]
 
 
-def test_what_is_wrong_with_a_folder(yolo: Callable[..., Path], make: Make, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_folder(yolo: Any, make: Any, tmp_path: Path) -> None:
     folder = yolo()
     (folder / "labels/val/000.txt").write_text("0 0.1 0.1 0.5 0.5 0.1 0.9\n")
     with pytest.raises(
@@ -306,7 +297,7 @@ def test_what_is_wrong_with_a_folder(yolo: Callable[..., Path], make: Make, tmp_
 
 
 def test_linked_images_have_the_labels_beside_their_links_or_beside_themselves(
-    yolo: Callable[..., Path], make: Make, tmp_path: Path
+    yolo: Any, make: Any, tmp_path: Path
 ) -> None:
     folder = yolo("box", val=3)
     plain = make(folder)
@@ -327,7 +318,7 @@ def test_linked_images_have_the_labels_beside_their_links_or_beside_themselves(
 
 
 @pytest.mark.parametrize("place", ["images", "val/images", "beside"])
-def test_a_folder_of_images_has_its_labels(yolo: Callable[..., Path], make: Make, tmp_path: Path, place: str) -> None:
+def test_a_folder_of_images_has_its_labels(yolo: Any, make: Any, tmp_path: Path, place: str) -> None:
     """Given without what lies around it, the images are still not without labels."""
     folder = yolo(yaml=False, val=6)
     if place == "val/images":

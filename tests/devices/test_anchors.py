@@ -1,7 +1,5 @@
 """The anchor trial on two shares of the processor: in turns alone and side by side, and what is killed meanwhile."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +19,6 @@ from dyno.worker.record import read_record
 from logged import Log
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
-Studies = Callable[..., Study]
 DEVICES = "cpu:0,cpu:1"
 
 
@@ -57,7 +54,7 @@ def overlap(a: Sequence[float], b: Sequence[float]) -> bool:
 
 @pytest.mark.slow
 def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_command_goes_on(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[tuple[str, float]] = []
 
@@ -117,7 +114,7 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
 
 @pytest.mark.slow
 def test_without_memory_for_all_rounds_one_follows_the_other(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[int] = []
 
@@ -133,7 +130,7 @@ def test_without_memory_for_all_rounds_one_follows_the_other(
 
 @pytest.mark.slow
 def test_the_study_goes_on_without_a_device_whose_process_dies(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(group: InterleavedGroup, players: Sequence[InterleavedJob], go: Callable[[], float]) -> float:
         for player in players:
@@ -150,7 +147,7 @@ def test_the_study_goes_on_without_a_device_whose_process_dies(
     assert not (tmp_path / "devices.json").exists(), "the same command tries it again"
 
 
-def test_a_trial_that_runs_nowhere_costs_no_device(fake_study: Studies, tmp_path: Path) -> None:
+def test_a_trial_that_runs_nowhere_costs_no_device(fake_study: Any, tmp_path: Path) -> None:
     log = Log()
     company = measure(fake_study(backends=("fake@fail=exception",)), tmp_path, log)
     assert [place.name for place in company.places] == ["cpu:0", "cpu:1"] and not company.in_turn
@@ -159,7 +156,7 @@ def test_a_trial_that_runs_nowhere_costs_no_device(fake_study: Studies, tmp_path
 
 @pytest.mark.parametrize(("later", "side_by_side"), [(1.0, True), (1.05, False)])
 def test_a_device_that_is_slower_beside_the_others_is_measured_again_before_that_counts(
-    later: float, side_by_side: bool, fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    later: float, side_by_side: bool, fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
 
@@ -183,7 +180,7 @@ def test_a_device_that_is_slower_beside_the_others_is_measured_again_before_that
     assert not measure(fake_study(equivalent=4), tmp_path, log).in_turn, "the line is true"
 
 
-def test_one_at_a_time_they_take_turns(fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_at_a_time_they_take_turns(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         one_host,
         "measure_devices",

@@ -1,25 +1,21 @@
 """What devices of several hosts do to each other, the blocks of what is compared, and the process that measures one."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dyno import Study
+from dyno import Study, UserError
 from dyno.devices import blocks, one_host, places, spread
 from dyno.devices.blocks import find_anchor, split_blocks
 from dyno.devices.places import Place, RunningBlock
 from dyno.report.verdict.findings import list_device_findings
 from dyno.results.trial_result import Results
 from dyno.study.plan import expand
+from dyno.worker import system
 from dyno.worker.record import write_json
 from logged import Log
-
-Studies = Callable[..., Study]
 
 
 class Near:
@@ -42,7 +38,7 @@ def measure(study: Study, folder: Path, found: list[Place], log: Log) -> one_hos
 
 @pytest.mark.slow
 def test_a_device_with_a_host_of_its_own_has_none_beside_it(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(one_host, "ROUNDS", 1)
     assert not measure(fake_study(), tmp_path, places_of("a/0", "a/1", "b/0"), Log()).in_turn
@@ -56,7 +52,7 @@ def test_a_device_with_a_host_of_its_own_has_none_beside_it(
 
 
 def test_only_the_host_whose_devices_disturb_each_other_is_named(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def medians(folder: Path) -> tuple[float, ...]:
         slow = folder.name == "a_1-beside"
@@ -73,7 +69,7 @@ def test_only_the_host_whose_devices_disturb_each_other_is_named(
 
 @pytest.mark.slow
 def test_blocks_are_measured_one_at_a_time_on_that_host_only(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2], {"a"}))
     busy: list[list[str]] = []
@@ -91,7 +87,7 @@ def test_blocks_are_measured_one_at_a_time_on_that_host_only(
     assert len([*tmp_path.glob("trials/*/r0/record.json")]) == 6
 
 
-def test_a_block_is_one_model_batch_and_size(fake_study: Callable[..., Study]) -> None:
+def test_a_block_is_one_model_batch_and_size(fake_study: Any) -> None:
     planned = expand(
         fake_study(
             models=("fake:one", "fake:two"), backends=("fake", "fake@fail=skip"), batches=(1, 2), sizes=("4", "8")
@@ -105,7 +101,7 @@ def test_a_block_is_one_model_batch_and_size(fake_study: Callable[..., Study]) -
     assert sorted(t.id for block in found for t in block.trials) == sorted(entry.trial.id for entry in planned)
 
 
-def test_a_block_keeps_its_id_when_a_backend_is_added(fake_study: Callable[..., Study]) -> None:
+def test_a_block_keeps_its_id_when_a_backend_is_added(fake_study: Any) -> None:
     few, more = (
         split_blocks(expand(fake_study(backends=names))) for names in (("fake",), ("fake", "fake@latency_ms=2"))
     )
@@ -113,7 +109,7 @@ def test_a_block_keeps_its_id_when_a_backend_is_added(fake_study: Callable[..., 
     assert len(more[0].trials) == 2
 
 
-def test_the_anchor_is_the_first_blocks_reference(fake_study: Callable[..., Study]) -> None:
+def test_the_anchor_is_the_first_blocks_reference(fake_study: Any) -> None:
     planned = expand(fake_study(batches=(2, 1), precisions=("fp8", "fp32")))
     chosen: Any = find_anchor(planned)
     assert (chosen.trial.dims.batch, chosen.trial.precision) == (2, "fp32"), "fp8 is refused"
@@ -127,3 +123,57 @@ def test_files_in_the_current_folder_do_not_disturb_a_block_s_process(tmp_path: 
     blocks.popen(tmp_path, {}, cwd=str(tmp_path)).wait(600)
     log = (tmp_path / blocks.LOG).read_text()
     assert "of the current folder" not in log and "KeyError" in log, "it read its order, which is empty here"
+
+
+CORES = [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "core_threads", lambda: CORES)
+
+
+def test_shares_have_whole_cores_and_none_in_common() -> None:
+    found = places.parse_places("cpu:1,cpu:0")
+    assert {place.name: place.cores for place in found} == {"cpu:0": (0, 4, 1, 5), "cpu:1": (2, 6, 3, 7)}
+    assert {place.device for place in found} == {"cpu"}
+    assert {place.threads for place in found} == {2}
+
+
+def test_of_a_dozen_shares_each_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "core_threads", lambda: [(k,) for k in range(12)])
+    found = places.parse_places(",".join(f"cpu:{k}" for k in range(12)))
+    assert [place.cores for place in found] == [(k,) for k in range(12)]
+
+
+def test_of_three_shares_each_is_as_large() -> None:
+    found = places.parse_places("cpu:0,cpu:1,cpu:2")
+    assert [place.cores for place in found] == [(0, 4), (1, 5), (2, 6)]
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cpu:0,cpu:0", "named twice"),
+        ("cpu:0,cuda:0", "devices of one kind"),
+        ("cpu:0,cpu:2", "2 of them are cpu:0,cpu:1"),
+        ("cpu,cpu:1", "numbered from 0"),
+        ("cpu:0,cpu:1,cpu:2,cpu:3,cpu:4", "as many physical cores, and there are 4 here"),
+        ("cuda:98,cuda:99", "there is no cuda:98 here"),
+        ("cuda:0,cuda:x", "cuda:"),
+    ],
+)
+def test_devices_that_make_no_sense_are_refused(device: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        places.parse_places(device)
+
+
+def test_gpus_have_cores_of_their_own_where_threads_leave_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job pins itself to the first processors that it may use: two GPUs' jobs would share them."""
+    monkeypatch.setattr(places, "missing_gpu", lambda _: False)
+    monkeypatch.setattr(places, "find_gpu", lambda *_: None)
+    found = places.parse_places("cuda:1,cuda:0", threads=2)
+    assert {place.name: place.cores for place in found} == {"cuda:0": (0, 4, 1, 5), "cuda:1": (2, 6, 3, 7)}
+    assert [place.env for place in found] == [{places.VISIBLE: "1"}, {places.VISIBLE: "0"}]
+    assert [place.cores for place in places.parse_places("cuda:0,cuda:1", threads=3)] == [(), ()]
+    assert [place.cores for place in places.parse_places("cuda:0,cuda:1")] == [(), ()]

@@ -1,22 +1,20 @@
 """A study on two shares of the processor: every block whole on one of them, whatever is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from dyno import Study, UserError
-from dyno.devices import blocks, one_host, spread
+import spreading
+from dyno import UserError
+from dyno.devices import blocks, spread
 from dyno.devices.places import RunningBlock
 from dyno.jobs.progress import Progress
 from dyno.report.tables.trial_table import read_trials
@@ -26,27 +24,16 @@ from dyno.results.trial_result import load_run
 from dyno.runner.execute import execute
 from dyno.worker import system
 from logged import Log
-from spreading import DRIVER, expected, records
+from spreading import DRIVER, records
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
-Studies = Callable[..., Study]
 DEVICES = "cpu:0,cpu:1"
 
 
-@pytest.fixture
-def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody measures whether the shares disturb each other."""
-    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
-
-
 @pytest.mark.slow
-def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Studies, tmp_path: Path) -> None:
+def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Any, tmp_path: Path) -> None:
     """Also that nothing is measured again, and what is said of the devices."""
-    fields = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}
-    log = Log()
-    spread.run(fake_study(device=DEVICES, **fields), tmp_path / "two", log)
-    assert records(tmp_path / "two").keys() == expected(fake_study(**fields))
-
+    spreading.run_twice(fake_study, tmp_path / "two", device=DEVICES)
     run = read_trials(tmp_path / "two")
     assert set(run.frame["status"]) == {"ok"}
     assert (run.frame.groupby("batch")["place"].nunique() == 1).all(), "a block is on one device"
@@ -60,15 +47,11 @@ def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Stu
         assert trial.placement is not None
         assert trial.placement.card.endswith(f"processors {','.join(map(str, sorted(own)))}")
 
-    before, again = records(tmp_path / "two"), Log()
-    spread.run(fake_study(device=DEVICES, **fields), tmp_path / "two", again)
-    assert (records(tmp_path / "two"), again.said) == (before, [])
-
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undisturbed")
 def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[RunningBlock] = []
     start = blocks.start_process
@@ -86,9 +69,7 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
     # Enough rounds that the process is killed before it ends.
     spread.run(fake_study(device=DEVICES, batches=(1, 2), rounds=4), tmp_path, log)
     first = started[0]
-    results = load_run(tmp_path)
-    assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 4 for t in results)
-    (moved,) = [t for t in results if t.placement and t.placement.lost]
+    moved = spreading.find_moved(tmp_path, 4)
     assert moved.placement is not None and moved.placement.place != first.place.name
     said = f"begun anew on {moved.placement.place}, as its process was lost on {first.place.name}: killed by SIGKILL"
     assert said in remarks.list_warnings(moved)
@@ -97,10 +78,10 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undisturbed")
 def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
     study = fake_study(device=DEVICES, batches=(1, 2), rounds=4)
     (tmp_path / "study.toml").write_text(study.to_toml())
     folder = tmp_path / "run"
@@ -123,7 +104,7 @@ def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice
     assert not [*folder.glob("blocks/*")]
 
 
-def test_what_is_about_one_device_is_refused_on_several(fake_study: Studies, tmp_path: Path) -> None:
+def test_what_is_about_one_device_is_refused_on_several(fake_study: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="energy is for a study on one device"):
         spread.run(fake_study(device=DEVICES, energy=True), tmp_path, Progress(quiet=True))
     with pytest.raises(UserError, match="give one --device here"):
@@ -132,7 +113,7 @@ def test_what_is_about_one_device_is_refused_on_several(fake_study: Studies, tmp
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undisturbed")
-def test_a_block_whose_device_is_no_longer_there_is_begun_anew(fake_study: Studies, tmp_path: Path) -> None:
+def test_a_block_whose_device_is_no_longer_there_is_begun_anew(fake_study: Any, tmp_path: Path) -> None:
     """No two rounds of a block are of two devices, and what was measured is kept."""
     fields = {"device": DEVICES, "batches": (1, 2)}
     spread.run(fake_study(**fields), tmp_path, Log())

@@ -11,8 +11,6 @@ alone (no id depends on where a thing lies), logs are left out (a crash prints t
 name of the operating system's build. Of each kind of sample the first ones are enough.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

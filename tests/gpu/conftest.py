@@ -3,12 +3,9 @@
 DYNO_TENSORRT_PYTHON and DYNO_ORTGPU_PYTHON name interpreters other than this one.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,6 @@ def gray():
     return net(10, 1)
 """
 SIZE = 64
-Gpu = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def python_with(module: str, variable: str) -> str:
@@ -69,7 +65,7 @@ def onnx(dyno: Any, net: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trt(dyno: Any, tensorrt_python: str) -> Gpu:
+def trt(dyno: Any, tensorrt_python: str) -> Any:
     """The command line with TensorRT's Python."""
 
     def run(*words: object, timeout: float = 1200.0) -> Any:
@@ -79,7 +75,7 @@ def trt(dyno: Any, tensorrt_python: str) -> Gpu:
 
 
 @pytest.fixture(scope="session")
-def engine(trt: Gpu, onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engine(trt: Any, onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dynamic engine in FP16, batches 1 to 8."""
     path = tmp_path_factory.mktemp("engine") / "small.engine"
     done = trt("export", onnx, "-o", path, "--precision", "fp16", "--min", 1, "--opt", 4, "--max", 8)

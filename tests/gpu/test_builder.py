@@ -1,7 +1,5 @@
 """TensorRT's builder in the Python that has it: timing cache, layer listing, and what a version or a file lacks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

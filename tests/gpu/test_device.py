@@ -1,7 +1,5 @@
 """Memory, streams, events and graphs of a real GPU."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

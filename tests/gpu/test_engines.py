@@ -1,7 +1,5 @@
 """TensorRT for real, by the command line: build, time, agree, test hard, and every way it can go wrong."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -240,3 +238,21 @@ def test_onnx_runtime_on_the_gpu(net: str, ortgpu_python: str, tmp_path: Path) -
     for trial in result.records:
         if trial.backend == "onnxruntime":
             assert set(trial.facts.nodes_by_provider) == {"CUDAExecutionProvider"}, trial.facts
+
+
+def test_pytorch_and_tensorrt_take_turns(net: str, tensorrt_python: str, tmp_path: Path) -> None:
+    study = Study(
+        models=(net,), backends=("pytorch", "tensorrt"), precisions=("fp32",), sizes=("64",), batches=(8,), rounds=2,
+        seconds=0.5, warmup=0.1, device="cuda:0", turns=True, runtime={"tensorrt": {"python": tensorrt_python}},
+    )  # fmt: skip
+    result = study.run(tmp_path / "run", quiet=True)
+    frame = result.to_pandas()
+    assert set(frame["status"]) == {"ok"}, frame[["backend", "status", "reason"]].to_string()
+    engine = frame[frame["backend"] == "tensorrt"].iloc[0]
+    assert engine["measured"] == "in turns"
+    assert engine["speedup_low"] <= engine["speedup"] <= engine["speedup_high"]
+    for trial in result.records:
+        assert len(trial.rounds) == 2 and all(
+            len(r.block_medians("latency", "model", "gpu")) >= 3 for r in trial.rounds
+        )
+        assert trial.gpu is None or not trial.gpu.others, "whoever takes turns is nobody else"

@@ -1,12 +1,8 @@
 """Times of layers on a GPU: PyTorch's by its kernels, TensorRT's by its own profiler."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +34,6 @@ class Step(nn.Module):
 def net():
     return nn.Sequential(*(Step() for _ in range(20)), nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
 """
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +43,7 @@ def heavy(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:net"
 
 
-def tables(run: Run, *words: object) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]], list[str]]:
+def tables(run: Any, *words: object) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]], list[str]]:
     """The layers' rows by form, a line for each form, and the notes below the lines."""
     done = run("profile", *words, *QUICK, "--format", "json")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,5 @@
 """Tasks on TensorRT engines, by the command line: what a detector finds, and the search for mixed precision."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

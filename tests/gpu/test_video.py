@@ -1,7 +1,5 @@
 """A video beside a GPU: frames prepared and decoded there have the boxes of those that the host prepares."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

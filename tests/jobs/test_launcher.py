@@ -1,7 +1,5 @@
 """Every way a job can end becomes a record, and nothing of the job outlives it."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -26,7 +24,6 @@ from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import SCHEMA, Job, Runtime, Trial, UserError, to_json
 from dyno.worker.system import SILENCE
 
-Trials = Callable[..., Trial]
 SIGKILLED = "killed by SIGKILL"
 
 # What is scripted -> status and reason; a hang needs a time limit of its own.
@@ -80,7 +77,7 @@ def gone(pid: int, within_s: float = 600.0) -> bool:
     return False
 
 
-def test_a_good_job_leaves_everything_in_its_folder(fake_trial: Trials, tmp_path: Path) -> None:
+def test_a_good_job_leaves_everything_in_its_folder(fake_trial: Any, tmp_path: Path) -> None:
     trial = fake_trial()
     record = run(trial, tmp_path / "r0")
     assert (record.status, record.stage, record.reason) == ("ok", "done", "")
@@ -98,9 +95,7 @@ def test_a_good_job_leaves_everything_in_its_folder(fake_trial: Trials, tmp_path
     ("kind", "at"),
     [*AT_RUN, *QUICKLY, *(pytest.param(*e, marks=pytest.mark.slow) for e in ELSEWHERE if e not in QUICKLY)],
 )
-def test_every_end_is_a_record(
-    fake_trial: Trials, tmp_path: Path, times_out_when: Callable[..., None], kind: str, at: str
-) -> None:
+def test_every_end_is_a_record(fake_trial: Any, tmp_path: Path, times_out_when: Any, kind: str, at: str) -> None:
     if kind == "hang":
         times_out_when(lambda: read_stage(tmp_path) == STAGES[at])
     record = run(fake_trial(fail=kind, at=at), tmp_path, 1.5 if kind == "hang" else 1200.0)
@@ -111,7 +106,7 @@ def test_every_end_is_a_record(
     assert record == read_record(tmp_path)
 
 
-def test_what_was_measured_before_a_crash_is_kept(fake_trial: Trials, tmp_path: Path) -> None:
+def test_what_was_measured_before_a_crash_is_kept(fake_trial: Any, tmp_path: Path) -> None:
     trial = fake_trial(fail="segfault", at="fetch")
     record = run(trial, tmp_path)
     assert (record.status, record.trial) == ("crashed", trial.id)
@@ -124,7 +119,7 @@ def test_what_was_measured_before_a_crash_is_kept(fake_trial: Trials, tmp_path: 
     assert record.system["python"] and record.facts.inputs_sha256
 
 
-def test_nan_is_told_beside_the_numbers(fake_trial: Trials, tmp_path: Path) -> None:
+def test_nan_is_told_beside_the_numbers(fake_trial: Any, tmp_path: Path) -> None:
     record = run(fake_trial(fail="nan"), tmp_path)
     (warning,) = [line for line in record.warnings if "not finite" in line]
     assert warning.startswith("output output has values that are not finite: 100.00% are NaN")
@@ -132,7 +127,7 @@ def test_nan_is_told_beside_the_numbers(fake_trial: Trials, tmp_path: Path) -> N
 
 
 def test_stage_and_telemetry_are_seen_from_outside(
-    fake_trial: Trials, tmp_path: Path, times_out_when: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    fake_trial: Any, tmp_path: Path, times_out_when: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looking: list[Telemetry] = []
 
@@ -212,7 +207,7 @@ class Scripted(Fake):
 """
 
 
-def scripted(fake_trial: Trials, folder: Path, lines: str, **options: Any) -> Trial:
+def scripted(fake_trial: Any, folder: Path, lines: str, **options: Any) -> Trial:
     """A trial of a backend that runs these lines before it loads."""
     (folder / "scripted_backend.py").write_text(BACKEND.format(lines=indent(lines.strip(), " " * 8)))
     runtime = Runtime(threads=1, env={"PYTHONPATH": str(folder)})
@@ -225,9 +220,7 @@ CHILD = f'child = subprocess.Popen(["sleep", "600"]).pid\n{NOTE}'
 
 
 @pytest.mark.parametrize("fail", ["killed", *(pytest.param(f, marks=pytest.mark.slow) for f in ("", "hang"))])
-def test_children_of_a_job_end_with_it(
-    fake_trial: Trials, tmp_path: Path, times_out_when: Callable[..., None], fail: str
-) -> None:
+def test_children_of_a_job_end_with_it(fake_trial: Any, tmp_path: Path, times_out_when: Any, fail: str) -> None:
     if fail == "hang":
         times_out_when(lambda: read_stage(tmp_path / "job") == STAGES["run"])
     trial = scripted(fake_trial, tmp_path, CHILD, pids=str(tmp_path / "pid"), fail=fail)
@@ -252,14 +245,14 @@ child = int(os.read(read, 20))
 }
 
 
-def leaving(fake_trial: Trials, folder: Path, how: str, **options: Any) -> Trial:
+def leaving(fake_trial: Any, folder: Path, how: str, **options: Any) -> Trial:
     """A trial whose engine starts a process that leaves the job's group; its id is in the file `pid`."""
     lines = f"{STARTING[how].strip()}\n{NOTE}"
     return scripted(fake_trial, folder, lines, pids=str(folder / "pid"), **options)
 
 
 @pytest.mark.parametrize("how", STARTING)
-def test_what_leaves_the_group_of_a_job_ends_with_it(fake_trial: Trials, tmp_path: Path, how: str) -> None:
+def test_what_leaves_the_group_of_a_job_ends_with_it(fake_trial: Any, tmp_path: Path, how: str) -> None:
     assert run(leaving(fake_trial, tmp_path, how), tmp_path / "job").status == "ok"
     assert gone(int((tmp_path / "pid").read_text()), within_s=120)
 
@@ -290,7 +283,7 @@ class Session(FakeSession):
 """
 
 
-def test_a_fork_that_returns_does_not_work_on_in_the_job(fake_trial: Trials, tmp_path: Path) -> None:
+def test_a_fork_that_returns_does_not_work_on_in_the_job(fake_trial: Any, tmp_path: Path) -> None:
     """Both went on: two processes measured beside each other, and wrote the same files."""
     (tmp_path / "forks.py").write_text(FORKS)
     runtime = Runtime(threads=1, env={"PYTHONPATH": str(tmp_path)})
@@ -310,7 +303,7 @@ os._exit(7)
 """
 
 
-def test_what_a_job_prints_is_kept_to_a_length(fake_trial: Trials, tmp_path: Path) -> None:
+def test_what_a_job_prints_is_kept_to_a_length(fake_trial: Any, tmp_path: Path) -> None:
     trial = scripted(fake_trial, tmp_path, PRINTS, megabytes=40)
     tracemalloc.start()
     try:
@@ -340,7 +333,7 @@ launch(job, Path(sys.argv[2]), 3600.0)
 
 
 @pytest.mark.parametrize("how", STARTING)
-def test_what_a_job_started_dies_with_its_launcher(fake_trial: Trials, tmp_path: Path, how: str) -> None:
+def test_what_a_job_started_dies_with_its_launcher(fake_trial: Any, tmp_path: Path, how: str) -> None:
     trial = leaving(fake_trial, tmp_path, how, fail="hang")
     write_json(tmp_path / "job", to_json(Job("run", trial.runtime, trial)))
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path / "job"), str(tmp_path / "r0")]) as launcher:
@@ -353,7 +346,7 @@ def test_what_a_job_started_dies_with_its_launcher(fake_trial: Trials, tmp_path:
 
 
 @pytest.mark.parametrize("wait_for", ["spawn", "first call"])
-def test_a_job_dies_with_its_launcher(fake_trial: Trials, tmp_path: Path, wait_for: str) -> None:
+def test_a_job_dies_with_its_launcher(fake_trial: Any, tmp_path: Path, wait_for: str) -> None:
     trial = fake_trial(fail="hang")
     write_json(tmp_path / "job", to_json(Job("run", trial.runtime, trial)))
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path / "job"), str(tmp_path / "r0")]) as launcher:
@@ -368,7 +361,7 @@ def test_a_job_dies_with_its_launcher(fake_trial: Trials, tmp_path: Path, wait_f
     assert read_record(tmp_path / "r0") is None
 
 
-def test_what_a_library_does_at_its_end_is_not_waited_for(fake_trial: Trials, tmp_path: Path) -> None:
+def test_what_a_library_does_at_its_end_is_not_waited_for(fake_trial: Any, tmp_path: Path) -> None:
     late = tmp_path / "late"
     register = f"atexit.register(open, {str(late)!r}, 'w')"
     lines = ("import atexit", "from dyno.worker.backends.fake import Fake", register)
@@ -378,13 +371,13 @@ def test_what_a_library_does_at_its_end_is_not_waited_for(fake_trial: Trials, tm
     assert not late.exists()
 
 
-def test_a_missing_interpreter_is_the_user_s_error(fake_trial: Trials, tmp_path: Path) -> None:
+def test_a_missing_interpreter_is_the_user_s_error(fake_trial: Any, tmp_path: Path) -> None:
     trial = fake_trial(runtime=Runtime(python=str(tmp_path / "python9")))
     with pytest.raises(UserError, match=r"python9 can't be started \(No such file or directory\); give another"):
         run(trial, tmp_path / "r0")
 
 
-def test_an_interpreter_that_is_none_is_a_crash_with_its_words(fake_trial: Trials, tmp_path: Path) -> None:
+def test_an_interpreter_that_is_none_is_a_crash_with_its_words(fake_trial: Any, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho first >&2\necho this is no Python >&2\nexit 3\n")
     python.chmod(0o755)
@@ -423,27 +416,27 @@ def test_another_interpreter_is_not_led_astray() -> None:
     assert (env["PYTHONPATH"], env["OMP_NUM_THREADS"]) == ("/theirs", "7")
 
 
-def test_only_the_first_round_evaluates(fake_trial: Trials, tmp_path: Path) -> None:
+def test_only_the_first_round_evaluates(fake_trial: Any, tmp_path: Path) -> None:
     record = run(fake_trial(), tmp_path, number=1)
     assert (record.status, record.round) == ("ok", 1)
     assert not (tmp_path / "outputs.npz").exists()
 
 
-def test_a_full_disk_says_nothing_about_the_trial(fake_trial: Trials, tmp_path: Path) -> None:
+def test_a_full_disk_says_nothing_about_the_trial(fake_trial: Any, tmp_path: Path) -> None:
     trial = scripted(fake_trial, tmp_path, "raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))")
     with pytest.raises(OSError, match="No space left on device"):
         run(trial, tmp_path / "r0")
     assert read_record(tmp_path / "r0") is None
 
 
-def test_reasons_are_one_line(fake_trial: Trials, tmp_path: Path) -> None:
+def test_reasons_are_one_line(fake_trial: Any, tmp_path: Path) -> None:
     trial = scripted(fake_trial, tmp_path, r"raise ValueError('\n\n  first line\nsecond line')")
     record = run(trial, tmp_path / "r0")
     assert record.reason == "ValueError: first line"
     assert "second line" in (tmp_path / "r0/stderr.log").read_text()
 
 
-def test_another_schema_is_not_read(fake_trial: Trials, tmp_path: Path) -> None:
+def test_another_schema_is_not_read(fake_trial: Any, tmp_path: Path) -> None:
     trial = fake_trial()
     record = launch(replace(Job("run", trial.runtime, trial), schema=99), tmp_path, 1200.0)
     wanted = f"job.json has schema 99, this worker reads {SCHEMA}"
@@ -465,7 +458,7 @@ SAYS_TF32 = 'print("override:", os.environ.get("NVIDIA_TF32_OVERRIDE", "none"))'
     [("fp32", {}, "0"), ("tf32", {}, "1"), ("fp16", {}, "1"), ("fp32", {"NVIDIA_TF32_OVERRIDE": "1"}, "1")],
 )
 def test_fp32_is_never_tf32(
-    precision: str, own: dict[str, str], given: str, fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str, own: dict[str, str], given: str, fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVIDIA's libraries may use TF32 for fp32 unless the variable forbids it; the user's shell asks for it here."""
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")

@@ -2,8 +2,6 @@
 
 # ruff: noqa: N802, N815  (the scripted NVML has the names of the real one)
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,19 +1,17 @@
 """What a study says where nothing is drawn anew."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from dyno.jobs.progress import Progress
 from dyno.worker.record import Record
-from dyno.worker.spec import Recipe, Trial
+from dyno.worker.spec import Recipe
 
 
-def test_a_wait_gets_a_line_where_nothing_is_drawn_anew(fake_trial: Callable[..., Trial]) -> None:
+def test_a_wait_gets_a_line_where_nothing_is_drawn_anew(fake_trial: Any) -> None:
     told = io.StringIO()
     progress = Progress(console=Console(file=told, width=200))
     progress.start(fake_trial(), 0)
@@ -28,7 +26,7 @@ def verbose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Progress, "is_verbose", True)
 
 
-def test_in_a_file_a_job_has_a_line_only_where_it_failed(fake_trial: Callable[..., Trial]) -> None:
+def test_in_a_file_a_job_has_a_line_only_where_it_failed(fake_trial: Any) -> None:
     told, trial = io.StringIO(), fake_trial()
     progress = Progress(console=Console(file=told, width=200))
     with progress.running([trial, trial]):
@@ -41,7 +39,7 @@ def test_in_a_file_a_job_has_a_line_only_where_it_failed(fake_trial: Callable[..
 
 
 @pytest.mark.usefixtures("verbose")
-def test_a_line_says_which_job_of_how_many_and_which_round(fake_trial: Callable[..., Trial]) -> None:
+def test_a_line_says_which_job_of_how_many_and_which_round(fake_trial: Any) -> None:
     told, trial = io.StringIO(), fake_trial()
     progress = Progress(console=Console(file=told, width=200))
     with progress.running([trial, trial]):
@@ -54,7 +52,7 @@ def test_a_line_says_which_job_of_how_many_and_which_round(fake_trial: Callable[
 
 
 def test_there_is_no_estimate_before_a_job_has_ended_and_it_never_falls_below_what_follows(
-    fake_trial: Callable[..., Trial],
+    fake_trial: Any,
 ) -> None:
     trial, other = fake_trial(), fake_trial(precision="fp16")
     progress = Progress(quiet=True)
@@ -81,7 +79,7 @@ def test_a_file_that_takes_long_says_how_long() -> None:
 
 
 @pytest.mark.usefixtures("verbose")
-def test_files_made_with_other_options_have_other_lines(fake_trial: Callable[..., Trial]) -> None:
+def test_files_made_with_other_options_have_other_lines(fake_trial: Any) -> None:
     told, trial = io.StringIO(), fake_trial()
     progress = Progress(console=Console(file=told, width=200))
     graph = Recipe("onnx_export", "onnx", "fp32", trial.model, trial.dims, {"exporter": "torchscript"})
@@ -90,7 +88,7 @@ def test_files_made_with_other_options_have_other_lines(fake_trial: Callable[...
     assert told.getvalue() == "make net engine int8 b2 4 exporter=torchscript optimization=3\n"
 
 
-def test_an_answer_so_far_is_a_line_in_a_file_and_a_table_on_a_terminal(fake_trial: Callable[..., Trial]) -> None:
+def test_an_answer_so_far_is_a_line_in_a_file_and_a_table_on_a_terminal(fake_trial: Any) -> None:
     rows = [("b fp32", "1.00 ms", "2.10x [1.90, 2.30]"), ("a fp32", "2.10 ms", "reference")]
     told = io.StringIO()
     Progress(console=Console(file=told, width=200)).show_answer("after round 1", ["fastest is b fp32."], rows)

@@ -1,7 +1,5 @@
 """Forms of one network aligned: by names, by tensors, by what flows; and what can't be is said to be so."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

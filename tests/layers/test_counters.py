@@ -1,15 +1,29 @@
 """Which layer a kernel belongs to, and what its counters say: on real counters and at the lines between the words."""
 
-from __future__ import annotations
-
+import json
+import math
+import os
+import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
+import counted_backend
 import ncu_files
+from dyno.jobs import launcher
+from dyno.jobs.progress import Progress
 from dyno.layers import counters
 from dyno.layers.counters import Kernel, NcuReport
+from dyno.study import defaults
 from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph
+from dyno.worker.record import Record
+from dyno.worker.spec import Trial, UserError
 
 PYTORCH, TENSORRT = (counters.read_ncu(ncu_files.text(name)) for name in (ncu_files.PYTORCH, ncu_files.TENSORRT))
 PARTS = ("conv1", "bn1", "relu", "maxpool", *(f"layer1.{k}.{part}" for k in (0, 1) for part in
@@ -110,3 +124,204 @@ def test_tensor_cores_at_work_and_unknown() -> None:
     )
     unknown = replace(FULL, tensor=float("nan"))
     assert not any("tensor" in one for one in counters.describe_counters(NcuReport((unknown,)), [0]))
+
+
+def test_kernels_have_their_figures_and_the_ranges_around_them() -> None:
+    kernels = counters.read_ncu(ncu_files.text(ncu_files.PYTORCH)).kernels
+    assert len(kernels) == 45
+    first, last = kernels[0], kernels[-1]
+    assert first.name == "engines_precompiled::nchwToNhwcKernel<__half, __half, float, 0, 1, 0>"
+    assert first.ranges == ("resnet", "conv1") and first.seconds == pytest.approx(65.792e-6)
+    assert (first.sm, first.memory, first.dram, first.dram_bytes) == (77.34, 36.68, 7.84, 24_822_272)
+    assert (first.warps, first.l2, first.waves, first.tensor) == (88.24, 64.24, 47.52, 0)
+    assert (first.blocks, first.threads, first.registers, first.sms) == (50176, 256, 32, 132)
+    assert last.ranges == ("resnet", "fc") and (last.blocks, last.tensor) == (64, 0.73)
+    assert {"layer1.0.conv1", "layer1.1.conv1", "layer4.1.relu"} <= {kernel.ranges[-1] for kernel in kernels}
+
+
+def test_ranges_of_tensorrt_whose_quotes_ncu_leaves_as_they_are() -> None:
+    kernels = counters.read_ncu(ncu_files.text(ncu_files.TENSORRT)).kernels
+    assert len(kernels) == 24
+    assert {kernel.ranges[0] for kernel in kernels} == {"ExecutionContext::enqueue"}
+    assert [kernel.ranges[-1] for kernel in kernels[:3]] == [
+        "node_Conv_292 + node_relu", "node_max_pool2d", "node_Conv_294 + node_relu_1",
+    ]  # fmt: skip
+    copies = [kernel for kernel in kernels if kernel.ranges[-1].startswith("Reformatting CopyNode for ")]
+    assert {kernel.name.split("<")[0] for kernel in copies} <= {"cuInt8::nchwToNhwcKernel", "cuInt8::nhwcToNchwKernel"}
+    assert not any(math.isnan(value) for kernel in kernels for value in (kernel.seconds, kernel.dram_bytes, kernel.l2))
+
+
+def test_a_range_with_its_layer_s_name_alone() -> None:
+    around = '22435  ""TensorRT:conv (a) + relu:none:none:RGB:0xffffd700:REGISTERED:conv (a) + relu"" '
+    line = next(line for line in ncu_files.text(ncu_files.PYTORCH).split("\n") if line.startswith('"0"'))
+    begin, end = line.index('"19737  ') + 1, line.index(' ","","void') + 1
+    kernels = counters.read_ncu(
+        ncu_files.text(ncu_files.PYTORCH).replace(line, line[:begin] + around + line[end:])
+    ).kernels
+    assert kernels[0].ranges == ("conv (a) + relu",) and kernels[0].seconds == pytest.approx(65.792e-6)
+
+
+def test_what_isn_t_there_is_no_number_and_half_a_line_no_kernel() -> None:
+    lines = ncu_files.text(ncu_files.PYTORCH).rstrip("\n").split("\n")
+    without = "\n".join([*lines[:5], lines[5].replace('"77.34"', '"n/a"'), lines[6][:90]])
+    (kernel,) = counters.read_ncu(without).kernels
+    assert math.isnan(kernel.sm) and kernel.memory == 36.68
+    old = ncu_files.text(ncu_files.PYTORCH).replace("launch__sm_count", "another")
+    assert math.isnan(counters.read_ncu(old).kernels[0].sms)
+
+
+def test_errors_are_ncu_s_own_and_nothing_is_no_kernel() -> None:
+    said = "==PROF== Connected to process 1 (/usr/bin/python3)\n==ERROR== ERR_NVGPUCTRPERM - no permission\nfoo\n"
+    assert counters.read_ncu(said) == counters.NcuReport((), ("ERR_NVGPUCTRPERM - no permission",))
+    assert counters.read_ncu("") == counters.NcuReport(())
+
+
+TESTS = Path(counted_backend.__file__).parent
+QUICK = ("--runs", 5, "--seconds", 0.02, "--warmup", 0.02)
+REASONS = {
+    "denied": "this user may not read the GPU's counters (ERR_NVGPUCTRPERM); run as root",
+    "busy": "another program uses the GPU's counters, such as DCGM or another profiler; end it",
+    "none": "ncu saw no kernel between the start and the stop of its profiling",
+}
+# The backend, in a process that takes it that the GPU is there.
+ON_A_GPU = """
+import sys
+from counted_backend import COUNTED
+if checks := sys.modules.get("dyno.study.defaults"):
+    checks.missing_gpu = lambda device: False
+"""
+PART = 'ncu failed to profile "k" in process 7 (UnknownError); other programs may be using the GPU'
+
+
+@pytest.fixture
+def place(tmp_path: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, a backend that has counters, and a stand-in for ncu on the PATH."""
+    (tmp_path / "counted-1.dist-info").mkdir()
+    (tmp_path / "counted-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: counted\nVersion: 1\n")
+    (tmp_path / "counted-1.dist-info/entry_points.txt").write_text("[dyno.backends]\ncounted = on_a_gpu:COUNTED\n")
+    (tmp_path / "on_a_gpu.py").write_text(ON_A_GPU)
+    paths = [str(tmp_path), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    (tmp_path / "bin").mkdir()
+    ncu_files.stand_in(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
+@pytest.fixture
+def profile(dyno: Any, place: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(*words: object) -> Any:
+        return dyno("profile", "m.onnx", "counted", *QUICK, "--counters", *words, cwd=place)
+
+    return run
+
+
+def test_counters_stand_beside_the_times_of_layers(profile: Any, place: Path) -> None:
+    done = profile("--device", "cuda:0", "--format", "json", "--top", 3, "--save", "p.html")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["tables"]
+    assert list(found) == ["profile", "reconciliation", "counters"]
+    rows = found["counters"]["rows"]
+    assert rows[0]["modules"] == "node_Conv_292 node_relu" and rows[0]["layer"] == "node_Conv_292 + node_relu"
+    assert rows[0]["time_us"] == pytest.approx(288.608) and rows[0]["dram_mb"] == pytest.approx(95.26, abs=0.01)
+    assert rows[0]["finding"] == "memory-bound: caches at 86 %, DRAM at 7 %"
+    assert len(rows) == 4 and rows[3]["modules"] == "21 more kernels" and rows[3]["finding"] is None
+    assert any("not a latency" in note for note in found["counters"]["notes"])
+    (line,) = found["reconciliation"]["rows"]
+    assert line["unprofiled_ms"] < 50, "of a job of its own, without ncu"
+    page = (place / "p.html").read_text(encoding="utf-8")
+    assert "Hardware counters" in page and "memory-bound: caches at 86 %" in page
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_no_counters_are_one_line(how: str, profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ncu_files.PRETEND, how)
+    done = profile("--device", "cuda:0")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith(f"dyno: no hardware counters: {REASONS[how]}")
+
+
+def test_what_was_counted_before_ncu_failed_is_shown(profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ncu_files.PRETEND, "part")
+    done = profile("--device", "cuda:0", "--format", "json", "--top", 0)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["tables"]["counters"]
+    assert len(found["rows"]) == 20
+    assert f"Counted 1: only the first 20 of its kernels were counted: {PART}." in found["notes"]
+
+
+def test_a_cpu_has_no_counters_and_ncu_has_to_be_there(call: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = call("profile", "torchvision:resnet18", "--counters")
+    assert (code, out) == (2, "") and "add --device cuda:0" in err and len(err.splitlines()) == 1
+    monkeypatch.setenv("PATH", str(place))
+    monkeypatch.setattr(defaults, "missing_gpu", lambda device: False)
+    code, out, err = call("profile", "torchvision:resnet18", "--device", "cuda:0", "--counters")
+    assert (code, out) == (2, "") and "there is no ncu on the PATH" in err and len(err.splitlines()) == 1
+
+
+CRASHED = "The application returned an error code (11)."
+ENDS = {
+    CRASHED: "",
+    'Failed to profile "k" in process 7': 'ncu failed to profile "k" in process 7; other programs may be using the GPU',
+    "Failed to open/create lock file /tmp/nsight-compute-lock.": "",
+}
+
+
+@pytest.mark.parametrize(("error", "reason"), ENDS.items())
+def test_only_what_ncu_could_not_count_is_missing(error: str, reason: str) -> None:
+    report = counters.NcuReport((counters.Kernel("k"),), (error,))
+    assert counters.counting_outcome(Record("ok"), report, 9.0).cut_short == reason
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "said"),
+    [("crashed", CRASHED, "ncu says: The application returned"), ("crashed", "", "killed by SIGKILL"),
+     ("failed", CRASHED, "killed by SIGKILL"), ("timeout", "", "ncu wasn't done after 9 s"),
+     ("crashed", "InterprocessLockFailed", "set TMPDIR to a folder of your own")],
+)  # fmt: skip
+def test_without_kernels_the_reason_is_ncu_s_or_the_job_s(status: str, error: str, said: str) -> None:
+    with pytest.raises(UserError, match="no hardware counters: ") as raised:
+        counters.counting_outcome(
+            Record(status, reason="killed by SIGKILL"), counters.NcuReport((), (error,) * bool(error)), 9.0
+        )
+    assert said in str(raised.value)
+
+
+def count(place: Path, trial: Trial) -> counters.NcuReport:
+    return counters.count_kernels(str(place / "bin/ncu"), trial, None, Progress(quiet=True))
+
+
+def test_a_job_that_fails_says_why_itself(place: Path, fake_trial: Any) -> None:
+    nothing = place / "nothing.csv"
+    nothing.write_text('"ID"')
+    ncu_files.stand_in(place / "bin", nothing)
+    with pytest.raises(UserError, match="no hardware counters: RuntimeError: scripted failure"):
+        count(place, fake_trial("counted_backend:Counted", fail="exception", at="load"))
+
+
+def test_an_engine_whose_kernels_nobody_tells_apart(place: Path, fake_trial: Any) -> None:
+    report = count(place, fake_trial("fake"))
+    assert report.cut_short == "this engine's kernels can't be told apart for hardware counters"
+
+
+class Seen(Progress):
+    """Notes the stage that the job is in."""
+
+    at = ""
+
+    def tick(self, stage: str, elapsed: float) -> None:
+        self.at = stage
+
+
+def test_after_the_time_is_over_what_was_counted_is_kept_and_nothing_runs_on(
+    place: Path, fake_trial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial, progress = fake_trial("counted_backend:Counted"), Seen(quiet=True)
+    trial = replace(trial, runtime=replace(trial.runtime, env={counted_backend.HANG: "1"}))
+    monkeypatch.setattr(
+        launcher, "time", SimpleNamespace(monotonic=lambda: 7.0 * (progress.at == "counters"), sleep=time.sleep)
+    )
+    report = counters.count_kernels(str(place / "bin/ncu"), trial, None, progress, timeout_s=6.0)
+    assert report.cut_short == "ncu wasn't done after 6 s" and len(report.kernels) == 10
+    running = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    assert not [words for words in running if "main.py" in words]

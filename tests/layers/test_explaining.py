@@ -1,9 +1,6 @@
 """`dyno explain`: a waterfall that closes, by the model's own names, of forms, files and a run's trials."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,6 @@ import preloaded as forked
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-Call = Callable[..., Any]
-Refused = Callable[..., str]
 QUICK = ("--rounds", 2, "--runs", 6, "--seconds", 0.03, "--warmup", 0.02, "--threads", 1)
 # `norm` is folded and `relu` fused by every engine; `slow` has most of the operations.
 NET = """
@@ -37,10 +32,9 @@ def net(tmp_path: Path) -> str:
     return "net.py:net"
 
 
-def explained(call: Call, *words: object) -> dict[str, Any]:
+def explained(call: Any, *words: object) -> dict[str, Any]:
     """The JSON of both tables, whose steps close."""
-    code, out, err = call("explain", *words, "--format", "json")
-    assert code == 0, err
+    _, out, _ = call("explain", *words, "--format", "json", code=0)
     found: dict[str, Any] = json.loads(out)
     first, *steps, last = found["tables"]["waterfall"]["rows"]
     assert first["a_us"] + sum(step["difference_us"] for step in steps) == pytest.approx(last["b_us"])
@@ -63,7 +57,7 @@ def causes_of(found: dict[str, Any]) -> dict[str, str]:
     [("torchvision:resnet18", 64, "onnxruntime"), ("timm:test_vit", 160, "openvino")],
     ids=["resnet", "vit"],
 )
-def test_a_module_and_an_engine(call: Call, model: str, size: int, engine: str) -> None:
+def test_a_module_and_an_engine(call: Any, model: str, size: int, engine: str) -> None:
     pytest.importorskip(model.partition(":")[0])
     found = explained(call, model, "pytorch", engine, "--size", size, "--top", 0, *QUICK)
     causes = causes_of(found)
@@ -79,7 +73,7 @@ def test_a_module_and_an_engine(call: Call, model: str, size: int, engine: str) 
 
 
 def test_a_stored_pair_needs_no_measurement_and_says_the_same(
-    call: Call, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Any, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = explained(
         call,
@@ -110,7 +104,7 @@ def test_a_stored_pair_needs_no_measurement_and_says_the_same(
 
 
 def test_from_python_with_two_files_and_two_builds_of_one_engine(
-    call: Call, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Any, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert call("export", net, "--size", "32", "-o", "n.onnx")[0] == 0
     (tmp_path / "copy.onnx").write_bytes((tmp_path / "n.onnx").read_bytes())
@@ -126,7 +120,7 @@ def test_from_python_with_two_files_and_two_builds_of_one_engine(
     assert all(reason.text for reason in builds.reasons)
 
 
-def test_int8_is_told_by_its_types(call: Call, net: str, tmp_path: Path) -> None:
+def test_int8_is_told_by_its_types(call: Any, net: str, tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     for k in range(8):
         Image.fromarray(np.random.default_rng(k).integers(0, 256, (32, 32, 3), np.uint8)).save(f"images/{k}.png")
@@ -137,11 +131,10 @@ def test_int8_is_told_by_its_types(call: Call, net: str, tmp_path: Path) -> None
     assert "conversions of types and layouts" in causes.values()
 
 
-def test_two_trials_of_a_run(call: Call, refused: Refused, dyno: Callable[..., Any], net: str) -> None:
-    code, _, err = call("run", net, "--backend", "pytorch,onnxruntime,onnxruntime@optimization=basic", "--size", 32,
+def test_two_trials_of_a_run(call: Any, refused: Any, dyno: Any, net: str) -> None:
+    call("run", net, "--backend", "pytorch,onnxruntime,onnxruntime@optimization=basic", "--size", 32,
                         "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02, "--threads", 1,
-                        "-o", "r")  # fmt: skip
-    assert code == 0, err
+                        "-o", "r", code=0)  # fmt: skip
     found = explained(call, "r", "pytorch", "onnxruntime", "--rounds", 1, "--runs", 5)
     assert sum(note.endswith(" ms.") and " in the run: " in note for note in found["tables"]["waterfall"]["notes"]) == 2
     assert causes_of(found)["1 2"] == "fused or left out in B"
@@ -167,7 +160,7 @@ def test_two_trials_of_a_run(call: Call, refused: Refused, dyno: Callable[..., A
     )
 
 
-def test_bad_input_is_one_line(refused: Refused, net: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_line(refused: Any, net: str, tmp_path: Path) -> None:
     assert refused("explain", net).startswith("give a model and the two forms to explain")
     assert refused("explain", net, "a", "b", "c").startswith("give a model and the two forms to explain")
     assert refused("explain", net, "openvino/int8").startswith("give a model and the two forms to explain")
@@ -192,13 +185,13 @@ def test_bad_input_is_one_line(refused: Refused, net: str, tmp_path: Path) -> No
     assert refused("explain", "odd.json") == "odd.json can't be read: it is not a JSON object"
 
 
-def test_a_form_that_a_library_refuses_is_one_line(call: Call, half_known: Path) -> None:
+def test_a_form_that_a_library_refuses_is_one_line(call: Any, half_known: Path) -> None:
     code, out, err = call("explain", half_known, "onnxruntime", "openvino", "--rounds", 1, "--runs", 5)
     said = err.splitlines()[-1]
     assert (code, out) == (2, "") and said.startswith("dyno: half openvino fp32: ") and said.endswith("Det-17")
 
 
-def test_prescriptions_are_trials_beside_b(call: Call, net: str, tmp_path: Path) -> None:
+def test_prescriptions_are_trials_beside_b(call: Any, net: str, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for k in range(6):
         Image.fromarray(np.random.default_rng(k).integers(0, 255, (32, 32, 3), np.uint8)).save(
@@ -219,7 +212,7 @@ def test_prescriptions_are_trials_beside_b(call: Call, net: str, tmp_path: Path)
 
 
 def test_what_is_known_is_shown_and_kept_before_prescriptions_are_tried(
-    call: Call, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Any, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken_off(*asked: object, **settings: object) -> None:
         raise KeyboardInterrupt
@@ -242,7 +235,7 @@ def test_what_is_known_is_shown_and_kept_before_prescriptions_are_tried(
     assert dyno.explain(tmp_path / "pair.json").reasons
 
 
-def test_what_has_no_variants_is_one_line(refused: Refused, net: str, tmp_path: Path) -> None:
+def test_what_has_no_variants_is_one_line(refused: Any, net: str, tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"")
     for words in (("m.onnx", "onnxruntime", "openvino"), (net, net), ("p.json",)):
         assert "--try makes variants" in refused("explain", *words, "--try")

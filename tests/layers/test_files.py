@@ -1,10 +1,7 @@
 """Files for other tools: each is what its tool's own specification says, and has the numbers of the tables."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,71 +15,10 @@ from dyno.layers.profiling import ProfileResult
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-Call = Callable[..., Any]
-Refused = Callable[..., str]
 QUICK = ("--runs", 10, "--seconds", 0.03, "--warmup", 0.02)
 FORMS = ("PyTorch", "ONNX Runtime", "OpenVINO")
-# What speedscope's file-format-spec.ts says of sampled profiles: https://github.com/jlfwong/speedscope
-SPEEDSCOPE = {
-    "type": "object",
-    "required": ["$schema", "profiles", "shared"],
-    "additionalProperties": False,
-    "properties": {
-        "$schema": {"const": "https://www.speedscope.app/file-format-schema.json"},
-        "name": {"type": "string"},
-        "exporter": {"type": "string"},
-        "activeProfileIndex": {"type": "integer"},
-        "shared": {
-            "type": "object",
-            "required": ["frames"],
-            "properties": {
-                "frames": {
-                    "type": "array",
-                    "items": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
-                }
-            },
-        },
-        "profiles": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["type", "name", "unit", "startValue", "endValue", "samples", "weights"],
-                "properties": {
-                    "type": {"const": "sampled"},
-                    "name": {"type": "string"},
-                    "unit": {"enum": ["none", "nanoseconds", "microseconds", "milliseconds", "seconds", "bytes"]},
-                    "startValue": {"type": "number"},
-                    "endValue": {"type": "number"},
-                    "samples": {
-                        "type": "array",
-                        "items": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-                    },
-                    "weights": {"type": "array", "items": {"type": "number", "minimum": 0}},
-                },
-            },
-        },
-    },
-}
-NODE_DATA = {
-    "type": "object",
-    "additionalProperties": {
-        "type": "object",
-        "required": ["results"],
-        "properties": {
-            "results": {
-                "type": "object",
-                "additionalProperties": {
-                    "type": "object", "required": ["value"], "properties": {"value": {"type": "number"}},
-                },
-            },
-            "gradient": {
-                "type": "array",
-                "items": {"type": "object", "required": ["stop"], "properties": {"stop": {"minimum": 0, "maximum": 1}}},
-            },
-        },
-    },
-}  # fmt: skip
+# Of sampled profiles what speedscope says in file-format-spec.ts: https://github.com/jlfwong/speedscope
+SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +65,7 @@ def test_a_trace_s_calls_are_inside_each_other_and_add_up(profiled: ProfileResul
 
 def test_a_flame_graph_has_the_medians_below_the_modules(profiled: ProfileResult, tmp_path: Path) -> None:
     found = saved(profiled, tmp_path / "r.speedscope.json")
-    jsonschema.validate(found, SPEEDSCOPE)
+    jsonschema.validate(found, SCHEMAS["speedscope"])
     frames = [frame["name"] for frame in found["shared"]["frames"]]
     for profile, total in zip(found["profiles"], layers_us(profiled), strict=True):
         assert len(profile["samples"]) == len(profile["weights"])
@@ -144,7 +80,7 @@ def test_a_flame_graph_has_the_medians_below_the_modules(profiled: ProfileResult
 def test_model_explorer_s_graphs_and_the_times_that_colour_them(profiled: ProfileResult, tmp_path: Path) -> None:
     collection = saved(profiled, tmp_path / "r.explorer.json")
     data = saved(profiled, tmp_path / "r.node-data.json")
-    jsonschema.validate(data, NODE_DATA)
+    jsonschema.validate(data, SCHEMAS["node_data"])
     assert collection["label"] == "resnet18" and [graph["id"] for graph in collection["graphs"]] == [*data]
     for graph, total in zip(collection["graphs"], layers_us(profiled), strict=True):
         ids = [node["id"] for node in graph["nodes"]]
@@ -192,20 +128,18 @@ def test_the_page_needs_nothing_else(profiled: ProfileResult, tmp_path: Path) ->
     assert profiled.html in page
 
 
-def test_from_the_command_line(call: Call, onnx_file: Path, tmp_path: Path) -> None:
+def test_from_the_command_line(call: Any, onnx_file: Path, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     named = onnx.load(onnx_file)
     named.graph.node[0].name = "sum"
     onnx.save(named, onnx_file)
-    code, out, err = call(
-        "profile", onnx_file, *QUICK, "--save", "m.onnx.trace.json", "--save", "o.onnx", "--format", "html"
+    _, out, err = call(
+        "profile", onnx_file, *QUICK, "--save", "m.onnx.trace.json", "--save", "o.onnx", "--format", "html", code=0
     )
-    assert code == 0, err
     assert "saved m.onnx.trace.json, for Perfetto" in err and "saved o.onnx, for Netron" in err
     assert '<figure class="tree-map">' in out and "time by operator" in out
     assert json.loads((tmp_path / "m.onnx.trace.json").read_text(encoding="utf-8"))["displayTimeUnit"] == "ms"
-    code, _, err = call("inspect", onnx_file, "onnxruntime", "--save", "i.onnx", "--save", "i.explorer.json")
-    assert code == 0, err
+    _, _, err = call("inspect", onnx_file, "onnxruntime", "--save", "i.onnx", "--save", "i.explorer.json", code=0)
     (node,) = onnx.load(tmp_path / "i.onnx").graph.node
     facts = {entry.key: entry.value for entry in node.metadata_props}
     assert any(key.endswith(": layer") and "ONNX Runtime" in key for key in facts)
@@ -213,19 +147,18 @@ def test_from_the_command_line(call: Call, onnx_file: Path, tmp_path: Path) -> N
     assert len(json.loads((tmp_path / "i.explorer.json").read_text(encoding="utf-8"))["graphs"]) == 2
 
 
-def test_two_graphs_are_two_files(call: Call, onnx_file: Path, tmp_path: Path) -> None:
+def test_two_graphs_are_two_files(call: Any, onnx_file: Path, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     other = onnx.load(onnx_file)
     other.graph.node[0].op_type = "Mul"
     onnx.save(other, tmp_path / "other.onnx")
-    code, _, err = call("profile", onnx_file, "other.onnx", *QUICK, "--save", "o.onnx")
-    assert code == 0, err
+    call("profile", onnx_file, "other.onnx", *QUICK, "--save", "o.onnx", code=0)
     kinds = [onnx.load(tmp_path / name).graph.node[0].op_type for name in ("o.onnx", "o-2.onnx")]
     assert kinds == ["Add", "Mul"]
 
 
 def test_what_can_t_be_saved_is_one_line_before_anything_is_measured(
-    refused: Refused, onnx_file: Path, tmp_path: Path
+    refused: Any, onnx_file: Path, tmp_path: Path
 ) -> None:
     known = ".explorer.json (Model Explorer), .onnx (Netron)"
     model = "torchvision:resnet18"

@@ -1,13 +1,10 @@
 """`dyno inspect`: layers of one form, several aligned, and what can't be read, which is one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +20,6 @@ from dyno.worker.spec import UserError
 given: Any = importlib.import_module("dyno.worker.backends.tensor_rt.given")  # the package has a function of that name
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-Call = Callable[..., Any]
-Refused = Callable[..., str]
 NET = """
 import torch
 from torch import nn
@@ -54,14 +49,13 @@ def net(tmp_path: Path) -> str:
     return "net.py:net"
 
 
-def tables(call: Call, *words: object) -> dict[str, Any]:
-    code, out, err = call("inspect", *words, "--format", "json")
-    assert code == 0, err
+def tables(call: Any, *words: object) -> dict[str, Any]:
+    _, out, _ = call("inspect", *words, "--format", "json", code=0)
     found: dict[str, Any] = json.loads(out)
     return found.get("tables") or {found["table"]: found}
 
 
-def test_a_module_alone(call: Call, net: str) -> None:
+def test_a_module_alone(call: Any, net: str) -> None:
     table = tables(call, net, "--size", "16", "--batch", "2")["layers"]
     assert [row["type"] for row in table["rows"]][:3] == ["Conv2d", "BatchNorm2d", "ReLU"]
     assert sum(row["parameters"] or 0 for row in table["rows"]) == 216 + 16 + 584 + 90
@@ -76,7 +70,7 @@ def test_a_module_alone(call: Call, net: str) -> None:
     ids=["resnet18", "vit", "yolo"],
 )  # fmt: skip
 def test_module_graph_and_engines_side_by_side(
-    call: Call, model: str, size: str, parameters: tuple[int, int] | None
+    call: Any, model: str, size: str, parameters: tuple[int, int] | None
 ) -> None:
     if model.startswith("ultralytics") and importlib.util.find_spec("ultralytics") is None:  # importing it patches PIL
         pytest.skip("no ultralytics")
@@ -96,7 +90,7 @@ def test_module_graph_and_engines_side_by_side(
         assert "batch norms folded" in folded and "elsewhere" not in folded
 
 
-def test_names_survive_quantisation(call: Call, net: str) -> None:
+def test_names_survive_quantisation(call: Any, net: str) -> None:
     asked = "onnx/int8", "onnxruntime/int8", "openvino/int8"
     found = tables(call, net.replace(":net", ":grey"), *asked, "--data", "digits", "--size", "16", "--channels", "1")
     rows = found["aligned"]["rows"]
@@ -106,7 +100,7 @@ def test_names_survive_quantisation(call: Call, net: str) -> None:
     assert len(convolutions) == 3 and len({row["a"].split()[0] for row in convolutions}) == 3
 
 
-def test_an_engine_built_without_a_gpu_is_read_without_one(call: Call, net: str, tmp_path: Path) -> None:
+def test_an_engine_built_without_a_gpu_is_read_without_one(call: Any, net: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     assert call("export", net, "--size", "16", "-o", "n.onnx")[0] == 0
     assert call("export", "n.onnx", "--backend", "tensorrt_rtx", "-o", "n.engine")[0] == 0
@@ -132,7 +126,7 @@ def test_an_engine_without_layer_information(monkeypatch: pytest.MonkeyPatch, tm
     assert (found.library, found.parameters) == (f"{library.NAMES['tensorrt']} 11.0", 9)
 
 
-def test_what_can_t_be_read_is_one_line(refused: Refused, net: str, onnx_file: Path) -> None:
+def test_what_can_t_be_read_is_one_line(refused: Any, net: str, onnx_file: Path) -> None:
     onnx = pytest.importorskip("onnx")
     assert refused("inspect", "net.py:broken").startswith("broken: the model refuses 1x3x224x224: it never works")
     assert "TorchScript, whose modules can't be watched" in refused("inspect", "net.py:script")
@@ -149,7 +143,7 @@ def test_what_can_t_be_read_is_one_line(refused: Refused, net: str, onnx_file: P
     assert "w.data, which doesn't exist; put it back beside it" in refused("inspect", onnx_file)
 
 
-def test_a_form_that_a_library_refuses_is_left_out(call: Call, refused: Refused, net: str, half_known: Path) -> None:
+def test_a_form_that_a_library_refuses_is_left_out(call: Any, refused: Any, net: str, half_known: Path) -> None:
     code, out, err = call("inspect", half_known, "openvino", "onnxruntime", "--format", "json")
     (said,) = [line for line in err.splitlines() if "left out" in line]
     assert code == 3 and said.startswith("dyno: left out: half openvino fp32: ") and said.endswith("support Det-17")
@@ -161,10 +155,9 @@ def test_a_form_that_a_library_refuses_is_left_out(call: Call, refused: Refused,
     assert refused("inspect", "net.py:broken", "compile").startswith("broken: ")
 
 
-def test_forms_of_two_files_are_called_by_their_files(call: Call, onnx_file: Path) -> None:
+def test_forms_of_two_files_are_called_by_their_files(call: Any, onnx_file: Path) -> None:
     onnx_file.with_name("other.onnx").write_bytes(onnx_file.read_bytes())
-    code, out, _ = call("inspect", onnx_file, onnx_file.with_name("other.onnx"))
-    assert code == 0
+    _, out, _ = call("inspect", onnx_file, onnx_file.with_name("other.onnx"), code=0)
     assert re.search(rf"ONNX opset \d+, {onnx_file.name} aligned with ONNX opset \d+, other.onnx", out)
 
 
@@ -215,7 +208,7 @@ def own(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own")
-def test_a_weight_of_two_parts_counts_once_and_the_model_has_what_it_does_itself(call: Call) -> None:
+def test_a_weight_of_two_parts_counts_once_and_the_model_has_what_it_does_itself(call: Any) -> None:
     alone = tables(call, "own.py:tied")["layers"]
     assert [row["parameters"] for row in alone["rows"]] == [800, None] and "800 parameters" in alone["notes"][0]
     rows = tables(call, "own.py:tied", "onnx")["aligned"]["rows"]
@@ -223,13 +216,13 @@ def test_a_weight_of_two_parts_counts_once_and_the_model_has_what_it_does_itself
 
 
 @pytest.mark.usefixtures("own")
-def test_a_part_of_two_names_has_the_nodes_of_both(call: Call, refused: Refused) -> None:
+def test_a_part_of_two_names_has_the_nodes_of_both(call: Any, refused: Any) -> None:
     rows = tables(call, "own.py:twice", "onnx", "--size", "16")["aligned"]["rows"]
     assert [row["a"] for row in rows] == ["conv", "act", "conv", "act"] and all(row["b"] for row in rows)
     assert refused("inspect", "own.py:nothing") == "nothing has no layers: it has no part that can run"
 
 
-def test_a_form_of_a_file_has_the_file_s_own_precision(call: Call) -> None:
+def test_a_form_of_a_file_has_the_file_s_own_precision(call: Any) -> None:
     text = "(float16[1, 8] x) => (float16[1, 8] y) { [product] y = MatMul(x, w) }"
     onnx_text.write("half.onnx", text, w=np.ones((8, 8), np.float16))
     notes = tables(call, "half.onnx", "onnxruntime", "onnxruntime/fp32")["aligned"]["notes"]
@@ -237,12 +230,12 @@ def test_a_form_of_a_file_has_the_file_s_own_precision(call: Call) -> None:
     assert titles[1].endswith(" fp16") and titles[2].startswith("ONNX Runtime") and not titles[2].endswith(" fp16")
 
 
-def test_a_folder_that_is_called_like_a_form_hides_none(call: Call, net: str) -> None:
+def test_a_folder_that_is_called_like_a_form_hides_none(call: Any, net: str) -> None:
     Path("onnx").mkdir()
     assert tables(call, net, "onnx", "--size", "16")["aligned"]["rows"][0]["b"]
 
 
-def test_a_program_of_torch_export_is_seen_by_its_modules(call: Call, tmp_path: Path) -> None:
+def test_a_program_of_torch_export_is_seen_by_its_modules(call: Any, tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval()
     torch.export.save(torch.export.export(module, (torch.zeros(1, 3, 16, 16),)), tmp_path / "net.pt2")
     rows = tables(call, "net.pt2")["layers"]["rows"]
@@ -253,7 +246,7 @@ def test_a_program_of_torch_export_is_seen_by_its_modules(call: Call, tmp_path: 
     assert code == 0 and "PyTorch 2" in out and "Conv2d" in out, err
 
 
-def test_a_program_s_own_inputs_are_given_by_place(call: Call, tmp_path: Path) -> None:
+def test_a_program_s_own_inputs_are_given_by_place(call: Any, tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.GELU()).eval()
     torch.export.save(torch.export.export(net, (torch.zeros(2, 5, 8),)), tmp_path / "words.pt2")
     rows = tables(call, "words.pt2")["layers"]["rows"]
@@ -305,7 +298,7 @@ def make_inputs(): return torch.zeros(1, 2, 8), torch.zeros(1, 8, 8)
 '''
 
 
-def test_what_a_module_does_itself_is_its_own_in_the_older_exporter_s_graph_too(call: Call, tmp_path: Path) -> None:
+def test_what_a_module_does_itself_is_its_own_in_the_older_exporter_s_graph_too(call: Any, tmp_path: Path) -> None:
     (tmp_path / "scored.py").write_text(SCORED, encoding="utf-8")
     rows = tables(call, "scored.py:make", "onnx")["aligned"]["rows"]
     assert [(row["a"], row["flops"]) for row in rows if row["flops"]] == [
@@ -314,7 +307,7 @@ def test_what_a_module_does_itself_is_its_own_in_the_older_exporter_s_graph_too(
     assert not [row["b"] for row in rows if ("model" in row["b"] and row["a"] != "model") or "model/model" in row["b"]]
 
 
-def test_a_backend_that_does_not_read_the_file_says_so(call: Call, tmp_path: Path) -> None:
+def test_a_backend_that_does_not_read_the_file_says_so(call: Any, tmp_path: Path) -> None:
     (tmp_path / "net.xml").write_text(IR, encoding="utf-8")
     (tmp_path / "net.bin").write_bytes(b"")
     said = {"onnxruntime": "onnxruntime reads .onnx files, not ", "onnx": "there is no ONNX graph in "}

@@ -1,9 +1,6 @@
 """`dyno profile`: times by the model's own names, a planted slow layer on top, and never a latency."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,6 @@ from dyno.worker.spec import Job
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-Call = Callable[..., Any]
-Refused = Callable[..., str]
 QUICK = ("--runs", 10, "--seconds", 0.03, "--warmup", 0.02)
 ENGINES = ("onnxruntime", "openvino")
 # `slow` has five hundred times the operations of all others together.
@@ -53,10 +48,9 @@ def net(tmp_path: Path) -> str:
     return "net.py:net"
 
 
-def tables(call: Call, *words: object) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
+def tables(call: Any, *words: object) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
     """The layers' rows by form, and a line for each form."""
-    code, out, err = call("profile", *words, *QUICK, "--format", "json")
-    assert code == 0, err
+    _, out, _ = call("profile", *words, *QUICK, "--format", "json", code=0)
     found = json.loads(out)["tables"]
     by_form: dict[str, list[dict[str, Any]]] = {}
     for row in found["profile"]["rows"]:
@@ -67,7 +61,7 @@ def tables(call: Call, *words: object) -> tuple[dict[str, list[dict[str, Any]]],
 @pytest.mark.parametrize(
     ("model", "size"), [("torchvision:resnet18", 64), ("timm:test_vit", 160)], ids=["resnet", "vit"]
 )
-def test_every_engine_s_layers_have_times_and_the_module_s_names(call: Call, model: str, size: int) -> None:
+def test_every_engine_s_layers_have_times_and_the_module_s_names(call: Any, model: str, size: int) -> None:
     library, _, name = model.partition(":")
     library_module = pytest.importorskip(library)
     built = library_module.create_model(name) if library == "timm" else library_module.models.get_model(name)
@@ -91,7 +85,7 @@ def test_every_engine_s_layers_have_times_and_the_module_s_names(call: Call, mod
     assert [line["layers_ms"] for line in lines] == pytest.approx(sums)
 
 
-def test_the_slow_layer_is_on_top_and_the_rest_is_one_row(call: Call, net: str) -> None:
+def test_the_slow_layer_is_on_top_and_the_rest_is_one_row(call: Any, net: str) -> None:
     by_form, _ = tables(call, net, *ENGINES, "--size", 32, "--top", 2)
     for form, rows in by_form.items():
         assert rows[0]["modules"].split()[0] == "slow" and rows[0]["share"] > 50, form
@@ -99,14 +93,14 @@ def test_the_slow_layer_is_on_top_and_the_rest_is_one_row(call: Call, net: str) 
         assert rows[2]["cumulative"] == pytest.approx(100) and rows[2]["time_us"] > 0
 
 
-def test_in_the_order_of_the_graph(call: Call, net: str) -> None:
+def test_in_the_order_of_the_graph(call: Any, net: str) -> None:
     by_form, _ = tables(call, net, "--size", 32, "--order", "graph", "--top", 0)
     assert [row["modules"] for row in by_form["PyTorch"]] == [
         "first.0", "first.1", "slow", "last.0", "last.1", "last.2", "last.3", "last.4", "(model)",
     ]  # fmt: skip
 
 
-def test_a_file_runs_in_its_usual_backend_by_the_names_in_it(call: Call, net: str, tmp_path: Path) -> None:
+def test_a_file_runs_in_its_usual_backend_by_the_names_in_it(call: Any, net: str, tmp_path: Path) -> None:
     assert call("export", net, "--size", "32", "-o", "n.onnx")[0] == 0
     alone, _ = tables(call, "n.onnx")
     asked, _ = tables(call, "n.onnx", "openvino")
@@ -118,7 +112,7 @@ def test_a_file_runs_in_its_usual_backend_by_the_names_in_it(call: Call, net: st
     assert alone["ONNX"][0]["modules"] == asked["OpenVINO"][0]["modules"] == "slow"
 
 
-def test_nodes_without_a_name_have_their_times(call: Call, tmp_path: Path) -> None:
+def test_nodes_without_a_name_have_their_times(call: Any, tmp_path: Path) -> None:
     model = onnx_text.model("""(float[8, 8] x, bool yes) => (float[8, 8] y) {
         a = Erf(x)
         turned = Transpose<perm = [1, 0]>(a)
@@ -138,7 +132,7 @@ def test_nodes_without_a_name_have_their_times(call: Call, tmp_path: Path) -> No
 
 
 def test_an_engine_s_python_needs_no_onnx(
-    call: Call, net: str, other_python: str, monkeypatch: pytest.MonkeyPatch
+    call: Any, net: str, other_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TensorRT's has none; ONNX Runtime's needs it to list layers, so here it runs in this Python after all."""
     readers = []
@@ -172,7 +166,7 @@ def test_no_record_has_a_latency(net: str, tmp_path: Path, monkeypatch: pytest.M
     assert frame["share"].sum() == pytest.approx(200) and frame["modules"].iloc[0] == "slow"
 
 
-def test_what_has_no_times_is_one_line(refused: Refused, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_times_is_one_line(refused: Any, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     able = (
         "these have times of layers: onnxruntime (cpu), openvino (cpu), pytorch (cpu, cuda), tensorrt (cuda), "
         "tensorrt_rtx (cuda)"
@@ -196,7 +190,7 @@ def test_what_has_no_times_is_one_line(refused: Refused, net: str, monkeypatch: 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", ["profile", "inspect"])
 def test_without_a_gpu_one_line_says_so(
-    call: Call, refused: Refused, net: str, monkeypatch: pytest.MonkeyPatch, command: str
+    call: Any, refused: Any, net: str, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     form = () if command == "profile" else ("onnxruntime",)
     asked = (command, net, *form, "--device", "cuda:0", "--size", "32")
@@ -208,13 +202,12 @@ def test_without_a_gpu_one_line_says_so(
     assert "no CUDA device" in said or "no NVIDIA driver" in said, said
 
 
-def test_under_the_roof(call: Call, refused: Refused, net: str, tmp_path: Path) -> None:
+def test_under_the_roof(call: Any, refused: Any, net: str, tmp_path: Path) -> None:
     assert refused("profile", net, "--save", "n.svg") == "n.svg needs the device's ceilings; add --roofline"
     assert refused("profile", net, "--data-sheet", "fp32=1").endswith("add --roofline")
     words = ("profile", net, "onnxruntime", "--size", 32, "--top", 0, "--roofline", "--data-sheet", "fp32=1000",
              "--save", "n.svg", "--save", "n.png")  # fmt: skip
-    code, out, err = call(*words, *QUICK, "--format", "json")
-    assert code == 0, err
+    _, out, _ = call(*words, *QUICK, "--format", "json", code=0)
     found = json.loads(out)["tables"]
     ceilings = {row["ceiling"]: row for row in found["ceilings"]["rows"]}
     product, copy = ceilings["matrix product, fp32"]["tflops"], ceilings["copy, read and written"]["gb_s"]
@@ -234,7 +227,7 @@ def test_under_the_roof(call: Call, refused: Refused, net: str, tmp_path: Path) 
     assert (tmp_path / "n.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_form_that_a_library_refuses_is_left_out(call: Call, half_known: Path) -> None:
+def test_a_form_that_a_library_refuses_is_left_out(call: Any, half_known: Path) -> None:
     code, out, err = call("profile", half_known, "openvino", "onnxruntime", *QUICK, "--format", "json")
     assert code == 3 and "dyno: left out: half openvino fp32: " in err and "OpenVINO doesn't support Det-17" in err
     (row,) = json.loads(out)["tables"]["reconciliation"]["rows"]

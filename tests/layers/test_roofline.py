@@ -1,7 +1,5 @@
 """Layers under measured ceilings: operations and bytes counted by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

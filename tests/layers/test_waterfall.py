@@ -1,7 +1,5 @@
 """The waterfall from A to B on made-up layers: every cause by its name, steps that close, and what is not claimed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tiny networks that differ in speed alone, and what they lie in."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,9 +1,6 @@
 """`dyno selftest`: what it measures, prints, keeps and refuses, and studies that go on until they are decided."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +12,6 @@ import pytest
 from benchmarks.until import StudyOutcome, studies
 
 import dyno
-from dyno import Study
 from dyno.jobs.progress import Progress
 from dyno.regression import calibration as module
 from dyno.report import sections
@@ -80,7 +76,7 @@ def test_it_tells_equal_processes_from_slowed_ones() -> None:
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_builds_are_part_of_the_noise(drawn_engine: Path, refused: Callable[..., str]) -> None:
+def test_builds_are_part_of_the_noise(drawn_engine: Path, refused: Any) -> None:
     """A run that is taken off the processor takes tens of milliseconds, so most of the short ones aren't."""
     given = {**FAKE, "backend": "drawn_engine:Engine@kind=a@uneven=true@latency_ms=0.1", "rounds": 3}
     found = dyno.calibrate("fake:net", rebuild=True, **given)
@@ -97,7 +93,7 @@ def test_builds_are_part_of_the_noise(drawn_engine: Path, refused: Callable[...,
 
 @pytest.mark.usefixtures("preloaded")
 @pytest.mark.usefixtures("quick", "unreported")
-def test_the_command_prints_and_every_run_says_what_it_sees(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_command_prints_and_every_run_says_what_it_sees(call: Any, tmp_path: Path) -> None:
     assert "none yet; run `dyno selftest`" in call("doctor")[1]
     asked = ("run", "fake:net", "--channels", 1, "--boundaries", "model", "--seconds", 0.04, "--warmup", 0.02)
     asked += ("--rounds", 2)
@@ -123,7 +119,7 @@ def test_the_command_prints_and_every_run_says_what_it_sees(call: Callable[..., 
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_the_report_has_it(fake_study: Callable[..., Study], tmp_path: Path) -> None:
+def test_the_report_has_it(fake_study: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     execute(fake_study(rounds=2), tmp_path / "run", Progress(quiet=True))
     run = dyno.load(tmp_path / "run")
@@ -134,7 +130,7 @@ def test_the_report_has_it(fake_study: Callable[..., Study], tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_another_machines_self_test_counts_for_nothing(fake_study: Callable[..., Study], tmp_path: Path) -> None:
+def test_another_machines_self_test_counts_for_nothing(fake_study: Any, tmp_path: Path) -> None:
     kept = known()
     self_test.keep(replace(kept, machine={**kept.machine, "cores": 999}))
     found, wrong = self_test.find("cpu")
@@ -159,14 +155,14 @@ def test_another_machines_self_test_counts_for_nothing(fake_study: Callable[...,
         (("--format", "xml"), "unknown format"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(refused: Callable[..., str], options: tuple[Any, ...], said: str) -> None:
+def test_what_makes_no_sense_is_one_line(refused: Any, options: tuple[Any, ...], said: str) -> None:
     backend = () if "--backend" in options else ("--backend", "fake")
     line = partial(refused, "selftest", "fake:net", "--channels", 1)
     assert said in line(*backend, *options)
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_a_trial_that_does_not_run_is_one_line(call: Callable[..., Any]) -> None:
+def test_a_trial_that_does_not_run_is_one_line(call: Any) -> None:
     code, out, err = call("selftest", "fake:net", "--channels", 1, "--backend", "fake@fail=exception")
     assert (code, out) == (2, "")
     assert "scripted failure" in err.splitlines()[-1] and "Traceback" not in err

@@ -1,7 +1,5 @@
 """One run judged against another: equal, slower, less accurate, other outputs, broken, and what can't be compared."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -28,8 +26,6 @@ from synthetic import Way
 
 ALIKE = {stats.EQUIVALENT, stats.UNDECIDED}
 FIRST = [Way("pytorch", seconds=0.004), Way("openvino", "int8", 0.001, batch=8)]
-Call = Callable[..., tuple[int, str, str]]
-Judge = Callable[..., Table]
 
 
 def write(folder: Path, *ways: Way) -> Path:
@@ -42,7 +38,7 @@ def changed(**fields: Any) -> list[Way]:
 
 
 @pytest.fixture
-def judge(tmp_path: Path) -> Judge:
+def judge(tmp_path: Path) -> Any:
     """FIRST as run A against these ways as run B."""
 
     def run(*ways: Way, before: list[Way] = FIRST, **rules: Any) -> Table:
@@ -52,7 +48,7 @@ def judge(tmp_path: Path) -> Judge:
 
 
 @pytest.fixture
-def call(call: Call) -> Call:
+def call(call: Any) -> Any:
     """`dyno compare …` in this process: (exit code, standard output, standard error)."""
     return lambda *words: call("compare", *words)
 
@@ -71,7 +67,7 @@ def test_a_run_against_itself_is_no_different(demo: Results) -> None:
     assert comparison.exit_code(table) == 0
 
 
-def test_the_same_speed_measured_twice_is_no_difference(judge: Judge) -> None:
+def test_the_same_speed_measured_twice_is_no_difference(judge: Any) -> None:
     table = judge(Way("other"), *FIRST)  # the trial in front shifts the noise of all that follow
     frame = table.to_pandas()
     assert set(frame["verdict"]) <= ALIKE and frame["ratio"].between(0.9, 1.1).all()
@@ -79,7 +75,7 @@ def test_the_same_speed_measured_twice_is_no_difference(judge: Judge) -> None:
     assert table.notes == ("only in B: digits other fp32 b1 64",)
 
 
-def test_slower_by_a_fifth_fails(judge: Judge) -> None:
+def test_slower_by_a_fifth_fails(judge: Any) -> None:
     frame = (table := judge(*changed(seconds=0.0048))).to_pandas()
     first = frame.iloc[0]
     assert first["ratio"] == pytest.approx(1.2)
@@ -91,7 +87,7 @@ def test_slower_by_a_fifth_fails(judge: Judge) -> None:
     assert any("slower, 1.200x [" in s for s in comparison.list_comparison(table))
 
 
-def test_two_sessions_are_never_called_faster_or_slower(tmp_path: Path, call: Call) -> None:
+def test_two_sessions_are_never_called_faster_or_slower(tmp_path: Path, call: Any) -> None:
     """Six identical runs within four minutes gave 6 of 15 pairs a direction, where 5 % are promised."""
     a, b = write(tmp_path / "a"), write(tmp_path / "b", *changed(seconds=0.0048))
     for path in b.glob("trials/*/r*/record.json"):
@@ -106,7 +102,7 @@ def test_two_sessions_are_never_called_faster_or_slower(tmp_path: Path, call: Ca
     assert call(a, b, "--fail-on", "status")[0] == 0, "what isn't a speed is judged as ever"
 
 
-def test_the_ratio_is_that_of_the_rounds_medians(judge: Judge, tmp_path: Path) -> None:
+def test_the_ratio_is_that_of_the_rounds_medians(judge: Any, tmp_path: Path) -> None:
     first = judge(*changed(seconds=0.005, spread=0.05)).to_pandas().iloc[0]
     a, b = (load_run(tmp_path / name).trials[0].medians("model") for name in "ab")
     ratio = np.exp(np.mean(np.log(b)) - np.mean(np.log(a)))
@@ -118,18 +114,18 @@ def test_the_ratio_is_that_of_the_rounds_medians(judge: Judge, tmp_path: Path) -
     ("tolerance", "verdict", "failed"),
     [(0.0, "slower", "slower"), (0.19, "slower, tolerated", ""), (0.3, "slower, tolerated", "")],
 )
-def test_a_slow_down_within_the_tolerance_is_fine(judge: Judge, tolerance: float, verdict: str, failed: str) -> None:
+def test_a_slow_down_within_the_tolerance_is_fine(judge: Any, tolerance: float, verdict: str, failed: str) -> None:
     first = judge(*changed(seconds=0.0048), tolerance=tolerance).to_pandas().iloc[0]
     assert (first["verdict"], first["failed"]) == (verdict, failed)
 
 
-def test_faster_is_said_and_fails_nothing(judge: Judge) -> None:
+def test_faster_is_said_and_fails_nothing(judge: Any) -> None:
     frame = (table := judge(*changed(seconds=0.002), fail_on=FAIL_ON)).to_pandas()
     assert frame["verdict"][0] == "faster" and frame["verdict"][1] in ALIKE
     assert comparison.exit_code(table) == 0
 
 
-def test_one_round_is_no_verdict(judge: Judge) -> None:
+def test_one_round_is_no_verdict(judge: Any) -> None:
     table = judge(*changed(seconds=0.04, statuses=("ok",)))
     first = table.to_pandas().iloc[0]
     assert first["ratio"] > 9
@@ -138,7 +134,7 @@ def test_one_round_is_no_verdict(judge: Judge) -> None:
     assert any("two rounds or more" in line for line in comparison.list_comparison(table))
 
 
-def test_lost_accuracy_fails_with_its_interval(judge: Judge) -> None:
+def test_lost_accuracy_fails_with_its_interval(judge: Any) -> None:
     table = judge(*changed(flips=0.1))
     first = table.to_pandas().iloc[0]
     assert first["images"] == 300
@@ -149,7 +145,7 @@ def test_lost_accuracy_fails_with_its_interval(judge: Judge) -> None:
 
 
 @pytest.mark.parametrize(("accepted", "failed"), [("20", ""), ("0.5", "less-accurate")])
-def test_a_loss_that_is_accepted_fails_nothing(judge: Judge, accepted: str, failed: str) -> None:
+def test_a_loss_that_is_accepted_fails_nothing(judge: Any, accepted: str, failed: str) -> None:
     first = judge(*changed(flips=0.1), fail_on=(f"less-accurate={accepted}",)).to_pandas().iloc[0]
     assert first["failed"] == failed and -20 < first["top1_diff"] < -0.5
 
@@ -169,12 +165,12 @@ def test_accuracies_are_one_family() -> None:
     assert alone >= 0.3 * 200 and failed <= 0.05 * 200 and found == 200
 
 
-def test_gained_accuracy_is_no_failure(judge: Judge) -> None:
+def test_gained_accuracy_is_no_failure(judge: Any) -> None:
     first = judge(*FIRST, before=changed(flips=0.1)).to_pandas().iloc[0]
     assert (first["accuracy"], first["failed"]) == ("more accurate", "")
 
 
-def test_outputs_that_no_longer_agree_fail_when_asked(judge: Judge, tmp_path: Path) -> None:
+def test_outputs_that_no_longer_agree_fail_when_asked(judge: Any, tmp_path: Path) -> None:
     ways = changed(flips=0.01)
     first = judge(*ways).to_pandas().iloc[0]
     assert 0 < first["close"] < 0.9
@@ -186,7 +182,7 @@ def test_outputs_that_no_longer_agree_fail_when_asked(judge: Judge, tmp_path: Pa
     assert comparison.exit_code(compare_table.compare_runs(*runs, GateRules(least=0.9, rtol=1e9))) == 0
 
 
-def test_agreement_is_relative_to_the_first_run(judge: Judge, tmp_path: Path) -> None:
+def test_agreement_is_relative_to_the_first_run(judge: Any, tmp_path: Path) -> None:
     first = judge(*changed(flips=0.1), rtol=0.1).to_pandas().iloc[0]
     a, b = (load_run(tmp_path / name).trials[0].outputs()["output"] for name in "ab")
     forth, back = np.isclose(b, a, rtol=0.1).mean(), np.isclose(a, b, rtol=0.1).mean()
@@ -205,7 +201,7 @@ def test_outputs_of_another_shape_do_not_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["failed", "crashed", "skipped", "timeout"])
-def test_a_trial_that_was_ok_and_no_longer_is_fails(judge: Judge, status: str) -> None:
+def test_a_trial_that_was_ok_and_no_longer_is_fails(judge: Any, status: str) -> None:
     reason = "the outputs are not finite (NaN or infinity)"
     table = judge(*changed(statuses=(status,), reason=reason))
     first = table.to_pandas().iloc[0]
@@ -215,13 +211,13 @@ def test_a_trial_that_was_ok_and_no_longer_is_fails(judge: Judge, status: str) -
     assert reason in comparison.list_comparison(table)[1]
 
 
-def test_one_bad_round_of_three_is_a_change_of_status(judge: Judge) -> None:
+def test_one_bad_round_of_three_is_a_change_of_status(judge: Any) -> None:
     first = judge(*changed(statuses=("ok", "ok", "crashed"), reason="killed by SIGSEGV")).to_pandas().iloc[0]
     assert (first["failed"], first["rounds_b"]) == ("status", 2)
     assert first["verdict"] in ALIKE
 
 
-def test_what_was_broken_before_fails_nothing(judge: Judge) -> None:
+def test_what_was_broken_before_fails_nothing(judge: Any) -> None:
     frame = (table := judge(*changed(statuses=("oom",)), before=changed(statuses=("failed",)))).to_pandas()
     assert list(frame["failed"]) == ["", ""]
     assert "failed)" in " ".join(comparison.list_comparison(table))
@@ -235,7 +231,7 @@ def spoil(run: Path, backend: str) -> None:
             np.savez(path, **{**arrays, "output:output": np.roll(arrays["output:output"] - 30, 1, axis=1)})
 
 
-def test_wrong_outputs_are_told_first_and_have_no_speed(call: Call, tmp_path: Path) -> None:
+def test_wrong_outputs_are_told_first_and_have_no_speed(call: Any, tmp_path: Path) -> None:
     slow, fast = ([FIRST[0], Way("onnxruntime", seconds=seconds)] for seconds in (0.003, 0.001))
     right, wrong, faster = write(tmp_path / "right", *slow), tmp_path / "wrong", tmp_path / "faster"
     spoil(write(wrong, *slow), "onnxruntime")
@@ -262,7 +258,7 @@ def test_a_run_whose_reference_is_lost_is_compared_all_the_same(tmp_path: Path) 
     assert list(dyno.compare(a, b).to_pandas()["failed"]) == ["status", ""]
 
 
-def test_conditions_not_asked_for_fail_nothing(judge: Judge) -> None:
+def test_conditions_not_asked_for_fail_nothing(judge: Any) -> None:
     frame = (table := judge(*changed(seconds=0.0048, flips=0.1), fail_on=("status",))).to_pandas()
     assert frame["verdict"].iloc[0] == "slower"
     assert comparison.exit_code(table) == 0
@@ -272,7 +268,7 @@ def test_conditions_not_asked_for_fail_nothing(judge: Judge) -> None:
     ("facts", "words"),
     [({"weights_sha256": "e" * 64}, "different weights"), ({"inputs_sha256": "e" * 64}, "different inputs")],
 )
-def test_other_weights_and_inputs_are_refused(judge: Judge, facts: dict[str, str], words: str) -> None:
+def test_other_weights_and_inputs_are_refused(judge: Any, facts: dict[str, str], words: str) -> None:
     table = judge(*changed(facts=facts, seconds=0.1))
     first = table.to_pandas().iloc[0]
     assert first["verdict"] == f"not comparable: {words}"
@@ -372,7 +368,7 @@ def test_rules_that_make_no_sense_are_one_line(rules: dict[str, Any], words: str
     assert "\n" not in str(e.value)
 
 
-def test_nothing_shared_is_one_line(call: Call, tmp_path: Path) -> None:
+def test_nothing_shared_is_one_line(call: Any, tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b", Way("other"), Way("third"))
     code, out, err = call(a, b)
     assert (code, out) == (2, "")
@@ -383,7 +379,7 @@ def test_nothing_shared_is_one_line(call: Call, tmp_path: Path) -> None:
     assert "nothing to compare" in err
 
 
-def test_the_command_s_exit_codes(call: Call, tmp_path: Path) -> None:
+def test_the_command_s_exit_codes(call: Any, tmp_path: Path) -> None:
     a = write(tmp_path / "a")
     slow = write(tmp_path / "slow", *changed(seconds=0.0048))
     other = write(tmp_path / "other", *[replace(w, facts={"weights_sha256": "e" * 64}) for w in FIRST])
@@ -399,7 +395,7 @@ def test_the_command_s_exit_codes(call: Call, tmp_path: Path) -> None:
         assert (code, out, err.count("\n")) == (2, "", 1)
 
 
-def test_every_format_has_every_trial(call: Call, tmp_path: Path, hostile_names: Results) -> None:
+def test_every_format_has_every_trial(call: Any, tmp_path: Path, hostile_names: Results) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b", *changed(seconds=0.0048))
     _, text, _ = call(a, b)
     assert "digits, size 64, batch 1" in text
@@ -418,7 +414,7 @@ def test_every_format_has_every_trial(call: Call, tmp_path: Path, hostile_names:
     assert code == 0 and "<script" not in out and "<img" not in out
 
 
-def test_the_command_s_defaults_are_the_rules(call: Call) -> None:
+def test_the_command_s_defaults_are_the_rules(call: Any) -> None:
     code, out, _ = call("--help-all")
     words = "".join(out.split())
     assert code == 0 and ",".join(FAIL_ON) in words and f"[default:{TOLERANCE}]" in words

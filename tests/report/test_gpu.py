@@ -1,7 +1,5 @@
 """GPU trials: which clock counts, what telemetry says, what throttling and others on the card do to a number."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import replace

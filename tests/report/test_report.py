@@ -1,7 +1,5 @@
 """The report: one page that is whole, works offline, escapes every name, tells its method and fits a phone."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

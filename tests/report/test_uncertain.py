@@ -1,7 +1,5 @@
 """Of an interval wider than a factor of two its useful limit alone is printed; the CSV and JSON keep both."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Outputs beyond a precision's tolerance: what is wrong, and what is only rounding."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

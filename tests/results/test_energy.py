@@ -1,7 +1,5 @@
 """Energy of an image and memory by who counts it, from telemetry with known contents."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

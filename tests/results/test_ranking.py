@@ -1,7 +1,5 @@
 """Rankings, the frontier, the fastest within the budget, saturation, and no winner where others disturbed most jobs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

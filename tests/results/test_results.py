@@ -1,7 +1,5 @@
 """Run folders as they are found: whole, damaged, unfinished, newer, or none; and what devices did to each other."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

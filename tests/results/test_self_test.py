@@ -1,7 +1,5 @@
 """What a self-test says of simulated machines whose noise is known, and that the power it tells is real."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

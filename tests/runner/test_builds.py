@@ -1,10 +1,7 @@
 """Rounds that go through builds of an engine: equal engines whose builds differ aren't called faster or slower."""
 
-from __future__ import annotations
-
 import csv
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +28,11 @@ from dyno.worker import registry
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record, write_json, write_record
-from dyno.worker.spec import Job, Recipe, Runtime, Trial, to_json
+from dyno.worker.spec import Job, Recipe, Runtime, to_json
 from logged import Log
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
-Studies = Callable[..., Study]
-Measured = Callable[..., tuple[Any, Log]]
 A, B = "drawn_engine:Engine@kind=a@latency_ms=0.1", "drawn_engine:Engine@kind=b@latency_ms=0.1"
 # Seconds of a build over those of the mean one. The builds of both kinds are the same four, drawn in another order.
 DRAWN = {"a": (0.93, 1.04, 0.99, 1.05), "b": (1.05, 0.99, 1.04, 0.93)}
@@ -69,7 +64,7 @@ def builds_of(log: Log) -> list[Any]:
 
 
 @pytest.fixture
-def measured(drawn_engine: Path, fake_study: Studies, monkeypatch: pytest.MonkeyPatch) -> Measured:
+def measured(drawn_engine: Path, fake_study: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("dyno.runner.execute.launch_in_turn", launch)
 
     def run(name: str, **fields: Any) -> tuple[Any, Log]:
@@ -79,7 +74,7 @@ def measured(drawn_engine: Path, fake_study: Studies, monkeypatch: pytest.Monkey
     return run
 
 
-def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Measured) -> None:
+def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Any) -> None:
     one, log = measured("one")
     assert sorted(builds_of(log)) == [("a", None, None), ("b", None, None)]
     other = one.frame.iloc[1]
@@ -102,7 +97,7 @@ def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Measure
     assert not log.files and not log.began and len(again.frame) == 2
 
 
-def test_what_is_true_of_builds_is_said_to_hold_for_them(measured: Measured) -> None:
+def test_what_is_true_of_builds_is_said_to_hold_for_them(measured: Any) -> None:
     four, _ = measured("equal", builds=4, equivalent=30.0)
     assert four.frame.iloc[1]["verdict"] == stats.EQUIVALENT
     assert "holds for builds, of which 4 were measured" in " ".join(verdict.list_sentences(four))
@@ -113,7 +108,7 @@ def test_what_is_true_of_builds_is_said_to_hold_for_them(measured: Measured) -> 
     assert f"about {more} more build" in said and f"next: measure with --builds {4 + more} and another --out" in said
 
 
-def test_rounds_until_decided_go_on_through_the_builds(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_until_decided_go_on_through_the_builds(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dyno.runner.execute._fits", lambda *_: True)  # more builds than six minutes hold would decide
     run, log = measured("decided", builds=4, rounds=4, until="decided", minutes=6.0)  # of jobs of half a minute
     assert [r.facts.build for r in run.records.trials[0].rounds] == [1, 2, 3, 4, 1, 2] and len(log.files) == 8
@@ -121,7 +116,7 @@ def test_rounds_until_decided_go_on_through_the_builds(measured: Measured, monke
     assert row["verdict"] == stats.UNDECIDED and "more build" in " ".join(verdict.list_sentences(run))
 
 
-def test_the_fastest_build_is_taken(measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_build_is_taken(measured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def script(job: Job, folder: Path, *_: Any) -> Record:
         (folder / "script.py").write_text("")
         return Record("ok", "done", facts=Facts(files=("script.py",)))
@@ -136,7 +131,7 @@ def test_the_fastest_build_is_taken(measured: Measured, tmp_path: Path, monkeypa
         assert taken.notes[0].startswith(f"build {fastest[kind]} of 4, the fastest")
 
 
-def test_a_build_that_is_named_is_one_build(measured: Measured) -> None:
+def test_a_build_that_is_named_is_one_build(measured: Any) -> None:
     run, _ = measured("named", builds=2, backends=(A, "drawn_engine:Engine@kind=b@latency_ms=0.1@build=3"))
     builds = {t.spec["options"]["kind"]: [r.build for r in t.rounds] for t in run.records}
     assert builds == {"a": [1, 2] * 4, "b": [0] * 8}
@@ -144,7 +139,7 @@ def test_a_build_that_is_named_is_one_build(measured: Measured) -> None:
     assert "of one build" in " ".join(verdict.list_sentences(run))
 
 
-def test_a_build_that_fails_is_its_rounds(measured: Measured) -> None:
+def test_a_build_that_fails_is_its_rounds(measured: Any) -> None:
     run, _ = measured("failing", builds=2, rounds=2, backends=(A, "drawn_engine:Engine@kind=b@fails=2"))
     failing = next(t for t in run.records if t.options.get("fails"))
     assert [r.status for r in failing.rounds] == ["ok", "failed"]
@@ -155,8 +150,7 @@ def test_processes_in_turns_run_their_build(drawn_engine: Path, dyno: Any) -> No
     words = ("--seconds", 0.1, "--warmup", 0.02, "--block", 0.01, "--boundaries", "model", "--channels", 1)
     both = ",".join([A, B, "fake@latency_ms=0.2"])
     out = drawn_engine / "r"
-    done = dyno("run", "fake:net", "--backend", both, "--builds", 2, "--rounds", 4, *words, "--out", out)
-    assert done.returncode == 0, done.stderr
+    dyno("run", "fake:net", "--backend", both, "--builds", 2, "--rounds", 4, *words, "--out", out, code=0)
     run = trial_table.read_trials(out)
     drawn = [t for t in run.records if t.backend == "drawn_engine:Engine"]
     other = next(t for t in run.records if t.backend == "fake")
@@ -171,7 +165,7 @@ def test_processes_in_turns_run_their_build(drawn_engine: Path, dyno: Any) -> No
 
 
 def test_builds_that_cannot_be_are_refused(
-    drawn_engine: Path, fake_study: Studies, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    drawn_engine: Path, fake_study: Any, refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert refused("run", "fake:net", "--builds", 0) == "builds is 0; it must be at least 1"
     few = "builds is 5, but a round runs one build, and rounds is 3; give --rounds 5 or more"
@@ -187,7 +181,7 @@ def test_builds_that_cannot_be_are_refused(
         execute(fake_study(backends=(A,), rounds=2, builds=2), drawn_engine / "other", Log())
 
 
-def test_a_trial_is_the_same_however_many_builds_it_goes_through(drawn_engine: Path, fake_study: Studies) -> None:
+def test_a_trial_is_the_same_however_many_builds_it_goes_through(drawn_engine: Path, fake_study: Any) -> None:
     (one,) = expand(fake_study(backends=(A,), builds=1))
     assert one.trial.plan.builds == 1 and one.trial.build(3) == 0
     (two,) = expand(fake_study(backends=(A,), builds=2, rounds=2))
@@ -195,9 +189,7 @@ def test_a_trial_is_the_same_however_many_builds_it_goes_through(drawn_engine: P
 
 
 @pytest.mark.parametrize(("builds", "said"), [(1, "Of one build"), (4, "Over 4 builds")])
-def test_a_comparison_says_of_which_builds_it_is(
-    measured: Measured, drawn_engine: Path, builds: int, said: str
-) -> None:
+def test_a_comparison_says_of_which_builds_it_is(measured: Any, drawn_engine: Path, builds: int, said: str) -> None:
     for name in ("before", "after"):
         measured(name, builds=builds)
     table = compare_runs(*(load_run(drawn_engine / name) for name in ("before", "after")))
@@ -207,7 +199,7 @@ def test_a_comparison_says_of_which_builds_it_is(
 
 
 def test_builds_of_tensorrt_are_without_a_timing_cache_and_of_an_engine_there_are_none(
-    fake_trial: Callable[..., Trial], fake_study: Studies, monkeypatch: pytest.MonkeyPatch
+    fake_trial: Any, fake_study: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = fake_trial("tensorrt", runtime=Runtime(device="cuda:0"))
     trial = replace(trial, options={}, recipe=registry.find("tensorrt").recipe(trial))

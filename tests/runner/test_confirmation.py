@@ -1,11 +1,9 @@
 """Winners are measured again after the selection, beside the rounds that selected them, once, whatever happens."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +16,6 @@ from logged import Log
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-Studies = Callable[..., Study]
 # The third takes longer than a run of the others that is taken off the processor once.
 THREE = tuple(f"fake@latency_ms={ms}" for ms in (0.5, 1.5, 30.0))
 
@@ -34,7 +31,7 @@ def stored(folder: Path) -> dict[str, int]:
 
 
 def test_winner_runner_up_and_reference_run_again_and_nothing_is_mixed(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # whatever else runs here
     study = fake_study(backends=(*THREE, "fake@latency_ms=40.0"), rounds=2, confirm=2, reference="fake@latency_ms=40.0")
@@ -52,7 +49,7 @@ def test_winner_runner_up_and_reference_run_again_and_nothing_is_mixed(
     assert "fake@latency_ms=40.0 fp32" in again[0], "beside the reference, bounded or not"
 
 
-def test_a_confirmation_that_was_cut_off_is_made_good(fake_study: Studies, tmp_path: Path) -> None:
+def test_a_confirmation_that_was_cut_off_is_made_good(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(backends=THREE, confirm=1)
     assert len(run(study, tmp_path)) == 5, "the first one is the reference, and the fastest"
     before = stored(tmp_path)
@@ -66,13 +63,13 @@ def test_a_confirmation_that_was_cut_off_is_made_good(fake_study: Studies, tmp_p
     assert sum(before[k] != v for k, v in stored(tmp_path).items()) == 1
 
 
-def test_more_confirmations_extend_and_a_lone_trial_has_none(fake_study: Studies, tmp_path: Path) -> None:
+def test_more_confirmations_extend_and_a_lone_trial_has_none(fake_study: Any, tmp_path: Path) -> None:
     run(fake_study(backends=THREE[:2], confirm=1), tmp_path / "two")
     assert [k for _, k in run(fake_study(backends=THREE[:2], confirm=3), tmp_path / "two")] == [1, 1, 2, 2]
     assert run(fake_study(backends=THREE[:1], confirm=2), tmp_path / "one") == [(0.5, 0)]
 
 
-def test_what_was_selected_in_turns_is_confirmed_in_turns(fake_study: Studies, tmp_path: Path) -> None:
+def test_what_was_selected_in_turns_is_confirmed_in_turns(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(backends=THREE[:2], confirm=2, turns=True, block=0.005, boundaries=("model", "throughput"))
     run(study, tmp_path)
     loaded = trial_result.load_run(tmp_path)
@@ -86,7 +83,7 @@ def test_what_was_selected_in_turns_is_confirmed_in_turns(fake_study: Studies, t
     assert "Measured again after the selection, in 2 fresh processes" in "\n".join(verdict.list_sentences(read))
 
 
-def test_a_study_from_python_confirms_too(fake_study: Studies, tmp_path: Path) -> None:
+def test_a_study_from_python_confirms_too(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(backends=THREE[:2], confirm=1)
     result = study.run(tmp_path, quiet=True)
     assert [len(t.confirmations) for t in result.records] == [1, 1]

@@ -1,7 +1,5 @@
 """Jobs that time something have a GPU for themselves among all of a user's studies."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -9,10 +7,10 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +21,8 @@ from dyno.runner.device_lock import launch_in_turn, processors_held
 from dyno.store import cache_dir
 from dyno.study.plan import expand
 from dyno.worker.record import Record, lock
-from dyno.worker.spec import Job, Runtime, Trial
+from dyno.worker.spec import Job, Runtime
 
-Trials = Callable[..., Trial]
 CUDA = Runtime(threads=1, device="cuda:0")
 
 
@@ -41,7 +38,7 @@ def never(owner: str) -> None:
     raise AssertionError(f"process {owner} has the GPU")
 
 
-def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Trials, tmp_path: Path, gpu: Path) -> None:
+def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Any, tmp_path: Path, gpu: Path) -> None:
     trial, on_the_cpu = fake_trial(runtime=CUDA), fake_trial()
     progress = Progress(quiet=True)
     ended: list[Record] = []
@@ -66,7 +63,7 @@ def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Trials, tmp_path:
         pass
 
 
-def test_a_killed_job_lets_go_of_the_gpu(fake_trial: Trials, tmp_path: Path, gpu: Path) -> None:
+def test_a_killed_job_lets_go_of_the_gpu(fake_trial: Any, tmp_path: Path, gpu: Path) -> None:
     trial = fake_trial(fail="hang", at="run", runtime=CUDA)
     assert launch_in_turn(Job("run", trial.runtime, trial), tmp_path, 1.5, Progress(quiet=True)).status == "timeout"
     with lock(gpu, never):
@@ -165,7 +162,7 @@ def test_an_interrupt_while_waiting_keeps_nothing() -> None:
 
 
 def test_where_files_can_t_be_locked_jobs_run_without(
-    monkeypatch: pytest.MonkeyPatch, fake_trial: Trials, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, fake_trial: Any, tmp_path: Path
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -1,7 +1,5 @@
 """Studies end with every trial measured once, whatever happens: kills, failures, damaged files, two at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -28,8 +26,6 @@ from dyno.worker import registry
 from dyno.worker.record import Record, read_record, write_record
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Trial
 from logged import Log
-
-Studies = Callable[..., Study]
 
 
 def run(study: Study, folder: Path) -> Log:
@@ -59,7 +55,7 @@ def statuses(folder: Path) -> dict[str, list[str]]:
     return {key: sorted(each) for key, each in found.items()}
 
 
-def test_a_second_run_measures_nothing(fake_study: Studies, tmp_path: Path) -> None:
+def test_a_second_run_measures_nothing(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(backends=("fake@noise=0.1", "fake@fail=exception"), precisions=("fp32", "fp8"), rounds=2)
     first = run(study, tmp_path)
     assert len(first.began) == 3, "two rounds of the good one, one of the failing one"
@@ -69,7 +65,7 @@ def test_a_second_run_measures_nothing(fake_study: Studies, tmp_path: Path) -> N
     assert records(tmp_path) == before
 
 
-def test_other_settings_are_refused(fake_study: Studies, tmp_path: Path) -> None:
+def test_other_settings_are_refused(fake_study: Any, tmp_path: Path) -> None:
     run(fake_study(), tmp_path)
     before = records(tmp_path)
     with pytest.raises(UserError, match=r"was measured with seconds=0\.04, this command says seconds=0\.5; give"):
@@ -92,7 +88,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_rounds_are_interleaved_and_shuffled(fake_study: Studies, tmp_path: Path) -> None:
+def test_rounds_are_interleaved_and_shuffled(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(batches=tuple(range(1, 9)), rounds=3)
     began = run(study, tmp_path).began
     assert [number for number, _ in began] == [0] * 8 + [1] * 8 + [2] * 8
@@ -103,7 +99,7 @@ def test_rounds_are_interleaved_and_shuffled(fake_study: Studies, tmp_path: Path
 
 @pytest.mark.usefixtures("at_once")
 def test_a_model_is_whole_before_the_next_has_its_files(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = fake_study(models=("fake:one", "fake:two"), batches=(1, 2), rounds=2)
     log, seen = Log(), []
@@ -120,7 +116,7 @@ def test_a_model_is_whole_before_the_next_has_its_files(
     ]
 
 
-def test_a_refusal_is_a_row_until_its_reason_is_gone(fake_study: Studies, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_refusal_is_a_row_until_its_reason_is_gone(fake_study: Any, tmp_path: Path, monkeypatch: Any) -> None:
     study = fake_study()
     (planned,) = expand(study)
     with monkeypatch.context() as patch:
@@ -136,7 +132,7 @@ def test_a_refusal_is_a_row_until_its_reason_is_gone(fake_study: Studies, tmp_pa
     assert statuses(tmp_path) == {"fp32": ["ok"]}
 
 
-def test_the_folder_says_what_it_holds(fake_study: Studies, tmp_path: Path) -> None:
+def test_the_folder_says_what_it_holds(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(backends=("fake@noise=0.1",), batches=(1, 2))
     run(study, tmp_path)
     assert Study.from_toml(tmp_path / "study.toml") == study
@@ -265,7 +261,7 @@ class Reader(Fake):
 
 
 @pytest.fixture
-def cache(tmp_path: Path, importable: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, importable: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A fresh cache, and a backend outside Dyno whose file is made in two steps."""
     importable("maker_for_tests", MAKER)
     monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
@@ -280,7 +276,7 @@ def made_of(path: Path) -> tuple[str, int]:
 
 
 def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
-    fake_study: Studies, cache: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = {"gpu_processes": np.array([1.0, 2.0, 1.0]), "gpu_own": np.array([1.0, 1.0, 1.0])}
     seen = timeline.Trace(np.arange(3.0), looks, 0.0, 0.0, 0.0)
@@ -304,7 +300,7 @@ def test_what_a_failure_was_made_with_names_every_step(tmp_path: Path) -> None:
     assert "numpy" in known["onnx_export"]
 
 
-def test_a_round_with_a_damaged_record_is_archived_and_measured_again(fake_study: Studies, tmp_path: Path) -> None:
+def test_a_round_with_a_damaged_record_is_archived_and_measured_again(fake_study: Any, tmp_path: Path) -> None:
     run(fake_study(), tmp_path)
     (path,) = tmp_path.glob("trials/*/r0/record.json")
     path.write_text(cut := path.read_text()[:50])
@@ -315,7 +311,7 @@ def test_a_round_with_a_damaged_record_is_archived_and_measured_again(fake_study
     assert run(fake_study(), tmp_path).began == []
 
 
-def test_a_record_of_a_newer_dyno_is_not_measured_over(fake_study: Studies, tmp_path: Path) -> None:
+def test_a_record_of_a_newer_dyno_is_not_measured_over(fake_study: Any, tmp_path: Path) -> None:
     run(fake_study(), tmp_path)
     (path,) = tmp_path.glob("trials/*/r0/record.json")
     path.write_text(newer := json.dumps({**json.loads(path.read_text()), "schema": 99}))
@@ -328,7 +324,7 @@ def test_a_record_of_a_newer_dyno_is_not_measured_over(fake_study: Studies, tmp_
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_more_rounds_extend_and_fewer_keep(fake_study: Studies, tmp_path: Path) -> None:
+def test_more_rounds_extend_and_fewer_keep(fake_study: Any, tmp_path: Path) -> None:
     run(fake_study(), tmp_path)
     before = records(tmp_path)
     assert [number for number, _ in run(fake_study(rounds=3), tmp_path).began] == [1, 2]
@@ -338,14 +334,14 @@ def test_more_rounds_extend_and_fewer_keep(fake_study: Studies, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_a_backend_may_have_rounds_of_its_own(fake_study: Studies, tmp_path: Path) -> None:
+def test_a_backend_may_have_rounds_of_its_own(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(backends=("fake@latency_ms=0.1", "fake@latency_ms=0.2@rounds=1"), rounds=3)
     assert [number for number, _ in run(study, tmp_path).began] == [0, 0, 1, 2]
     assert run(study, tmp_path).began == []
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_files_are_made_once_and_damage_is_seen(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
+def test_files_are_made_once_and_damage_is_seen(fake_study: Any, tmp_path: Path, cache: Path) -> None:
     study = fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",), precisions=("fp32", "fp16"))
     assert rebuild_reasons(run(study, tmp_path / "a")) == ["", "", ""], "two precisions share the first step"
     assert statuses(tmp_path / "a") == {"fp32": ["ok"], "fp16": ["ok"]}
@@ -368,7 +364,7 @@ def test_files_are_made_once_and_damage_is_seen(fake_study: Studies, tmp_path: P
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_a_changed_file_is_made_again(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
+def test_a_changed_file_is_made_again(fake_study: Any, tmp_path: Path, cache: Path) -> None:
     study = fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",))
     assert rebuild_reasons(run(study, tmp_path / "a")) == ["", ""]
     (path,) = [f for f in cache.glob("*/made.bin") if made_of(f)[1] == 2]
@@ -380,7 +376,7 @@ def test_a_changed_file_is_made_again(fake_study: Studies, tmp_path: Path, cache
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_a_file_that_cannot_be_made_is_a_row_of_every_trial(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
+def test_a_file_that_cannot_be_made_is_a_row_of_every_trial(fake_study: Any, tmp_path: Path, cache: Path) -> None:
     backends = ("maker_for_tests:Reader@broken=true", "fake@latency_ms=0.1")
     log = run(fake_study(backends=backends, precisions=("fp32", "int8")), tmp_path / "run")
     assert rebuild_reasons(log) == [""], "it is tried once"
@@ -394,7 +390,7 @@ def test_a_file_that_cannot_be_made_is_a_row_of_every_trial(fake_study: Studies,
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_a_file_another_study_made_meanwhile_is_left_alone(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
+def test_a_file_another_study_made_meanwhile_is_left_alone(fake_study: Any, tmp_path: Path, cache: Path) -> None:
     run(fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",)), tmp_path / "a")
     (path,) = [f for f in cache.glob("*/made.bin") if made_of(f)[1] == 2]
     before = path.stat().st_ino

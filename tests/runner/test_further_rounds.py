@@ -1,9 +1,7 @@
 """Rounds go on for what is undecided and for nothing else, within the time, and a killed study goes on where it was."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from dyno.runner.run_folder import earlier
 from dyno.worker.record import Measurement, Record, read_json, write_json, write_record
 from dyno.worker.spec import ROUNDS, Job, Trial, UserError, from_json, to_json
 
-Studies = Callable[..., Study]
 # The reference, one clearly slower, and one so like the reference that no run of this length tells them apart.
 REFERENCE, CLEAR, LIKE = "fake@latency_ms=2", "fake@latency_ms=9", "fake@latency_ms=2@noise=0.1"
 FIRST = 2
@@ -62,7 +59,7 @@ class Stopped(Progress):
 
 
 @pytest.fixture
-def study(fake_study: Studies) -> Studies:
+def study(fake_study: Any) -> Any:
     def make(**fields: Any) -> Study:
         # With no margin to speak of nothing is equivalent.
         usual = {"rounds": FIRST, "until": "decided", "minutes": 1e6, "equivalent": 1e-9, "reference": REFERENCE}
@@ -81,7 +78,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dyno.runner.execute.launch_in_turn", launch)
 
 
-def test_rounds_go_on_for_what_is_undecided(study: Studies, tmp_path: Path, scripted: None) -> None:
+def test_rounds_go_on_for_what_is_undecided(study: Any, tmp_path: Path, scripted: None) -> None:
     both = ("model", "all")
     with pytest.raises(KeyboardInterrupt):
         execute(study(boundaries=both), tmp_path, Stopped(4))
@@ -109,7 +106,7 @@ def test_rounds_go_on_for_what_is_undecided(study: Studies, tmp_path: Path, scri
 
 @pytest.mark.usefixtures("preloaded")
 def test_in_turns_the_reference_and_what_is_left_go_on_together(
-    study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def left(folder: Path, trials: Sequence[Trial]) -> list[UndecidedPair]:
         like = frozenset(t.id for t in trials if t.options["latency_ms"] == 2)
@@ -128,7 +125,7 @@ def test_in_turns_the_reference_and_what_is_left_go_on_together(
     assert found["measured"][clear.id] == stats.TURNS and found["speedup"][clear.id] > 0
 
 
-def test_without_it_nothing_more_is_measured(study: Studies, tmp_path: Path, scripted: None) -> None:
+def test_without_it_nothing_more_is_measured(study: Any, tmp_path: Path, scripted: None) -> None:
     execute(study(until="rounds"), tmp_path, progress := Stopped())
     assert progress.began == {0: 3, 1: 3}
     assert trial_table.read_trials(tmp_path).rule.first == 0
@@ -141,7 +138,7 @@ def test_without_it_nothing_more_is_measured(study: Studies, tmp_path: Path, scr
         execute(study(rounds=3), tmp_path, Stopped())
 
 
-def test_the_verdict_is_the_same_when_it_is_shown_later(study: Studies, tmp_path: Path, scripted: None) -> None:
+def test_the_verdict_is_the_same_when_it_is_shown_later(study: Any, tmp_path: Path, scripted: None) -> None:
     execute(study(backends=(REFERENCE, CLEAR)), tmp_path, progress := Stopped())
     assert progress.began == {0: 2, 1: 2} and not pending(trial_table.read_trials(tmp_path))
     frame = trial_table.read_trials(tmp_path).frame
@@ -152,7 +149,7 @@ def test_the_verdict_is_the_same_when_it_is_shown_later(study: Studies, tmp_path
     assert look.low < stats.speedup(slow, fast).low, "a look costs a part of the error"
 
 
-def test_a_pair_of_which_the_study_has_one_trial_is_left(study: Studies, tmp_path: Path, scripted: None) -> None:
+def test_a_pair_of_which_the_study_has_one_trial_is_left(study: Any, tmp_path: Path, scripted: None) -> None:
     execute(study(backends=(REFERENCE,)), tmp_path, Stopped())
     execute(study(backends=(LIKE,), reference=LIKE), tmp_path, progress := Stopped())
     assert progress.began == {0: 1, 1: 1} and pending(trial_table.read_trials(tmp_path))
@@ -161,12 +158,12 @@ def test_a_pair_of_which_the_study_has_one_trial_is_left(study: Studies, tmp_pat
     assert {len(each) for each in rounds(tmp_path).values()} == {3}
 
 
-def test_a_backend_keeps_to_rounds_of_its_own(study: Studies, tmp_path: Path, scripted: None) -> None:
+def test_a_backend_keeps_to_rounds_of_its_own(study: Any, tmp_path: Path, scripted: None) -> None:
     execute(study(backends=(REFERENCE, f"{LIKE}@rounds=3")), tmp_path, progress := Stopped())
     assert progress.began == {0: 2, 1: 2, 2: 1}
 
 
-def test_a_folder_of_before_goes_on(study: Studies, tmp_path: Path, scripted: None) -> None:
+def test_a_folder_of_before_goes_on(study: Any, tmp_path: Path, scripted: None) -> None:
     """Once no more than the rounds were measured unless asked, one after the other, and study.toml didn't say so."""
     execute(study(until="rounds"), tmp_path, Stopped())
     path = tmp_path / "study.toml"
@@ -190,7 +187,7 @@ def ran(folder: Path) -> set[tuple[str, ...]]:
 
 @pytest.mark.usefixtures("unreported")
 @pytest.mark.usefixtures("preloaded")
-def test_a_clear_difference_ends_at_the_first_look(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_clear_difference_ends_at_the_first_look(call: Any, tmp_path: Path) -> None:
     """Thousandfold, because no neighbour makes one run of two so much slower in one of five rounds."""
     code, _, err = call(
         *COMMAND, "--backend", "fake@latency_ms=0.1,fake@latency_ms=100", "--reference", "fake@latency_ms=0.1"
@@ -202,7 +199,7 @@ def test_a_clear_difference_ends_at_the_first_look(call: Callable[..., Any], tmp
 
 @pytest.mark.usefixtures("unreported")
 @pytest.mark.usefixtures("preloaded")
-def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Any, tmp_path: Path) -> None:
     backends = "--backend", "fake@latency_ms=1,fake@latency_ms=1.0@noise=0", "--reference", "fake@latency_ms=1"
     code, _, err = call(*COMMAND, *backends, "--equivalent", "1e-9", "--minutes", "0.001")
     assert code == 0 and "net: 2 trials are left in pairs that 0.001 minutes could not decide" in err
@@ -215,14 +212,12 @@ def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Callable[..., An
 
 @pytest.mark.parametrize("words", [["--backend", "fake"], ["--backend", "fake,fake@noise=0", "--rounds", "1"]])
 @pytest.mark.usefixtures("unreported")
-def test_with_nothing_to_tell_apart_no_round_is_added(
-    words: list[str], call: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_with_nothing_to_tell_apart_no_round_is_added(words: list[str], call: Any, tmp_path: Path) -> None:
     assert call(*COMMAND, *words, "--minutes", "1e6")[0] == 0
     assert ran(tmp_path) == {("r0",) if "--rounds" in words else FIRST_LOOK}
 
 
-def test_bad_input_is_one_line(study: Studies) -> None:
+def test_bad_input_is_one_line(study: Any) -> None:
     for fields, words in (
         ({"until": "done"}, "unknown until 'done'"),
         ({"rounds": 1}, "give --rounds 2 or more"),

@@ -1,10 +1,7 @@
 """A run folder over its days: it grows, its files change and come back, and what contradicts it is refused by name."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ from dyno.results.trial_result import Form, forms
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-Call = Callable[..., tuple[int, str, str]]
 ENDLESS = '''
 import time
 from pathlib import Path
@@ -54,7 +50,7 @@ def ids(folder: Path) -> set[str]:
     return {path.name for path in (folder / "trials").iterdir()}
 
 
-def test_a_folder_grows_and_a_narrower_command_leaves_the_rest(call: Call, tmp_path: Path) -> None:
+def test_a_folder_grows_and_a_narrower_command_leaves_the_rest(call: Any, tmp_path: Path) -> None:
     words = ["run", "fake:net", "--channels", 1, *SHORT, "--out", "r"]
     assert call(*words, "--backend", "fake@latency_ms=0.1")[0] == 0
     first = {p: p.stat().st_mtime_ns for p in Path("r").glob("trials/*/*/record.json")}
@@ -74,14 +70,14 @@ def test_a_folder_grows_and_a_narrower_command_leaves_the_rest(call: Call, tmp_p
     assert "24 trials, 8 refused" in planned, "and all of it goes on"
 
 
-def test_another_route_is_another_row(call: Call, tmp_path: Path) -> None:
+def test_another_route_is_another_row(call: Any, tmp_path: Path) -> None:
     words = ["run", net(tmp_path / "m.onnx"), "--backend", "onnxruntime", *SHORT, "--out", "r"]
     assert call(*words)[0] == 0 and call(*words, "--routes", "fold")[0] == 0
     assert rows("r", "options", "status") == [("", "ok"), ("fold=True", "ok")]
     assert load("r").to_pandas().set_index("options").loc["fold=True", "route"] == "folded"
 
 
-def test_what_contradicts_is_named(call: Call, refused: Callable[..., str]) -> None:
+def test_what_contradicts_is_named(call: Any, refused: Any) -> None:
     words = ["run", "fake:net", "--channels", 1, *FAKE, "--out", "r"]
     assert call(*words)[0] == 0
     assert refused(*words, "--seconds", 1) == (
@@ -93,7 +89,7 @@ def test_what_contradicts_is_named(call: Call, refused: Callable[..., str]) -> N
     assert call(*words, "--timeout", 77, "--rounds", 2)[0] == 0
 
 
-def test_a_folder_in_which_nothing_was_measured_blocks_nothing(call: Call) -> None:
+def test_a_folder_in_which_nothing_was_measured_blocks_nothing(call: Any) -> None:
     words = ["run", "fake:net", "--channels", 1, *SHORT, "--out", "r"]
     assert call(*words, "--backend", "fake@fail=exception")[0] == 3
     assert call(*words, "--backend", "fake@latency_ms=0.1", "--seed", 5)[0] == 0
@@ -101,7 +97,7 @@ def test_a_folder_in_which_nothing_was_measured_blocks_nothing(call: Call) -> No
     assert Study.from_toml(Path("r/study.toml")).seed == 5
 
 
-def test_an_overwritten_file_is_another_model_and_comes_back(call: Call, tmp_path: Path) -> None:
+def test_an_overwritten_file_is_another_model_and_comes_back(call: Any, tmp_path: Path) -> None:
     net(tmp_path / "m.onnx")
     words = ["run", "m.onnx", "--channels", 1, *FAKE, "--batch", "1,2", "--out", "r"]
     assert call(*words)[0] == 0
@@ -121,7 +117,7 @@ def test_an_overwritten_file_is_another_model_and_comes_back(call: Call, tmp_pat
     assert {path.name for path in (tmp_path / "r/archive").glob("*/*")} == new
 
 
-def test_an_overwritten_file_counts_though_another_model_is_asked_for(call: Call, tmp_path: Path) -> None:
+def test_an_overwritten_file_counts_though_another_model_is_asked_for(call: Any, tmp_path: Path) -> None:
     words = ["--channels", 1, *FAKE, "--out", "r"]
     net(tmp_path / "m.onnx")
     assert call("run", "m.onnx", "fake:net", *words)[0] == 0
@@ -131,7 +127,7 @@ def test_an_overwritten_file_counts_though_another_model_is_asked_for(call: Call
     assert rows("r", "model", "status") == [("net", "ok")]
 
 
-def test_two_files_of_one_name_lie_beside_each_other(call: Call, tmp_path: Path) -> None:
+def test_two_files_of_one_name_lie_beside_each_other(call: Any, tmp_path: Path) -> None:
     for folder, factor in (("a", 2.0), ("b", 3.0)):
         (tmp_path / folder).mkdir()
         net(tmp_path / folder / "m.onnx", factor)
@@ -155,7 +151,7 @@ def build():
 """
 
 
-def test_a_module_beside_the_code_counts(call: Call, tmp_path: Path) -> None:
+def test_a_module_beside_the_code_counts(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "net.py").write_text(CODE)
     (tmp_path / "parts.py").write_text("from torch import nn\ndef body(): return nn.ReLU()\n")
@@ -168,7 +164,7 @@ def test_a_module_beside_the_code_counts(call: Call, tmp_path: Path) -> None:
     assert "archive" not in call(*words)[2]
 
 
-def test_a_broken_second_model_hides_nothing(call: Call, refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_broken_second_model_hides_nothing(call: Any, refused: Any, tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"no graph")
     words = ["run", "fake:good", "bad.onnx", "none.onnx", "--channels", 1, *FAKE, "--out", "r"]
     _, out, _ = call(*words, code=3)
@@ -181,7 +177,7 @@ def test_a_broken_second_model_hides_nothing(call: Call, refused: Callable[..., 
     assert rows("r", "model", "status") == [("bad", "ok"), ("good", "ok"), ("none", "failed")]
 
 
-def test_time_prints_what_could_be_timed(call: Call, refused: Callable[..., str]) -> None:
+def test_time_prints_what_could_be_timed(call: Any, refused: Any) -> None:
     words = ["time", "fake:good", "none.onnx", "--channels", 1, "--backend", "fake@latency_ms=0.1"]
     code, out, err = call(*words, "--seconds", 0.04, "--warmup", 0.02)
     assert code == 3 and out.startswith("good, ") and "dyno: there is no model file none.onnx\n" in err
@@ -189,7 +185,7 @@ def test_time_prints_what_could_be_timed(call: Call, refused: Callable[..., str]
     assert "there is no model file none.onnx" in refused("diff", "none.onnx", "fake:good", "--backend", "fake")
 
 
-def test_default_folders_do_not_collide(call: Call, tmp_path: Path) -> None:
+def test_default_folders_do_not_collide(call: Any, tmp_path: Path) -> None:
     def folder(*words: object) -> tuple[str, str]:
         _, out, err = call("run", *words, "--channels", 1, *FAKE, code=0)
         return out.rstrip().rpartition("report: ")[2], "".join(s for s in err.splitlines() if s.startswith("dyno:"))
@@ -206,7 +202,7 @@ def test_default_folders_do_not_collide(call: Call, tmp_path: Path) -> None:
     assert folder("a/m.onnx", "--batch", 4) == ("runs/m/report.html", "")
 
 
-def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(call: Call, tmp_path: Path) -> None:
+def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(call: Any, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(ENDLESS)
     (tmp_path / "endless").touch()
     words = ["run", "net.py:Net", "--size", 8, "--backend", "onnxruntime", *SHORT, "--out", "r"]
@@ -220,7 +216,7 @@ def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(ca
     assert rows("r", "status") == [("ok",)]
 
 
-def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def tried(fail: str, *more: object) -> list[str]:
         words = ["run", "fake:net", "--channels", 1, *SHORT, "--backend", f"fake@fail={fail}", "--out", fail]
         lines = call(*words, *more)[2].splitlines()
@@ -236,7 +232,7 @@ def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Call, monk
     assert tried("exception")[0] == "1 failed job tried again: numpy is 99 now"
 
 
-def test_two_files_of_one_network_are_one_table(call: Call, tmp_path: Path) -> None:
+def test_two_files_of_one_network_are_one_table(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("openvino")
     net(tmp_path / "b.onnx")

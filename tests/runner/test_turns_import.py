@@ -1,7 +1,5 @@
 """What is compared imports its libraries side by side and loads one after the other, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -23,7 +21,6 @@ from dyno.study.plan import expand
 from dyno.worker.jobs.turns import IMPORTED
 from dyno.worker.spec import Job, Runtime
 
-Studies = Callable[..., Study]
 # `importing` and `loading` are how many must have come as far at one time, else the process waits for ever.
 BACKENDS = """
 import os, time
@@ -59,7 +56,7 @@ SLOW, FAST = "fake@latency_ms=4", "fake@latency_ms=2"
 
 
 @pytest.fixture
-def marks(importable: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+def marks(importable: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the processes of a scripted backend, `met_backend:MET`, say when they imported and loaded."""
     folder = importable("met_backend", BACKENDS) / "marks"
     folder.mkdir()
@@ -74,7 +71,7 @@ def processors(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.fixture
-def study(fake_study: Studies) -> Studies:
+def study(fake_study: Any) -> Any:
     def make(*backends: str, **fields: Any) -> Study:
         return fake_study(**{"backends": backends, "turns": True, "seconds": 0.15, "block": 0.05, **fields})
 
@@ -109,7 +106,7 @@ def seconds(record: dict[str, Any], tag: str) -> float:
 
 
 def test_imports_overlap_and_loads_follow_each_other(
-    study: Studies, tmp_path: Path, marks: Path, processors: Callable[[int], None]
+    study: Any, tmp_path: Path, marks: Path, processors: Callable[[int], None]
 ) -> None:
     processors(3)
     records = run(study(*(met(ms, importing=3) for ms in (1, 2, 3)), timeout=120.0), tmp_path / "run")
@@ -128,9 +125,7 @@ def test_imports_overlap_and_loads_follow_each_other(
         assert own <= seconds(records[last], tag) < own + waited, "what it waited for isn't in it"
 
 
-def test_what_goes_wrong_in_an_import_is_one_row(
-    study: Studies, tmp_path: Path, processors: Callable[[int], None]
-) -> None:
+def test_what_goes_wrong_in_an_import_is_one_row(study: Any, tmp_path: Path, processors: Callable[[int], None]) -> None:
     processors(4)
     wrong = (f"fake@fail={kind}@at=import@latency_ms=1" for kind in ("segfault", "exception"))
     records = run(study(SLOW, FAST, *wrong), tmp_path / "run")
@@ -143,7 +138,7 @@ def test_what_goes_wrong_in_an_import_is_one_row(
 
 
 def test_an_import_that_hangs_is_one_row(
-    study: Studies, tmp_path: Path, processors: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    study: Any, tmp_path: Path, processors: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processors(3)
     imported: list[InterleavedJob] = []
@@ -164,7 +159,7 @@ def test_an_import_that_hangs_is_one_row(
 
 
 def test_an_import_without_memory_is_tried_by_itself(
-    study: Studies, tmp_path: Path, processors: Callable[[int], None]
+    study: Any, tmp_path: Path, processors: Callable[[int], None]
 ) -> None:
     processors(3)
     records = run(study(SLOW, FAST, "fake@fail=oom@at=import@latency_ms=1"), tmp_path / "run")
@@ -175,7 +170,7 @@ def test_an_import_without_memory_is_tried_by_itself(
 
 
 def test_who_has_imported_needs_its_room(
-    study: Studies, tmp_path: Path, processors: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    study: Any, tmp_path: Path, processors: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processors(3)
     # Room for two that nobody has seen, and for many of the size that they turn out to have.
@@ -194,7 +189,7 @@ def test_who_has_imported_needs_its_room(
     assert len({r["facts"]["turns"]["set"] for r in records.values()}) == 1, "all have room in the end"
 
 
-def test_as_many_import_as_jobs_have_processors(study: Studies, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_import_as_jobs_have_processors(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (planned,) = expand(study("fake@latency_ms=1", threads=1))
 
     def at_once(processors: int, threads: int, **how: bool) -> int:
@@ -207,7 +202,7 @@ def test_as_many_import_as_jobs_have_processors(study: Studies, monkeypatch: pyt
     assert at_once(1, 1, apart=True) == 5, "each has processors of its own"
 
 
-def test_players_apart_import_and_load_at_once(study: Studies, tmp_path: Path, marks: Path) -> None:
+def test_players_apart_import_and_load_at_once(study: Any, tmp_path: Path, marks: Path) -> None:
     planned = expand(study(*(met(ms, importing=2, loading=2) for ms in (1, 2)), timeout=120.0))
     players = [
         InterleavedJob(Job("run", entry.trial.runtime, entry.trial, 1), tmp_path / entry.trial.id, 0)

@@ -1,7 +1,5 @@
 """The figures of requests: percentiles with intervals, what is said of a rate, and of a trial."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

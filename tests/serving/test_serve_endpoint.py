@@ -1,9 +1,6 @@
 """`dyno bench serve --endpoint`: a server of KServe's protocol v2 in place of an engine here."""
 
-from __future__ import annotations
-
 import builtins
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,7 +19,6 @@ from dyno.worker.serve.batching import Instances
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import Dims, InputSpec, ModelSpec, Trial, Unanswered, Unavailable, UserError
 
-Call = Callable[..., tuple[int, str, str]]
 SHORT = ("--rate", 50, "--duration", "1s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run")
 NET = f"""
 import torch
@@ -51,7 +47,7 @@ def trial(url: str, name: str = kserve_server.MODEL) -> Trial:
 @pytest.mark.slow
 @pytest.mark.parametrize(("binary", "shape"), [(False, (-1, 3, 4)), (True, (-1, 3, 8, 8))])
 def test_a_server_answers_in_place_of_an_engine(
-    binary: bool, shape: tuple[int, ...], call: Call, tmp_path: Path
+    binary: bool, shape: tuple[int, ...], call: Any, tmp_path: Path
 ) -> None:
     with kserve_server.running(binary=binary, shape=shape) as (url, batches):
         words = (
@@ -81,7 +77,7 @@ def test_a_server_answers_in_place_of_an_engine(
 @needs_client
 @pytest.mark.slow
 @pytest.mark.parametrize(("factor", "says"), [(1.0, "agree"), (1.5, "wrong outputs")])
-def test_a_server_s_answers_are_compared_with_its_model_s(factor: float, says: str, call: Call, tmp_path: Path) -> None:
+def test_a_server_s_answers_are_compared_with_its_model_s(factor: float, says: str, call: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     name = kserve_server.MODEL
     (tmp_path / "nets.py").write_text(NET)
@@ -171,7 +167,7 @@ def test_what_cannot_be_loaded_is_tried_once() -> None:
 
 @needs_client
 @pytest.mark.slow
-def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(call: Call, tmp_path: Path) -> None:
+def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(call: Any, tmp_path: Path) -> None:
     with kserve_server.running(most=1, takes=0.05) as (url, _):
         words = (
             "bench",
@@ -197,7 +193,7 @@ def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(call: Call, t
 @needs_client
 @pytest.mark.slow
 @pytest.mark.parametrize("good", [0, 60])
-def test_a_server_whose_answers_are_not_finite_fails(good: int, call: Call, tmp_path: Path) -> None:
+def test_a_server_whose_answers_are_not_finite_fails(good: int, call: Any, tmp_path: Path) -> None:
     with kserve_server.running(binary=True, takes=0.01, good=good) as (url, batches):
         code, out, errors = call("bench", "serve", kserve_server.MODEL, "--endpoint", url, "--batch", 1, *SHORT)
     assert code == 3 and len(batches) > good, "the check at the beginning takes fewer than 60 batches"
@@ -208,7 +204,7 @@ def test_a_server_whose_answers_are_not_finite_fails(good: int, call: Call, tmp_
 
 @needs_client
 @pytest.mark.slow
-def test_rates_before_a_server_s_end_in_a_search_are_kept(call: Call, tmp_path: Path) -> None:
+def test_rates_before_a_server_s_end_in_a_search_are_kept(call: Any, tmp_path: Path) -> None:
     short = ("--p50", "9s", "--duration", "1s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run")
     with kserve_server.running(takes=0.005, alive=200) as (url, _):
         code, out, errors = call("bench", "serve", kserve_server.MODEL, "--endpoint", url, "--batch", 1, *short)
@@ -241,7 +237,7 @@ def test_a_request_in_vain_is_one_line(settings: dict[str, Any], said: str) -> N
 
 @needs_client
 @pytest.mark.slow
-def test_a_server_that_is_not_there_ends_as_its_row(call: Call) -> None:
+def test_a_server_that_is_not_there_ends_as_its_row(call: Any) -> None:
     with kserve_server.refusing() as url:
         code, _, errors = call("bench", "serve", "net", "--endpoint", url, *SHORT)
     assert code == 3 and f"protocol v2 answers at {url}" in errors and "Traceback" not in errors
@@ -263,7 +259,7 @@ def test_without_tritonclient_it_says_what_to_install(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "url", ["localhost:8000", "ftp://host:1", "http://", "http://h:99999", "http://a@b:1", "http:/h"]
 )
-def test_what_is_no_address_is_bad_input_before_anything_runs(url: str, call: Call, tmp_path: Path) -> None:
+def test_what_is_no_address_is_bad_input_before_anything_runs(url: str, call: Any, tmp_path: Path) -> None:
     code, out, errors = call("bench", "serve", "net", "--endpoint", url, *SHORT)
     assert code == 2 and not out and errors.startswith(f"dyno: the endpoint is {url!r}; write http://HOST:PORT")
     assert errors.count("\n") == 1 and list(tmp_path.iterdir()) == []

@@ -1,7 +1,5 @@
 """What can't be is refused in one line before anything is trained, measured or written."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +12,12 @@ import dyno
 import onnx_text
 from dyno.cli import app, commands, demo
 from dyno.jobs import launcher
+from dyno.layers import forms
 from dyno.study import defaults
+from dyno.study.defaults import default_runner, each_with, new_folder, reference_of, study_of
+from dyno.study.study import Study
 from dyno.worker.spec import UserError
 
-Refused = Callable[..., str]
 MANY = len(os.sched_getaffinity(0)) + 1
 
 
@@ -94,7 +94,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["raport", "x"], "there is no command 'raport'; did you mean dyno report?"),
     ],
 )
-def test_it_is_refused_at_once(refused: Refused, tmp_path: Path, words: list[object], line: str) -> None:
+def test_it_is_refused_at_once(refused: Any, tmp_path: Path, words: list[object], line: str) -> None:
     assert refused(*words).startswith(line)
     assert list(tmp_path.iterdir()) == []
 
@@ -123,12 +123,12 @@ def test_all_commands_with_a_device_are_listed() -> None:
 @pytest.mark.usefixtures("nothing_runs", "no_gpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_is_no_device_here_is_refused_at_once(refused: Refused, tmp_path: Path, command: str, device: str) -> None:
+def test_what_is_no_device_here_is_refused_at_once(refused: Any, tmp_path: Path, command: str, device: str) -> None:
     assert refused(*command.split(), *COMMANDS[command], "--device", device).startswith(DEVICES[device])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_study_alone_is_spread_over_a_cluster(refused: Refused) -> None:
+def test_a_study_alone_is_spread_over_a_cluster(refused: Any) -> None:
     for command, words in COMMANDS.items():
         if command != "run":
             assert refused(*command.split(), *words, "--cluster", "ray").startswith("no such option: --cluster")
@@ -143,22 +143,22 @@ def test_a_study_alone_is_spread_over_a_cluster(refused: Refused) -> None:
 
 
 @pytest.mark.parametrize("command", sorted(typer.main.get_command(app.app).commands))
-def test_every_command_refuses_an_unknown_option_in_one_line(refused: Refused, command: str) -> None:
+def test_every_command_refuses_an_unknown_option_in_one_line(refused: Any, command: str) -> None:
     assert refused(command, "--nonsense").startswith("no such option: --nonsense")
 
 
-def test_a_run_folder_is_told_how_it_is_shown(refused: Refused, tmp_path: Path) -> None:
+def test_a_run_folder_is_told_how_it_is_shown(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "r" / "trials").mkdir(parents=True)
     assert refused("r").endswith("to see that run: dyno show r")
 
 
-def test_a_misspelt_key_is_told_before_what_is_missing(refused: Refused, tmp_path: Path) -> None:
+def test_a_misspelt_key_is_told_before_what_is_missing(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text("modelz = ['fake:n']")
     assert refused("run", "s.toml") == "unknown key in s.toml 'modelz'; did you mean 'models'?"
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_planning_for_a_gpu_elsewhere_is_not_refused(call: Callable[..., Any]) -> None:
+def test_planning_for_a_gpu_elsewhere_is_not_refused(call: Any) -> None:
     code, out, _ = call("run", "fake:n", "--backend", "fake", "--device", "cuda:0", "--dry-run")
     assert code == 0 and "There is no cuda:0 here, so a run would be refused." in out
 
@@ -187,13 +187,13 @@ def test_two_backends_of_one_file_are_enough_to_agree() -> None:
         ("torchvision:resnet81", "torchvision has no model 'resnet81'; did you mean torchvision:resnet18?"),
     ],
 )
-def test_only_near_names_are_suggested(refused: Refused, model: str, line: str) -> None:
+def test_only_near_names_are_suggested(refused: Any, model: str, line: str) -> None:
     pytest.importorskip(model.partition(":")[0])
     assert line in refused("run", model, "--backend", "pytorch", "--out", "r")
 
 
 @pytest.mark.slow
-def test_a_file_of_one_batch_has_no_others_to_test(refused: Refused, call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_file_of_one_batch_has_no_others_to_test(refused: Any, call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     onnx_text.write(tmp_path / "rows.onnx", "(float[2, 16] x) => (float[2, 16] y) { y = Relu(x) }")
     code, _, err = call("bench", "stress", "rows.onnx", "--phases", "min,max", "--out", "r")
@@ -202,3 +202,67 @@ def test_a_file_of_one_batch_has_no_others_to_test(refused: Refused, call: Calla
     assert "openvino takes only one, ONNX Runtime and TensorRT take several" in refused(
         "bench", "stress", "rows.onnx", "--backend", "openvino", "--phases", "min", "--out", "r"
     )
+
+
+def test_engines_are_known_by_their_first_bytes(tmp_path: Path) -> None:
+    for name, content, whose in (("a.engine", b"ftrt...", "tensorrt"), ("b.plan", b"vtrt...", "tensorrt_rtx")):
+        (tmp_path / name).write_bytes(content)
+        assert default_runner(str(tmp_path / name)) == (whose, "cuda:0")
+    assert default_runner("m.onnx") == ("onnxruntime", "cpu") and default_runner("torchvision:resnet18") == (
+        "pytorch",
+        "cpu",
+    )
+
+
+def test_a_file_knows_its_batch_and_what_is_asked_goes_before_defaults() -> None:
+    assert study_of("torchvision:resnet18", {"batches": (8,)}, {}).batches == (8,)
+    assert study_of("m.onnx", {"batches": (8,)}, {}).batches == ()
+    assert study_of("m.onnx", {"batches": (8,)}, {"batches": (2,)}).batches == (2,)
+    asked = study_of("m.onnx", {"rounds": 2}, {"backends": ("openvino",), "seed": 3})
+    assert (asked.backends, asked.seed, asked.rounds) == (("openvino",), 3, 2)
+
+
+def test_the_reference_is_added_where_it_is_not_among_the_trials() -> None:
+    def reference(model: str, *backends: str, precisions: tuple[str, ...] = ()) -> tuple[str, ...]:
+        asked = study_of(model, {"batches": (4,)}, {"backends": backends, "precisions": precisions})
+        found = reference_of(asked)
+        assert found is None or (found.precisions, found.boundaries, found.rounds) == ((), (), 1)
+        return found.backends if found else ()
+
+    assert reference("torchvision:resnet18", "onnxruntime", "openvino") == ("pytorch",)
+    assert reference("torchvision:resnet18", "pytorch", precisions=("bf16",)) == ("pytorch",)
+    assert reference("torchvision:resnet18", "onnxruntime", "pytorch@channels_last=true") == ()
+    assert reference("torchvision:resnet18", "pytorch@precision=bf16+fp32") == ()
+    assert reference("m.onnx", "openvino") == ("onnxruntime",) and reference("m.onnx", "onnxruntime") == ()
+    assert reference("m.engine", "tensorrt") == () and reference("endpoint:net", "endpoint") == ()
+
+
+def test_a_form_is_told_from_a_model_alike_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("openvino").mkdir()  # a folder is not a model
+    for text, settings in (
+        ("openvino", {"backends": ("openvino",)}),
+        ("openvino/bf16", {"backends": ("openvino",), "precisions": ("bf16",)}),
+        ("tensorrt@profile=1:8:16/fp16", {"backends": ("tensorrt@profile=1:8:16",), "precisions": ("fp16",)}),
+    ):
+        assert each_with(["a.onnx", text], {})[1] == ("a.onnx", settings) and forms.is_form(text)
+        (side,) = forms.sides(Study(models="a.onnx"), [text])[1:]
+        assert side.named and (side.choice.text, side.precision) == (
+            settings["backends"][0], settings.get("precisions", ("",))[0]
+        )  # fmt: skip
+    Path("onnxruntime").write_text("a model's file that is called like a backend")
+    assert each_with(["a.onnx", "onnxruntime"], {})[1] == ("onnxruntime", {}) and not forms.is_form("onnxruntime")
+    with pytest.raises(UserError, match="unknown form 'openvin'; did you mean 'openvino'"):
+        forms.sides(Study(models="a.onnx"), ["openvin/bf16"])
+
+
+def test_a_new_folder_is_named_after_command_and_models() -> None:
+    folder = new_folder("time", ["torchvision:resnet18", "a/b.onnx"])
+    assert folder.parent == Path("runs/time") and folder.name.startswith("resnet18-b-20")
+
+
+def test_commands_of_one_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(30):
+        new_folder("eval", ["net.onnx"]).mkdir(parents=True)
+    assert len([*Path("runs/eval").iterdir()]) == 30

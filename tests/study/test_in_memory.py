@@ -1,7 +1,5 @@
 """A module in memory is a model: stored under its content, found again, run by processes that don't have its code."""
 
-from __future__ import annotations
-
 import types
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor

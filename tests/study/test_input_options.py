@@ -1,7 +1,5 @@
 """What is said of inputs on the command line: shapes with types, ranges, constants and files of arrays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

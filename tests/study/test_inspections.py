@@ -1,7 +1,5 @@
 """Models of a study are inspected side by side, and each stays its own: what one does is nothing to the others."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,9 +1,6 @@
 """Studies become trials: every combination, each refusal with its reason, ids that mean the same tomorrow."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from dyno.worker.backends.fake import Fake
 from dyno.worker.inspection import Inspection
 from dyno.worker.spec import Dims, ModelSpec, Recipe, Runtime, Trial, digest
 
-Studies = Callable[..., Study]
 GOLDEN = "6bdde0d082e2"
 
 
@@ -26,7 +22,7 @@ def trials(study: Study) -> list[Trial]:
     return [one.trial for one in expand(study)]
 
 
-def test_every_combination_in_a_fixed_order(fake_study: Studies) -> None:
+def test_every_combination_in_a_fixed_order(fake_study: Any) -> None:
     study = fake_study(
         models=("fake:a", "fake:b"), backends=("fake", "fake@noise=0.1"), precisions=("fp32", "int8"),
         batches=(1, 8), sizes=("8", "8x16"),
@@ -37,12 +33,12 @@ def test_every_combination_in_a_fixed_order(fake_study: Studies) -> None:
     assert [t.label for t in found[:3]] == ["a fake fp32 b1 8", "a fake int8 b1 8", "a fake@noise=0.1 fp32 b1 8"]
 
 
-def test_an_unknown_option_stops_the_study(fake_study: Studies) -> None:
+def test_an_unknown_option_stops_the_study(fake_study: Any) -> None:
     with pytest.raises(UserError, match=r"unknown option of fake 'latency'; did you mean 'latency_ms'\?"):
         expand(fake_study(backends=("fake@latency=3",)))
 
 
-def test_backends_are_asked_for_their_own_precisions(fake_study: Studies) -> None:
+def test_backends_are_asked_for_their_own_precisions(fake_study: Any) -> None:
     found = trials(fake_study(backends=("fake@precision=fp16", "fake@noise=1"), precisions=("fp32", "int8")))
     assert [(t.variant, t.precision) for t in found] == [
         ("fake", "fp16"), ("fake@noise=1", "fp32"), ("fake@noise=1", "int8"),
@@ -80,31 +76,29 @@ def test_lower_precisions_run_where_none_is_named(
     assert found == (expected or {("pytorch", "fp32"), ("openvino", "fp32"), ("openvino", "int8")})
 
 
-def test_what_is_asked_twice_runs_once(fake_study: Studies) -> None:
+def test_what_is_asked_twice_runs_once(fake_study: Any) -> None:
     assert len(trials(fake_study(backends=("fake", "fake"), batches=(1, 1), sizes=("8", "8x8")))) == 1
 
 
-def test_a_precision_that_is_not_there_is_a_refusal(fake_study: Studies) -> None:
+def test_a_precision_that_is_not_there_is_a_refusal(fake_study: Any) -> None:
     refused = [one for one in expand(fake_study(precisions=("fp32", "fp8", "bf16"))) if one.refusal]
     assert [one.refusal for one in refused] == [
         f"fake has no {p} here (it has fp32, fp16, int8)" for p in ("fp8", "bf16")
     ]
 
 
-def test_a_device_that_is_not_there_is_a_refusal(fake_study: Studies) -> None:
+def test_a_device_that_is_not_there_is_a_refusal(fake_study: Any) -> None:
     (one,) = expand(fake_study(device="cuda:0"))
     assert one.refusal == "fake can't run on cuda:0 (it runs on cpu)"
 
 
-def test_a_device_for_which_nothing_is_installed_is_one_line(
-    fake_study: Studies, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_for_which_nothing_is_installed_is_one_line(fake_study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dyno.study.plan.installed", lambda device: [])
     with pytest.raises(UserError, match="no backend that is installed here runs on cuda:0"):
         expand(fake_study(backends=(), device="cuda:0"))
 
 
-def test_an_unknown_backend_stops_the_study(fake_study: Studies) -> None:
+def test_an_unknown_backend_stops_the_study(fake_study: Any) -> None:
     with pytest.raises(UserError, match=r"unknown backend 'openvin'; did you mean 'openvino'\?"):
         expand(fake_study(backends=("openvin",)))
 
@@ -113,7 +107,7 @@ class Lacking(Fake):
     name, requires, precisions = "lacking", ("no-such-distribution", "numpy"), ("fp32",)
 
 
-def test_a_library_that_is_not_there_is_a_refusal(fake_study: Studies, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_there_is_a_refusal(fake_study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {**registry._load_backends(), "lacking": Lacking()}
     monkeypatch.setattr(registry, "_load_backends", lambda: known)
     (here,) = expand(fake_study(backends=("lacking",)))
@@ -125,7 +119,7 @@ def test_a_library_that_is_not_there_is_a_refusal(fake_study: Studies, monkeypat
     assert missing("fake") == ""
 
 
-def test_runtimes_reach_the_trial(fake_study: Studies) -> None:
+def test_runtimes_reach_the_trial(fake_study: Any) -> None:
     tables = {"old": {"python": sys.executable, "env": {"N": 1}}}
     main, other = trials(fake_study(backends=("fake", "fake@runtime=old"), runtime=tables, threads=1))
     assert main.runtime == Runtime(threads=1)
@@ -134,7 +128,7 @@ def test_runtimes_reach_the_trial(fake_study: Studies) -> None:
     assert main.id != other.id
 
 
-def test_a_step_with_an_interpreter_of_its_own_runs_there(fake_study: Studies) -> None:
+def test_a_step_with_an_interpreter_of_its_own_runs_there(fake_study: Any) -> None:
     tables = {"modelopt": {"python": sys.executable, "env": {"N": 1}}}
     asked = {"backends": ("tensorrt_rtx@precision=fp8@input=uint8",), "data": "digits", "device": "cuda:0"}
     if missing("tensorrt_rtx"):
@@ -154,7 +148,7 @@ def test_a_step_with_an_interpreter_of_its_own_runs_there(fake_study: Studies) -
 
 
 @pytest.mark.parametrize("python", ["/bin/true", "/bin/false", "/no/such/python3"])
-def test_an_interpreter_that_is_none_stops_the_study(fake_study: Studies, python: str) -> None:
+def test_an_interpreter_that_is_none_stops_the_study(fake_study: Any, python: str) -> None:
     with pytest.raises(UserError, match=rf"^the interpreter {python} can't be used: ") as caught:
         expand(fake_study(runtime={"fake": {"python": python}}, backends=("fake", "onnxruntime")))
     assert "\n" not in str(caught.value)
@@ -170,19 +164,19 @@ def test_our_path_lends_nothing_to_another_interpreter(tmp_path: Path, monkeypat
     assert missing("lacking", Runtime(python=sys.executable)) == "borrowed"
 
 
-def test_the_golden_id(fake_study: Studies) -> None:
+def test_the_golden_id(fake_study: Any) -> None:
     """Runs stored earlier are found again by this; when it must change, say so in the changelog."""
     (one,) = trials(fake_study(backends=("fake@latency_ms=2",), batches=(4,), seconds=0.5, warmup=0.25))
     assert one.id == GOLDEN
 
 
 @pytest.mark.parametrize("fields", [{"rounds": 7}, {"timeout": 1.0}, {"budget": {}}, {"reference": "fake"}])
-def test_repetition_does_not_change_ids(fake_study: Studies, fields: dict) -> None:
+def test_repetition_does_not_change_ids(fake_study: Any, fields: dict) -> None:
     assert [t.id for t in trials(fake_study(**fields))] == [t.id for t in trials(fake_study())]
 
 
 @pytest.mark.parametrize("fields", [{"seconds": 0.5}, {"seed": 1}, {"threads": 2}, {"compared": 5}, {"channels": 3}])
-def test_what_shapes_a_number_changes_ids(fake_study: Studies, fields: dict) -> None:
+def test_what_shapes_a_number_changes_ids(fake_study: Any, fields: dict) -> None:
     assert not {t.id for t in trials(fake_study(**fields))} & {t.id for t in trials(fake_study())}
 
 
@@ -264,7 +258,7 @@ def test_a_folder_is_no_model(tmp_path: Path) -> None:
         model_spec(Study(models=(str(tmp_path),)), str(tmp_path))
 
 
-def test_an_engine_s_batches_are_known_before_anything_runs(fake_study: Studies) -> None:
+def test_an_engine_s_batches_are_known_before_anything_runs(fake_study: Any) -> None:
     found = Inspection(batches=(1, 4, 8))
     assert batches(fake_study(), found) == (4,), "what it was tuned for"
     assert batches(fake_study(batches=(1, 8)), found) == (1, 8)
@@ -287,9 +281,7 @@ def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
-def test_a_model_that_dies_when_it_is_looked_at_is_rows_and_the_others_run(
-    call: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_model_that_dies_when_it_is_looked_at_is_rows_and_the_others_run(call: Any, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("import os\ndef dies(): os.kill(os.getpid(), 11)\n")
     words = "run", "net.py:dies", "--backend", "fake", "--batch", "1,2", "--out", "run"
     code, out, err = call(*words)

@@ -1,7 +1,5 @@
 """The commands name the same engine, shapes, flags and times as the trial."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

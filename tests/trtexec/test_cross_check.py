@@ -1,7 +1,5 @@
 """The cross-check with trtexec: a gap falls into parts that add up to it, and unlike things are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time

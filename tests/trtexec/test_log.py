@@ -1,7 +1,5 @@
 """trtexec's logs and exported times are read; what is none of them is refused in one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

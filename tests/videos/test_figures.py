@@ -1,7 +1,5 @@
 """Bounds, shares, waiting, predictions and critical paths of videos whose times are known."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A small network that really tells digits apart, as an ONNX file, with the data it was and was not trained on."""
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Backends are found by name, or brought along as `module:Class`."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,14 +1,11 @@
 """What a worker does with a job: measurements, facts and warnings end in the record, whatever happens."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +40,6 @@ from dyno.worker.spec import (
     to_json,
 )
 
-Trials = Callable[..., Trial]
 TENSORS = (Tensor("input", "float32", (1, 1, 4, 4)),)
 
 
@@ -58,7 +54,7 @@ def use(monkeypatch: pytest.MonkeyPatch, name: str, made: Backend | Maker) -> No
     monkeypatch.setattr(registry, lookup, lambda: known)
 
 
-def test_a_run_measures_every_boundary(fake_trial: Trials, tmp_path: Path) -> None:
+def test_a_run_measures_every_boundary(fake_trial: Any, tmp_path: Path) -> None:
     trial = fake_trial(latency_ms=1)
     trial = replace(trial, plan=replace(trial.plan, boundaries=("model", "all", "throughput")))
     record = done(Job("run", trial.runtime, trial), tmp_path)
@@ -79,7 +75,7 @@ def test_a_run_measures_every_boundary(fake_trial: Trials, tmp_path: Path) -> No
         assert 0 < (rate.value or 0) <= 2 / 1e-3
 
 
-def test_boundaries_are_those_of_the_plan(fake_trial: Trials, tmp_path: Path) -> None:
+def test_boundaries_are_those_of_the_plan(fake_trial: Any, tmp_path: Path) -> None:
     trial = fake_trial()
     record = done(Job("run", trial.runtime, replace(trial, plan=replace(trial.plan, boundaries=()))), tmp_path)
     assert record.status == "ok"
@@ -88,7 +84,7 @@ def test_boundaries_are_those_of_the_plan(fake_trial: Trials, tmp_path: Path) ->
 
 
 def test_what_the_engine_says_becomes_facts_and_measurements(
-    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Built(FakeSession):
         def facts(self) -> EngineFacts:
@@ -164,7 +160,7 @@ def test_a_probe_says_what_the_backend_says(tmp_path: Path) -> None:
     ],
 )
 def test_errors_become_one_line(
-    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, reason: str
+    fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, reason: str
 ) -> None:
     class Raises(Fake):
         def load(self, trial: Trial, artifact: Artifact | None) -> FakeSession:
@@ -175,7 +171,7 @@ def test_errors_become_one_line(
     assert (record.status, record.stage, record.reason) == (status, "load", reason)
 
 
-def test_a_long_error_is_shortened(fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_error_is_shortened(fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Raises(Fake):
         def load(self, trial: Trial, artifact: Artifact | None) -> FakeSession:
             raise RuntimeError("x" * 5000)
@@ -185,7 +181,7 @@ def test_a_long_error_is_shortened(fake_trial: Trials, tmp_path: Path, monkeypat
     assert reason.startswith("RuntimeError: xxx") and reason.count("x") < 300 and "…" in reason
 
 
-def test_what_is_missing_is_said_by_load(fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said_by_load(fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Missing(Fake):
         def prepare(self, trial: Trial) -> None:
             raise ImportError("No module named 'engine'")
@@ -206,7 +202,7 @@ def test_what_is_missing_is_said_by_load(fake_trial: Trials, tmp_path: Path, mon
 
 
 def test_what_else_an_import_raises_is_its_row(
-    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(Fake):
         def prepare(self, trial: Trial) -> None:
@@ -218,9 +214,7 @@ def test_what_else_an_import_raises_is_its_row(
     assert record.reason == "OSError: libengine.so: undefined symbol"
 
 
-def test_a_full_disk_is_not_the_trial_s_fault(
-    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_not_the_trial_s_fault(fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -229,20 +223,20 @@ def test_a_full_disk_is_not_the_trial_s_fault(
         done(Job("run", trial=fake_trial()), tmp_path)
 
 
-def test_an_unknown_backend_is_a_row(fake_trial: Trials, tmp_path: Path) -> None:
+def test_an_unknown_backend_is_a_row(fake_trial: Any, tmp_path: Path) -> None:
     record = done(Job("run", trial=fake_trial("fakee")), tmp_path)
     assert (record.status, record.stage) == ("failed", "import")
     assert record.reason.startswith("unknown backend 'fakee'")
 
 
-def test_an_unsteady_model_is_said_to_be(fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsteady_model_is_said_to_be(fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_trial.measure, "warm_up", lambda *_: False)
     record = done(Job("run", trial=fake_trial()), tmp_path)
     said = [f"{boundary}: the median was not steady after 0.02 s of warm-up" for boundary in ("model", "all")]
     assert [w for w in record.warnings if "other programs" not in w] == said
 
 
-def test_a_model_that_writes_into_its_inputs_gets_the_same_in_every_run(fake_trial: Trials, tmp_path: Path) -> None:
+def test_a_model_that_writes_into_its_inputs_gets_the_same_in_every_run(fake_trial: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "net.py").write_text(
         "import torch\n"
@@ -265,7 +259,7 @@ def test_a_model_that_writes_into_its_inputs_gets_the_same_in_every_run(fake_tri
 
 
 def test_outputs_that_follow_the_number_of_calls_are_a_warning(
-    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch, calls = FakeSession.fetch, 0
 
@@ -281,7 +275,7 @@ def test_outputs_that_follow_the_number_of_calls_are_a_warning(
     assert any("the outputs change from call to call: two on one input" in warning for warning in record.warnings)
 
 
-def test_cpu_contention_is_a_warning(fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_contention_is_a_warning(fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main.system.CpuContention, "busy", lambda _: 1.5)
     record = done(Job("run", trial=fake_trial()), tmp_path)
     assert record.facts.others_busy == {"model": 1.5, "all": 1.5}
@@ -289,7 +283,7 @@ def test_cpu_contention_is_a_warning(fake_trial: Trials, tmp_path: Path, monkeyp
 
 
 def test_outputs_that_do_not_depend_on_the_input_are_a_warning(
-    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def same_for_all(record: Record) -> bool:
         return any("the same for every input" in warning for warning in record.warnings)
@@ -311,7 +305,7 @@ def by_hand(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_usage_and_schema_are_checked(fake_trial: Trials, tmp_path: Path) -> None:
+def test_usage_and_schema_are_checked(fake_trial: Any, tmp_path: Path) -> None:
     none = by_hand()
     assert none.returncode == 1 and none.stderr.startswith("usage: python main.py FOLDER")
     write_json(tmp_path / "job.json", {**to_json(Job("run", trial=fake_trial())), "schema": SCHEMA + 1})
@@ -320,7 +314,7 @@ def test_usage_and_schema_are_checked(fake_trial: Trials, tmp_path: Path) -> Non
     assert read_record(tmp_path) is None
 
 
-def test_a_stored_job_runs_again_by_hand(fake_trial: Trials, tmp_path: Path) -> None:
+def test_a_stored_job_runs_again_by_hand(fake_trial: Any, tmp_path: Path) -> None:
     write_json(tmp_path / "job.json", to_json(Job("run", trial=fake_trial())))
     assert by_hand(tmp_path).returncode == 0
     record = read_record(tmp_path)
@@ -330,7 +324,7 @@ def test_a_stored_job_runs_again_by_hand(fake_trial: Trials, tmp_path: Path) -> 
 
 
 def test_byte_code_that_is_stored_nowhere_is_stored_in_the_cache(
-    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")

@@ -1,7 +1,5 @@
 """The timing loop against sessions whose times are known."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """Specs travel as JSON and come back the same; an id depends on what is measured and on nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is said of the machine, and the threads a job may use."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

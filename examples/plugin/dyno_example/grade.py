@@ -9,7 +9,7 @@ import numpy as np
 
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
-from dyno.worker.tasks.task import Arrays, Collector, EvaluationInputs, OutputShapes, Task
+from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes, Task
 
 
 class Grades(Collector):

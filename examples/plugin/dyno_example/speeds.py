@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dyno.report.style import Chart
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.results.run_data import RunData
 from dyno.table import TEXT, Column, Table
 

@@ -15,7 +15,6 @@ from dyno.layers import commands as layers_commands
 from dyno.regression import commands as regression_commands
 from dyno.serving import commands as serving_commands
 from dyno.study.defaults import DEMO_MINUTES
-from dyno.study.options import RuntimeOptions
 from dyno.training import commands as training_commands
 from dyno.videos import commands as video_commands
 from dyno.worker.spec import UserError
@@ -112,7 +111,7 @@ def demo(
     raise typer.Exit(module.demo(Path(out), rounds=rounds, minutes=minutes, quick=quick))
 
 
-@options.takes(RuntimeOptions, only="runtime")
+@options.takes("runtime", show_all=True)
 def doctor(
     overrides: options.Overrides,
     format: options.Format = "text",

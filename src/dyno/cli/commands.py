@@ -8,6 +8,7 @@ import time as time_module
 import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,6 @@ from dyno.study.defaults import (
     ONE_ROUND,
     QUICK,
     SELF_TEST_MINUTES,
-    check_format,
     check_several,
     each_of,
     each_with,
@@ -33,37 +33,27 @@ from dyno.study.defaults import (
     new_folder,
     study_of,
 )
-from dyno.study.options import (
-    MODEL_HELP,
-    ClusterOptions,
-    ComparisonOptions,
-    DataOptions,
-    MeasurementOptions,
-    ModelOptions,
-    RuntimeOptions,
-)
+from dyno.study.options import MODEL_HELP
 from dyno.study.study import Study, model_name
 from dyno.worker.extras import lacking
+from dyno.worker.option_values import option
 from dyno.worker.spec import LOOKS, Trial, UserError, plain
 
 if TYPE_CHECKING:
     from dyno.results.run_data import RunData
 
 UNFINISHED = 3  # exit code where some of the models could not be measured
-ONE = (ComparisonOptions, ModelOptions, DataOptions, RuntimeOptions)
 PROBE_S, BUSY = 2.0, 0.5  # seconds of looking for other programs; the fewest busy processors that matter
 PAUSE_S, WAIT_S = 10.0, 600.0  # between two looks, and until a study begins anyway
 # Defaults that go by the kind of file.
 FIXED = "the file's fixed batch"
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
-# Options for studies of several configurations, which a command doesn't have.
-NOT_FOR_ONE = "routes reference search confirm peak energy turns block equivalent until minutes"
+# Options of the commands that measure each model in one configuration at a time.
+EACH = f"{options.MODEL} {options.IMAGES} {options.RUNTIME}"
+TIMED = f"{options.CONFIGURATION} {EACH} {options.EFFORTS} boundaries timeout build_timeout"
 
 
-@options.takes(
-    ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, ClusterOptions,
-    rare="retry_failed",
-)  # fmt: skip
+@options.takes(Study, rare="retry_failed")
 def run(
     overrides: Overrides,
     models: options.Studied,
@@ -252,7 +242,7 @@ def _say_visible(run: RunData) -> None:
         print(wrapped(sentence) + "\n")
 
 
-@options.takes(ComparisonOptions, DataOptions, MeasurementOptions, only="reference budget equivalent")
+@options.takes("reference budget equivalent", show_all=True)
 def show(
     overrides: Overrides,
     run: options.SomeRun = None,
@@ -386,7 +376,7 @@ def _choose_folder(out: Path, models: Sequence[str], number: int) -> Path:
     return out if len(models) == 1 else out / f"{number}-{model_name(models[number]).replace('/', '-')}"
 
 
-@options.takes(*ONE, MeasurementOptions, omit=f"{NOT_FOR_ONE} compared budget", **BY_FILE)
+@options.takes(TIMED, **BY_FILE)
 def time(
     overrides: Overrides,
     models: options.Models,
@@ -403,7 +393,6 @@ def time(
     from dyno.trtexec import log as logs
     from dyno.trtexec.cross_check import cross_check, is_engine
 
-    check_format(format)
     log = Path(trtexec) if trtexec else None
     if log:
         logs.read_log(log)  # a file that is not a log is refused before anything is timed
@@ -420,7 +409,7 @@ def time(
     raise typer.Exit(trial_table.exit_code(table.to_pandas()) or UNFINISHED * (len(folders) < len(models)))
 
 
-@options.takes(*ONE, omit=f"{NOT_FOR_ONE} batches compared budget", **BY_FILE)
+@options.takes(f"backends precisions sizes {EACH}", **BY_FILE)
 def stress(
     overrides: Overrides,
     models: options.Models,
@@ -445,13 +434,7 @@ def stress(
     raise typer.Exit(max(*codes, UNFINISHED * (len(codes) < len(models))))
 
 
-@options.takes(
-    *ONE,
-    MeasurementOptions,
-    omit=f"{NOT_FOR_ONE} compared",
-    data=...,
-    **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"},
-)
+@options.takes(f"{TIMED} budget", data=..., **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"})
 def eval(
     overrides: Overrides,
     models: options.Models,
@@ -462,22 +445,18 @@ def eval(
     """Measure accuracy on labelled images, and speed. With intervals, classes, confusions and the pipeline's rate."""
     from dyno import evaluation
 
-    check_format(format)
     folders = _measure_models(overrides, models, out, "eval", **EVALUATION)
     code = evaluation.show_evaluation(folders, format, per_class)
     raise typer.Exit(code or UNFINISHED * (len(folders) < len(models)))
 
 
-@options.takes(*ONE, omit=f"{NOT_FOR_ONE} budget", **BY_FILE)
+@options.takes(layers_commands.LayerOptions, f"{options.CONFIGURATION} {EACH} compared", **BY_FILE)
 def diff(
     overrides: Overrides,
     models: options.Models,
-    layers: layers_commands.Layers = False,
-    top: layers_commands.Top = None,
-    order: layers_commands.Order = None,
-    rtol: options.Rtol = 1e-3,
-    atol: options.Atol = 1e-8,
-    least: options.Least = 0.0,
+    rtol: Annotated[float, typer.Option(help="Relative difference of two outputs that still agree.")] = 1e-3,
+    atol: Annotated[float, typer.Option(help="Absolute difference of two outputs that still agree.")] = 1e-8,
+    least: Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")] = 0.0,
     out: options.Out = "",
     format: options.Format = "text",
 ) -> None:
@@ -488,11 +467,10 @@ def diff(
     from dyno.study.model_info import model_spec
     from dyno.study.plan import USUAL
 
-    rows = {"top": top, "order": order}
-    if layers:
-        raise typer.Exit(layers_commands.diff_layers(overrides, models, rows, out, rtol, atol, least, format))
-    layers_commands.refuse_without_layers(rows)
-    check_format(format)
+    if overrides.pop("layers", False):
+        raise typer.Exit(layers_commands.diff_layers(overrides, models, out, rtol, atol, least, format))
+    if name := next((name for name in ("top", "order") if name in overrides), ""):
+        raise UserError(f"--{name} is for --layers; add that, or omit it")
     untimed: dict[str, Any] = {"boundaries": (), "routes": (USUAL,)}
     studies = [study_of(source, untimed, settings) for source, settings in each_with(models, overrides)]
     check_several(studies)
@@ -508,22 +486,24 @@ def diff(
     raise typer.Exit(UNFINISHED * (bool(failed) or len(folders) < len(models)))
 
 
-@options.takes(ComparisonOptions, ModelOptions, RuntimeOptions, omit="backends routes reference")
+@dataclass(frozen=True)
+class SelfTestOptions:
+    """What is measured, and for how long."""
+
+    minutes: float = option(
+        SELF_TEST_MINUTES, "Minutes to measure for; the longer, the more certain the figures.", common=True
+    )
+    rounds: int = option(0, "Rounds at most; at least 3.", "as many as fit", common=True)
+    backend: str = option("", "Backend, with options as NAME@option=value.", "one that is installed", common=True)
+    rebuild: bool = option(False, "Build the engine anew in each round, as part of the noise.", common=True)
+
+
+@options.takes(SelfTestOptions, f"precisions batches sizes {options.MODEL} {options.RUNTIME}")
 def selftest(
     overrides: Overrides,
     model: Annotated[
         str, typer.Argument(help=MODEL_HELP, show_default="a small network of Dyno's", metavar="MODEL")
     ] = "",
-    minutes: Annotated[
-        float, typer.Option(help="Minutes to measure for; the longer, the more certain the figures.")
-    ] = SELF_TEST_MINUTES,
-    rounds: Annotated[int, typer.Option(help="Rounds at most; at least 3.", show_default="as many as fit")] = 0,
-    backend: Annotated[
-        str, typer.Option(help="Backend, with options as NAME@option=value.", show_default="one that is installed")
-    ] = "",
-    rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Build the engine anew in each round, as part of the noise.")
-    ] = False,
     format: options.Format = "text",
 ) -> None:
     """Measure how small a difference can be seen on this machine. With false alarms, and a grade."""
@@ -533,9 +513,8 @@ def selftest(
     from dyno.report.export import export
     from dyno.report.self_test import tables
 
-    check_format(format)
     try:
-        result = module.calibrate(model, minutes=minutes, rounds=rounds, backend=backend, rebuild=rebuild, **overrides)
+        result = module.calibrate(model, **overrides)
     except KeyboardInterrupt:
         print("dyno: stopped; an unfinished self-test is not stored", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -20,18 +20,17 @@ from dyno.layers.cold_start import without_byte_code
 from dyno.report import charts, tables
 from dyno.report.export import export
 from dyno.report.style import Chart
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.results import metrics
 from dyno.results.metrics.metric import Metric
 from dyno.runner import self_test
-from dyno.study.defaults import check_format
 from dyno.table import TEXT, Column, Table
 from dyno.worker import extras, plugins, registry, snippets, system, tasks
 from dyno.worker.facts.engine import Probe
 from dyno.worker.record import Record
-from dyno.worker.snippets.parts import Script
+from dyno.worker.snippets import Script
 from dyno.worker.spec import Job, Runtime
-from dyno.worker.tasks.task import Task
+from dyno.worker.tasks import Task
 
 TIMEOUT_S = 120.0
 LISTED = ("torch", "onnx", "openvino")  # extras whose libraries decide what is measured
@@ -128,7 +127,6 @@ def _describe_libraries() -> Iterator[str]:
 
 def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
     """Print the rows; 0 when at least one backend works, 3 when none does."""
-    check_format(format)
     rows = examine(others)
     tests = self_test.states()
     about = {"self_tests": tests}

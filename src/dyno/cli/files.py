@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dyno.cli import commands, options, run_folders
+from dyno.cli import options, run_folders
 from dyno.cli.exits import UNFINISHED
 from dyno.cli.options import Overrides
 from dyno.store import check_writable, copy
@@ -35,6 +35,7 @@ from dyno.worker.spec import (
     Runtime,
     Trial,
     UserError,
+    check_known,
     usual_name,
 )
 
@@ -71,7 +72,11 @@ ONLY_ENGINES = {
 }  # fmt: skip
 
 
-@options.takes(ExportOptions, *commands.ONE, omit=f"{options.NOT_FOR_FILES} threads", device="cpu, cuda:0 for TensorRT")
+@options.takes(
+    ExportOptions,
+    "sizes inputs weights pretrained classes channels mean std task seed data calibration unreadable device runtime",
+    device="cpu, cuda:0 for TensorRT",
+)
 def export(
     overrides: Overrides,
     source: Annotated[str, typer.Argument(help=f"{MODEL_HELP}; or a run folder.", metavar="MODEL|RUN")],
@@ -127,8 +132,7 @@ def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, 
 
 
 def _export_onnx(model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides) -> None:
-    if asked.target not in TARGETS:
-        raise UserError(f"unknown target {asked.target!r}; known: {', '.join(TARGETS)}")
+    check_known("target", asked.target, TARGETS)
     if asked.opset and (allowed := find("onnxruntime").values["opset"](asked.opset)):
         raise UserError(f"--opset {asked.opset} can't be written; an export's opset must be {allowed}")
     batch, whole = asked.batch or "dynamic", [text for text in asked.shapes if ":" not in text]

@@ -15,30 +15,24 @@ from typing import Annotated, Any, TypeVar
 import typer
 import typer.core
 
-from dyno.study.options import (
-    MODEL_HELP,
-    ClusterOptions,
-    ComparisonOptions,
-    DataOptions,
-    MeasurementOptions,
-    ModelOptions,
-    RuntimeOptions,
-)
-from dyno.study.study import parse_budget
+from dyno.study import options as study_options
+from dyno.study.defaults import FORMATS
+from dyno.study.options import MODEL_HELP
+from dyno.study.study import Study, parse_budget
 from dyno.worker.serve.options import ServeOptions
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, check_known
 from dyno.worker.video.options import VideoOptions
 
 WHAT, ACCURACY, EFFORT, WHERE = "What", "Accuracy", "Effort", "Where"
 PANELS: dict[type, str] = {
     VideoOptions: "Video",
     ServeOptions: "Requests",
-    ComparisonOptions: WHAT,
-    ModelOptions: WHAT,
-    DataOptions: ACCURACY,
-    MeasurementOptions: EFFORT,
-    RuntimeOptions: WHERE,
-    ClusterOptions: WHERE,
+    study_options.ComparisonOptions: WHAT,
+    study_options.ModelOptions: WHAT,
+    study_options.DataOptions: ACCURACY,
+    study_options.MeasurementOptions: EFFORT,
+    study_options.RuntimeOptions: WHERE,
+    study_options.ClusterOptions: WHERE,
 }
 # Help has these groups in this order, a command's other groups behind "Options"; an example where all of it is shown.
 GROUPS = ("Arguments", "Options", "", WHAT, ACCURACY, EFFORT, WHERE)
@@ -50,10 +44,15 @@ GROUP_EXAMPLES = {
 }
 METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 ALL = "--help-all"
-# Options that a command on files or on the forms of one model doesn't have.
-NOT_FOR_FILES = "backends precisions batches routes reference compared budget search"
+# Options of a study that several commands have, by the names of their fields.
+CONFIGURATION = "backends precisions batches sizes"
+MODEL = "shapes inputs weights pretrained classes channels mean std task seed"
+IMAGES = "data calibration unreadable"
+EFFORTS = "rounds builds seconds warmup samples interval"
+RUNTIME = "device threads runtime"
+FORMS = f"sizes {MODEL} {IMAGES} builds build_timeout {RUNTIME}"  # of a command on several forms of a model
 # Fields with a value for each time that the option is written.
-REPEATED = ("shapes", "inputs", "budget", "runtime", "settings", "add")
+REPEATED = ("shapes", "inputs", "budget", "runtime", "settings", "add", "sheet", "baseline_python")
 
 Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL|STUDY.toml")]
 Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL")]
@@ -61,16 +60,23 @@ Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
 SomeRun = Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN", show_default="the latest run")]
 Out = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=WHERE, show_default="runs/NAME")]
-Format = Annotated[str, typer.Option(help="text, markdown, csv, json or html.", rich_help_panel=WHERE)]
+
+
+def _parse_format(format: str) -> str:
+    """Raise `UserError` for an unknown format, before anything is measured."""
+    check_known("format", format, FORMATS)
+    return format
+
+
+Format = Annotated[
+    str, typer.Option(help="text, markdown, csv, json or html.", rich_help_panel=WHERE, callback=_parse_format)
+]
 Quick = Annotated[
     bool, typer.Option("--quick", help="Measure one short round, for a first look.", rich_help_panel=EFFORT)
 ]
 Wait = Annotated[
     bool, typer.Option("--wait", help="Wait until other programs leave the processors free.", rich_help_panel=EFFORT)
 ]
-Rtol = Annotated[float, typer.Option(help="Relative difference of two outputs that still agree.")]
-Atol = Annotated[float, typer.Option(help="Absolute difference of two outputs that still agree.")]
-Least = Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")]
 
 F = TypeVar("F", bound=Callable[..., None])
 Options = TypeVar("Options")
@@ -131,35 +137,32 @@ class Overrides(dict[str, Any]):
     """What the user wrote of a command's options, by the names of the fields; defaults are not among it."""
 
 
-def takes(*kinds: type, only: str = "", omit: str = "", rare: str = "", **defaults: Any) -> Callable[[F], F]:
-    """Give a command an option for each field of the dataclasses: `only` these, or all but those to `omit`.
+def takes(*declared: type | str, rare: str = "", show_all: bool = False, **defaults: Any) -> Callable[[F], F]:
+    """Give a command the options that it declares: all fields of a dataclass, or a `Study`'s fields by name.
 
     The command gets what the user wrote as `overrides`, and its own parameters as usual. Only `--help-all` shows its
-    own `rare` parameters, and fields that aren't common. `defaults` are what help shows where the command's default
-    isn't the field's; `...` makes an option required.
+    own `rare` parameters and, unless `show_all`, fields that aren't common. `defaults` are what help shows where the
+    command's default isn't the field's; `...` makes an option required.
     """
-    options: dict[str, _Option] = {}
-    for option in (_Option(f, hint, kind) for kind in kinds for f, hint in _list_fields(kind)):
-        options.setdefault(option.name, option)
-    chosen = [options[name] for name in only.split() or options if name not in omit.split()]
-    hidden = {option.name for option in chosen if not only and not option.about.get("common")} | set(rare.split())
+    options = [option for each in declared for option in _list_options(each)]
+    rare_fields = {option.name for option in options if not (show_all or option.about.get("common"))}
 
     def decorate_command(command: F) -> F:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "overrides"]
 
         def call_command(ctx: typer.Context, **values: Any) -> None:
             overrides = Overrides(
-                (option.name, option.read(values[option.name])) for option in chosen if written(ctx, option.name)
+                (option.name, option.read(values[option.name])) for option in options if written(ctx, option.name)
             )
             command(overrides=overrides, **{p.name: values[p.name] for p in own})
 
-        from_fields = [option.parameter(defaults.get(option.name)) for option in chosen]
+        from_fields = [option.parameter(defaults.get(option.name)) for option in options]
         required = [p for p in own if p.default is p.empty]
         optional = [p for p in own if p.default is not p.empty]
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *from_fields, *optional)]
         signature = inspect.Signature([_make_parameter("ctx", typer.Context), *parameters])
         hints = {p.name: p.annotation for p in signature.parameters.values()}
-        vars(call_command).update(__signature__=signature, rare=hidden)
+        vars(call_command).update(__signature__=signature, rare=rare_fields | set(rare.split()))
         call_command.__name__, call_command.__doc__, call_command.__annotations__ = (
             command.__name__,
             command.__doc__,
@@ -202,9 +205,12 @@ def written(ctx: typer.Context, name: str) -> bool:
 
 
 @functools.cache
-def _list_fields(kind: type) -> list[tuple[dataclasses.Field[Any], Any]]:
-    hints = typing.get_type_hints(kind)
-    return [(f, hints[f.name]) for f in dataclasses.fields(kind) if f.metadata.get("flags", "") is not None]
+def _list_options(declared: type | str) -> list[_Option]:
+    if isinstance(declared, str):
+        of_study = {option.name: option for option in _list_options(Study)}
+        return [of_study[name] for name in declared.split()]
+    hints, fields = typing.get_type_hints(declared), dataclasses.fields(declared)
+    return [_Option(f, hints[f.name], declared) for f in fields if f.metadata.get("flags", "") is not None]
 
 
 def _strip_none(hint: Any) -> Any:
@@ -217,7 +223,8 @@ class _Option:
 
     def __init__(self, field: dataclasses.Field[Any], hint: Any, kind: type) -> None:
         self.name, self.default, self.about, self.hint = field.name, field.default, field.metadata, hint
-        self.panel = PANELS.get(kind)
+        owners = (each for each in kind.__mro__ if each in PANELS and self.name in each.__annotations__)
+        self.panel = next((PANELS[each] for each in owners), None)
         flags: str = self.about.get("flags") or "--" + self.name.replace("_", "-")
         self.flag, *self.aliases = flags.split()
 
@@ -280,5 +287,9 @@ def interpreter(text: str, flag: str, form: str) -> tuple[str, str]:
     return name, str(Path(path).absolute())
 
 
-READERS: dict[str, Callable[[Any], Any]] = {"budget": parse_budget, "runtime": pythons}
+READERS: dict[str, Callable[[Any], Any]] = {
+    "budget": parse_budget,
+    "runtime": pythons,
+    "baseline_python": lambda texts: pythons(texts, "--baseline-python"),
+}
 EXAMPLES: dict[Any, str] = {int: "1,8,32", float: "0.485,0.456,0.406", "--rate": "20,40,80"}

@@ -20,7 +20,7 @@ import numpy as np
 from dyno.data.rows import DecodedRow, Row, timed
 from dyno.worker.extras import install
 from dyno.worker.inputs.specs import geometry
-from dyno.worker.spec import Preprocess, Unavailable, UserError, to_json
+from dyno.worker.spec import Preprocess, Unavailable, UserError, check_known, to_json
 
 # Many images decoded by processes, in order, through memory that they share.
 
@@ -133,9 +133,7 @@ class Transform:
     """
 
     def __init__(self, size: tuple[int, int], preprocess: Preprocess, channels: int, upright: bool = False) -> None:
-        if preprocess.interpolation not in INTERPOLATIONS:
-            names = ", ".join(INTERPOLATIONS)
-            raise UserError(f"unknown interpolation {preprocess.interpolation!r}; known: {names}")
+        check_known("interpolation", preprocess.interpolation, INTERPOLATIONS)
         if preprocess.resize != 0 and preprocess.resize < 1:
             raise UserError(f"resize {preprocess.resize} would leave less than the crop; give 0, or 1 and more")
         if min(size) < 1 or channels not in (1, 3):

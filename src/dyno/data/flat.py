@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from dyno.data.photos import COUNT, SYNSET, is_image, list_synsets
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, check_known
 
 Transfer = Literal["link", "copy", "move"]
 ORDERS = ("synset", "synset-0", "synset-1")  # sorted synsets: from 0 or 1, as the numbers show, or as given
@@ -55,8 +55,8 @@ def sort(
     Files that are there already stay as they are, so that a run that was stopped can be resumed. Raises `UserError` for
     a folder, a table or a file that can't be used; images without a label are listed, not placed.
     """
-    if order and order not in ORDERS:
-        raise UserError(f"unknown order {order!r}; known: {', '.join(ORDERS)}")
+    if order:
+        check_known("order", order, ORDERS)
     target = out / "val"
     before = {path.name: path.parent.name for path in target.glob("n*/*") if is_image(path.name)}
     names = sorted({*_list_images(folder), *before})  # what was moved before counts where labels go by place

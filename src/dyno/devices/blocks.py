@@ -1,4 +1,7 @@
-"""Blocks: what is compared with each other, and so measured on one device; and the trial that all devices repeat."""
+"""Blocks: what is compared with each other, and so measured on one device; and the trial that all devices repeat.
+
+python -m dyno.devices.blocks FOLDER is the process of one block; it reads block.json there.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from dyno.devices.block_process import ORDER
-from dyno.devices.places import LOG, Place, RunningBlock
+from rich.console import Console
+
+from dyno.devices.places import BAD_INPUT, LOG, Place, RunningBlock
+from dyno.jobs.progress import Progress
 from dyno.runner import ensemble
+from dyno.runner.execute import execute
 from dyno.study.plan import PlannedTrial, TrialSelection
 from dyno.study.study import Study
+from dyno.worker import system
 from dyno.worker.record import read_json, write_bytes, write_json, write_text
-from dyno.worker.spec import SCHEMA, Trial, digest
+from dyno.worker.spec import SCHEMA, Trial, UserError, digest
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ def find_anchor(planned: Sequence[PlannedTrial]) -> PlannedTrial | None:
 
 # A block's process: what it is asked for, and the process on this host from outside.
 
-REQUEST = "request.toml"
+ORDER, REQUEST = "block.json", "request.toml"
 PATIENCE_S = 10.0  # that a process has to end its jobs after an interrupt
 
 
@@ -99,7 +107,7 @@ def popen(folder: Path, env: Mapping[str, str], cwd: str | None = None) -> subpr
     write_json(folder / ORDER, {**read_json(folder / ORDER), "driver": os.getpid()})
     with open(folder / LOG, "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "dyno.devices.block_process", str(folder)],
+            [sys.executable, "-P", "-m", "dyno.devices.blocks", str(folder)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **env}, cwd=cwd,
             start_new_session=True,
         )  # fmt: skip
@@ -114,3 +122,32 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+# In that process: confined to its place, it measures the block's trials into a separate run folder.
+
+
+def main(folder: Path) -> int:
+    """Measure the trials that the folder's block.json asks for and the folder lacks; return the exit code."""
+    order: dict[str, Any] = read_json(folder / ORDER)
+    system.die_with_parent(order["driver"])
+    if order["cores"]:
+        os.sched_setaffinity(0, order["cores"])
+    progress = Progress(console=Console(stderr=True, no_color=True, soft_wrap=True))
+    try:
+        study = Study.from_toml(folder / order["study"])
+        execute(
+            study,
+            folder,
+            progress,
+            retry_failed=order["retry_failed"],
+            only=TrialSelection(order["trials"], order["sources"]),
+        )
+    except UserError as e:
+        print(e, file=sys.stderr)
+        return BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from dyno.devices.block_process import BAD_INPUT
 from dyno.jobs.nvml import find_gpu
 from dyno.jobs.progress import Progress
 from dyno.study.defaults import missing_gpu
@@ -23,6 +22,7 @@ from dyno.worker.spec import Unfinished, UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LOG = "block.log"
+BAD_INPUT = 2  # exit code of a block's process
 
 
 class Host(Protocol):

@@ -11,7 +11,7 @@ from dyno.formatting import counting, significant
 from dyno.layers import align
 from dyno.layers.align import Region
 from dyno.layers.tables import MODEL, QUANTISES, names_cell
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
 from dyno.worker.facts.job import Difference, Layer, LayerError, LayerErrors, LayerGraph, Port
 

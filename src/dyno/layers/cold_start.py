@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.jobs.progress import Progress
 from dyno.layers import forms
 from dyno.layers.profiling import engines
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.results import stats
 from dyno.runner.device_lock import launch_in_turn
 from dyno.study.defaults import one_model

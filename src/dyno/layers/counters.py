@@ -15,7 +15,7 @@ from dyno.formatting import counting, significant
 from dyno.jobs.progress import Progress
 from dyno.layers import times
 from dyno.layers.tables import names_cell
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.runner.device_lock import launch_in_turn
 from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
 from dyno.worker.facts.engine import range_name, shorten_kernel

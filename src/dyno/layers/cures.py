@@ -15,8 +15,7 @@ from dyno.layers.causes import Cause
 from dyno.layers.forms import FormRequest
 from dyno.layers.waterfall import Waterfall, WaterfallStep
 from dyno.report.export import with_sentences
-from dyno.report.table_kind import TableKind
-from dyno.report.tables import trial_table
+from dyno.report.tables import TableKind, trial_table
 from dyno.results import ranking, stats
 from dyno.results.correctness import AGREE
 from dyno.results.run_data import RunData

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from dyno.layers import align
 from dyno.layers.tables import BYTES
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.table import PERCENT, TEXT, Column, Row, Table
 from dyno.worker.facts.job import MODULES, CopyRate, Layer, LayerGraph, PeakOfType, Port
 from dyno.worker.spec import UserError

@@ -10,7 +10,7 @@ from itertools import pairwise
 from dyno.formatting import counting, significant
 from dyno.layers import align
 from dyno.layers.align import CONSTANT, FLOW, NAMED, Region
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.table import COUNT, TEXT, Column, Row, Table
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 

@@ -13,7 +13,7 @@ from dyno.layers import align, roofline
 from dyno.layers.align import Flow
 from dyno.layers.roofline import Ceilings, RooflineRating
 from dyno.layers.tables import MODEL, names_cell, shape
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.results.remarks import Launch
 from dyno.results.stats import Interval, median_interval
 from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table

@@ -23,7 +23,7 @@ from dyno.layers.pairs import FormPair
 from dyno.layers.tables import names_cell
 from dyno.layers.times import Times
 from dyno.report.style import INK, WIDTH, styled
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.results.stats import CONFIDENCE, Interval, find_rejected
 from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
 

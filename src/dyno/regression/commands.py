@@ -13,16 +13,18 @@ from rich.markup import escape
 
 from dyno.cli import options
 from dyno.formatting import bullet
-from dyno.study.options import ComparisonOptions, DataOptions, MeasurementOptions, ModelOptions, RuntimeOptions
 from dyno.worker.option_values import option
 from dyno.worker.spec import UserError, plain
 
 if TYPE_CHECKING:
     from dyno.regression.comparison import Comparison
 
-GATE, TOLERANCE = "Gate", 0.02
-# Options that a comparison sets itself, or that its two sides can't have.
-OMITTED = "routes reference budget search confirm peak energy turns compared until minutes equivalent"
+GATE = "Gate"
+# Options that both sides of a comparison have.
+SHARED = (
+    f"{options.CONFIGURATION} {options.MODEL} {options.IMAGES} {options.EFFORTS} boundaries block timeout "
+    f"build_timeout {options.RUNTIME}"
+)
 DEFAULTS: dict[str, Any] = {"rounds": 5, "boundaries": "model", "backends": "the one for this kind of file"}
 
 Junit = Annotated[str, typer.Option(help="Write the verdicts as JUnit's XML into this file.", rich_help_panel=GATE)]
@@ -42,66 +44,61 @@ class BisectOptions:
     pythons: str = option("", "Or interpreters in order: good=PATH,bad=PATH.")
 
 
-@options.takes(
-    BisectOptions, ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, omit=OMITTED,
-    rare="least rtol any_outputs junit summary tolerance", **DEFAULTS,
-)  # fmt: skip
+@dataclass(frozen=True)
+class SideOptions:
+    """What A and B are."""
+
+    remeasure: bool = option(False, "Measure stored runs again, here and in turns.", common=True)
+    baseline_python: tuple[str, ...] = option((), "A is the same model with this BACKEND=PYTHON.", common=True)
+    commits: str = option("", "Git commits of A and B, A..B; no B is the file as it is now.", common=True)
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """When a comparison fails."""
+
+    fail_on: str = option(
+        "",
+        "Exit 1 on any of: slower, less-accurate, disagree (needs --least), status, wrong-outputs. slower=2% is a gate "
+        "(exit 3: undecided); less-accurate=0.5 accepts a loss in points.",
+        "slower,less-accurate,status,wrong-outputs; with --bisect slower=5%",
+        common=True,
+    )
+    tolerance: float = option(0.02, "Relative slow-down that is still accepted.")
+    least: float = option(0.0, "Exit 1 when a smaller share of values agrees (0 to 1).")
+    rtol: float = option(1e-3, "Relative difference of two outputs that still agree.")
+    any_outputs: bool = option(False, "Judge the speed even where B's outputs are wrong.")
+
+
+options.PANELS[GateOptions] = GATE
+
+
+@options.takes(BisectOptions, SideOptions, GateOptions, SHARED, rare="junit summary", **DEFAULTS)
 def compare(
     overrides: options.Overrides,
     a: Annotated[str, typer.Argument(help="What to compare with: a run folder, or a model.", metavar="A")],
     b: Annotated[str, typer.Argument(help="What to judge: a run folder, or a model.", metavar="B")] = "",
-    remeasure: Annotated[
-        bool, typer.Option("--remeasure", help="Measure stored runs again, here and in turns.")
-    ] = False,
-    baseline_python: Annotated[
-        list[str], typer.Option(help="A is the same model with this BACKEND=PYTHON. May be repeated.", metavar="TEXT")
-    ] = [],  # noqa: B006
-    commits: Annotated[str, typer.Option(help="Git commits of A and B, A..B; no B is the file as it is now.")] = "",
-    fail_on: Annotated[
-        str,
-        typer.Option(
-            help="Exit 1 on any of: slower, less-accurate, disagree (needs --least), status, wrong-outputs. "
-            "slower=2% is a gate (exit 3: undecided); less-accurate=0.5 accepts a loss in points.",
-            rich_help_panel=GATE, show_default="slower,less-accurate,status,wrong-outputs; with --bisect slower=5%",
-        ),
-    ] = "",
-    tolerance: Annotated[
-        float, typer.Option(help="Relative slow-down that is still accepted.", rich_help_panel=GATE)
-    ] = TOLERANCE,
-    least: options.Least = 0.0,
-    rtol: options.Rtol = 1e-3,
-    any_outputs: Annotated[
-        bool,
-        typer.Option("--any-outputs", help="Judge the speed even where B's outputs are wrong.", rich_help_panel=GATE),
-    ] = False,
     junit: Junit = "",
     summary: Summary = "",
     out: options.Out = "",
     format: options.Format = "text",
-) -> None:  # fmt: skip
+) -> None:
     """Say whether B is slower than A: runs, files, commits, versions. Exit 1 if B got worse, 3 if undecided."""
     from dyno.regression import comparison
-    from dyno.study.defaults import check_format
 
     versions = options.take_options(BisectOptions, overrides)
-    conditions = {"fail_on": tuple(_parse_items(fail_on))} if fail_on else {}
-    rules = {"tolerance": tolerance, "least": least, "rtol": rtol, "any_outputs": any_outputs}
-    sides = {"remeasure": remeasure, "baseline_python": baseline_python, "commits": commits}
+    fail_on = overrides.pop("fail_on", "")
     if versions.bisect:
-        usual = {"tolerance": TOLERANCE, "rtol": 1e-3, "format": "text"}
-        others = {**rules, **sides, "B": b, "junit": junit, "summary": summary, "format": format}
-        _refuse_beside_bisect([name for name, value in others.items() if value and value != usual.get(name)], overrides)
+        others = {"B": b, "junit": junit, "summary": summary, "format": format != "text"}
+        others |= {f.name: f.name in overrides for kind in (GateOptions, SideOptions) for f in fields(kind)}
+        _refuse_beside_bisect([name for name, given in others.items() if given], overrides)
         raise typer.Exit(_bisect(a, versions, fail_on, out, overrides))
     if given := next((f.name for f in fields(versions) if getattr(versions, f.name)), ""):
         raise UserError(f"--{given.replace('add', 'with')} is for --bisect; add that, or omit it")
-    check_format(format)
     check_files(junit, summary)
-    settings = {**conditions, **rules, **overrides}
-    if baseline_python:
-        settings["baseline_python"] = options.pythons(baseline_python, "--baseline-python")
-    result = comparison.compare(
-        a, b or None, remeasure=remeasure, commits=commits, out=out or None, quiet=False, **settings
-    )
+    if fail_on:
+        overrides["fail_on"] = tuple(_parse_items(fail_on))
+    result = comparison.compare(a, b or None, out=out or None, quiet=False, **overrides)
     raise typer.Exit(output(result, format, junit, summary))
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from dyno.formatting import counting, plain
 from dyno.regression.rules import LESS_ACCURATE, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, slowdown, smallest_slowdown
-from dyno.report.table_kind import TableKind
-from dyno.report.tables import trial_table
+from dyno.report.tables import TableKind, trial_table
 from dyno.report.tables.trial_table import IDENTITY, pick
 from dyno.results import metrics, ranking, remarks, stats
 from dyno.results.correctness import INCOMPARABLE, OTHER_WEIGHTS, WRONG, incomparable

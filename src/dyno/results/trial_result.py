@@ -28,7 +28,7 @@ from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import SAME_OUTPUTS, Facts
 from dyno.worker.record import Record
 from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, Trial, UserError, usual_name
-from dyno.worker.tasks.task import Task
+from dyno.worker.tasks import Task
 
 # Files of a run that are forms of one network, so that they belong into one table with one reference.
 

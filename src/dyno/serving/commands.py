@@ -5,18 +5,12 @@ from __future__ import annotations
 import typer
 
 from dyno.cli import options
-from dyno.study.options import ComparisonOptions, DataOptions, MeasurementOptions, ModelOptions, RuntimeOptions
-from dyno.videos.commands import exit_load, print_load
+from dyno.videos.commands import LOAD, exit_load, print_load
 from dyno.worker.serve.options import ServeOptions
-
-UNUSED = (
-    "routes reference budget search confirm boundaries turns block until minutes peak energy timeout data "
-    "samples interval"
-)
 
 
 @options.takes(
-    ComparisonOptions, ServeOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, omit=UNUSED,
+    ServeOptions, f"{LOAD} rounds builds seconds warmup compared equivalent",
     backends="the one for this kind of model", batches="8; of a file 1, or its fixed batch",
     rounds="1, or 3 where engines are compared", seconds=1.0, warmup=0.5,
     compared="32, or four times --batch up to 512, or three times",
@@ -29,9 +23,7 @@ def serve(
 ) -> None:
     """Find how many requests per second an engine answers in time. At random times, batched, in e.g. --p99 20ms."""
     from dyno.serving import session
-    from dyno.study.defaults import check_format
 
-    check_format(format)
     requests = options.take_options(ServeOptions, overrides)
     served = session.serve_test(model, out=out or None, options=requests, quiet=False, **overrides)
     print_load(served, format)

@@ -9,7 +9,7 @@ import numpy as np
 
 from dyno.formatting import counting, show, significant
 from dyno.report.style import EDGE, LINES, WIDTH, Chart, color, logarithmic, marker, styled, tip
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.results import stats
 from dyno.results.correctness import WRONG, distance
 from dyno.results.run_data import RunData

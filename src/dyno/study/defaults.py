@@ -16,16 +16,11 @@ from dyno.study.commits import keeps_weights
 from dyno.study.study import Choice, Study, model_name, name_fields
 from dyno.worker import registry
 from dyno.worker.option_values import check_types
-from dyno.worker.spec import ENDPOINT, FIXED, UserError, check_known, usual_name
+from dyno.worker.spec import ENDPOINT, FIXED, UserError, usual_name
 
 # What a command refuses before anything is trained, measured or written.
 
 FORMATS = ("text", "markdown", "csv", "json", "html")
-
-
-def check_format(format: str) -> None:
-    """Raise `UserError` for a format in which no table can be printed."""
-    check_known("format", format, FORMATS)
 
 
 def check_threads(study: Study) -> None:

@@ -36,8 +36,7 @@ from dyno.study import commits, input_options
 from dyno.study.commits import keeps_weights, stored_source
 from dyno.study.defaults import form
 from dyno.study.interpreters import missing, runtime_of
-from dyno.study.library_names import NETWORK_LIBRARIES, find_libraries, list_names
-from dyno.study.study import Choice, Study, model_name, parse_size
+from dyno.study.study import NETWORK_LIBRARIES, Choice, Study, find_libraries, list_names, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
 from dyno.worker.inspection import Inspection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
 
@@ -53,16 +53,11 @@ MODEL_HELP = (
 )
 
 
-def required(help: str) -> Any:
-    """Return a field without a default, which is not an option of the command line."""
-    return field(metadata={"help": help, "flags": None})
-
-
 @settings
 class ComparisonOptions:
     """What to compare."""
 
-    models: Models = required(MODEL_HELP)
+    models: Models = option(dataclasses.MISSING, MODEL_HELP, flags=None)
     backends: Strings = option(
         (),
         "Backends, with options as NAME@option=value: pytorch,onnxruntime@optimization=basic.",
@@ -96,13 +91,11 @@ class ComparisonOptions:
         "Routes to the ONNX file, a row each: dynamo, torchscript, static, fold, opset17 joined by +; usual; or all.",
         usual="the usual one, and another where that fails or another is faster",
     )
-    baseline: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "help": "Side A of a comparison, as the settings that differ: models, weights, pretrained, runtime.",
-            "flags": None,
-            "usual": "nothing: no comparison of two sides",
-        },
+    baseline: dict[str, Any] = option(
+        {},
+        "Side A of a comparison, as the settings that differ: models, weights, pretrained, runtime.",
+        usual="nothing: no comparison of two sides",
+        flags=None,
     )
     reference: str = option(
         "",

@@ -9,16 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import signal
 import sys
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from dyno.study.library_names import find_libraries
 from dyno.study.options import (
     ClusterOptions,
     ComparisonOptions,
@@ -437,3 +439,23 @@ def runtimes(study: Study, choice: Choice) -> Mapping[str, Any]:
     if choice.runtime and choice.runtime not in study.runtime:
         raise UserError(f"backend {choice.name!r} asks for runtime {choice.runtime!r}, which the study does not define")
     return study.runtime.get(choice.runtime or choice.name, {})
+
+
+NETWORK_LIBRARIES = ("torchvision", "timm")
+# A function below the decorator that adds a network to its library, perhaps with other decorators in between.
+REGISTERED = re.compile(r"^@register_model\b.*\n(?:@.*\n(?:[ )].*\n)*)*def (\w+)\(", re.M)
+
+
+@cache
+def list_names(library: str) -> frozenset[str]:
+    """Return the names of the library's networks, none where it is not installed."""
+    found = find_spec(library)
+    if found is None or not found.origin:
+        return frozenset()
+    files = (Path(found.origin).parent / "models").rglob("*.py")
+    return frozenset(name for file in files for name in REGISTERED.findall(file.read_text(encoding="utf-8")))
+
+
+def find_libraries(name: str) -> list[str]:
+    """Return the installed libraries that have a network of this name."""
+    return [library for library in NETWORK_LIBRARIES if name in list_names(library)]

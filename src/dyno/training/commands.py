@@ -7,14 +7,12 @@ from typing import Annotated
 import typer
 
 from dyno.cli import options
-from dyno.study.options import DataOptions, ModelOptions, RuntimeOptions
 from dyno.worker.training.options import TrainOptions
 
 Folder = Annotated[str, typer.Argument(help="Folder of class folders, with or without train/ and test/; or 'digits'.")]
-NOT_TRAINED = "shapes inputs classes task data calibration compared budget search"
 
 
-@options.takes(TrainOptions, RuntimeOptions, ModelOptions, DataOptions, omit=NOT_TRAINED)
+@options.takes(TrainOptions, "threads runtime weights pretrained channels mean std unreadable")
 def train(
     overrides: options.Overrides,
     data: Folder,

@@ -9,26 +9,19 @@ import typer
 
 from dyno.cli import options
 from dyno.cli.exits import INTERRUPTED, UNFINISHED
-from dyno.study.options import (
-    MODEL_HELP,
-    ComparisonOptions,
-    DataOptions,
-    MeasurementOptions,
-    ModelOptions,
-    RuntimeOptions,
-)
+from dyno.study.options import MODEL_HELP
 from dyno.worker.spec import UserError
 from dyno.worker.video.options import VideoOptions
 
 if TYPE_CHECKING:
     from dyno.videos.session import LoadResult
 
-UNUSED = "routes reference compared budget search confirm boundaries turns block until minutes peak energy timeout data"
+LOAD = f"{options.CONFIGURATION} {options.MODEL} calibration unreadable build_timeout {options.RUNTIME}"
 SOURCE = "A video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input."
 
 
 @options.takes(
-    ComparisonOptions, VideoOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, omit=UNUSED,
+    VideoOptions, f"{LOAD} {options.EFFORTS} equivalent",
     backends="the one for this kind of model", rounds="1, or 3 where engines are compared", seconds=1.0, warmup=0.5,
 )  # fmt: skip
 def video(
@@ -44,10 +37,8 @@ def video(
     format: options.Format = "text",
 ) -> None:
     """Detect objects in a video, and say which stage bounds its speed."""
-    from dyno.study.defaults import check_format
     from dyno.videos import session
 
-    check_format(format)
     filmed = session.video(
         source,
         output,

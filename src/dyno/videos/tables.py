@@ -11,7 +11,7 @@ import numpy as np
 
 from dyno.formatting import counting, plain, ratio, show, significant
 from dyno.report.style import COLORS, FAINT, WIDTH, Chart, styled, tip
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.results import stats
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import TrialResult

@@ -21,11 +21,11 @@ WORDS: dict[Any, str] = {
 Check = Callable[[Option], str]  # "" for a valid value, else a description of valid ones
 
 
-def option(default: Any, help: str, usual: str = "", *, flags: str = "", common: bool = False) -> Any:
-    """Return a dataclass's field that is an option of the command line, with its help.
+def option(default: Any, help: str, usual: str = "", *, flags: str | None = "", common: bool = False) -> Any:
+    """Return a dataclass's field with its help; a required one where the default is MISSING.
 
     `usual` describes the default. `flags` are its names on the command line, the one that help shows first (default:
-    the field's name). `common` options appear in a command's short help.
+    the field's name; None: it has none there). `common` options appear in a command's short help.
     """
     metadata = {"help": help, "flags": flags, "usual": usual, "common": common}
     if isinstance(default, dict):

@@ -1,7 +1,5 @@
 """A block's folder on a node: whose it is, and what becomes of one whose process was killed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

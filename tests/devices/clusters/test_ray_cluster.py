@@ -1,11 +1,9 @@
 """A study on a Ray cluster of two nodes, which are two shares of this machine: every block whole on one of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,22 +11,22 @@ from typing import Any
 import psutil
 import pytest
 
-from dyno import Study, UserError
-from dyno.devices import one_host, spread
+import spreading
+from dyno import UserError
+from dyno.devices import spread
 from dyno.devices.clusters import ray_cluster
 from dyno.jobs.progress import Progress
 from dyno.results import remarks
 from dyno.results.trial_result import load_run
 from dyno.worker import system
 from logged import Log
-from spreading import expected, kill_a_driver, records
+from spreading import kill_a_driver, records
 
 pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(system.physical_cores() < 2, reason="two nodes need two physical cores"),
 ]
-Studies = Callable[..., Study]
 NODES_S = 600  # that nodes may take to start
 
 
@@ -47,42 +45,21 @@ def cluster() -> Iterator[Any]:
         two.shutdown()
 
 
-@pytest.fixture
-def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody measures whether the nodes disturb each other."""
-    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
-
-
 @pytest.mark.usefixtures("undisturbed")
 def test_a_study_on_two_nodes_is_that_of_one_host_but_for_its_places(
-    fake_study: Studies, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    fields = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}
-    study, log = fake_study(on=f"ray={cluster.address}", **fields), Log()
-    spread.run(study, tmp_path / "two", log)
-    assert records(tmp_path / "two").keys() == expected(fake_study(**fields)), log.said
-    results = load_run(tmp_path / "two")
-    assert {t.status for t in results} == {"ok"}
-    own = {p.place: {cpu for t in results if t.placement == p for r in t.rounds for cpu in r.facts.affinity}
-           for p in {t.placement for t in results} if p is not None}  # fmt: skip
-    assert len(own) == 2 and not set.intersection(*own.values()), "each node has processors of its own"
+    spreading.run_on_two_places(fake_study, tmp_path / "two", f"ray={cluster.address}")
     job = next((tmp_path / "two").glob("trials/*/r0/job.json")).read_text()
     assert "OMP_NUM_THREADS" not in job
-    assert not [*(tmp_path / "two").glob("blocks/*")]
-
-    before, again = records(tmp_path / "two"), Log()
-    spread.run(study, tmp_path / "two", again)
-    assert (records(tmp_path / "two"), again.said) == (before, [])
     with pytest.raises(UserError, match=r"on=ray=.*this command says no on"):
-        spread.run(fake_study(**fields), tmp_path / "two", again)
+        spread.run(fake_study(**spreading.TWO_BLOCKS), tmp_path / "two", Log())
 
 
 @pytest.mark.rare
 @pytest.mark.usefixtures("undisturbed")
-def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(
-    fake_study: Studies, tmp_path: Path, cluster: Any
-) -> None:
+def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
     third, gone = cluster.add_node(num_cpus=1), []
     cluster.wait_for_nodes(NODES_S)
 
@@ -98,9 +75,7 @@ def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(
         patch.setattr(ray_cluster, "_choose_processors", _anywhere)
         spread.run(fake_study(on=f"ray={cluster.address}", **fields), tmp_path, log)
     assert gone, log.said
-    results = load_run(tmp_path)
-    assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 5 for t in results)
-    (moved,) = [t for t in results if t.placement and t.placement.lost]
+    moved = spreading.find_moved(tmp_path, 5)
     assert moved.placement is not None and not moved.placement.place.endswith("#3")
     assert any("lost with its node" in warning for warning in remarks.list_warnings(moved))
 
@@ -120,10 +95,10 @@ def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
 
 
 @pytest.mark.rare
+@pytest.mark.usefixtures("undisturbed")
 def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
-    fake_study: Studies, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, cluster: Any
 ) -> None:
-    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
     study = fake_study(on=f"ray={cluster.address}", batches=(1, 2), rounds=4, seconds=0.2)
     folder = tmp_path / "run"
     before = kill_a_driver(study, folder)
@@ -134,25 +109,15 @@ def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
 
 
 @pytest.mark.rare
-def test_a_terminated_command_says_so_in_one_line(fake_study: Studies, tmp_path: Path, cluster: Any) -> None:
+def test_a_terminated_command_says_so_in_one_line(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
     """Ray's own handler prints traces, and ends the process where it is."""
     study = fake_study(on=f"ray={cluster.address}", rounds=50, until="rounds")
-    (tmp_path / "study.toml").write_text(study.to_toml())
-    words = [sys.executable, "-m", "dyno", "run", str(tmp_path / "study.toml"), "--out", str(tmp_path / "run")]
-    command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not [*tmp_path.glob("run/blocks/*/trials/*/*/record.json")]:
-        assert command.poll() is None, "something is measured first"
-        time.sleep(0.05)
-    command.terminate()
-    _, said = command.communicate(timeout=600)
-    assert command.returncode == 130
-    assert said.splitlines()[-1].startswith("dyno: stopped; what was measured is stored")
-    assert "SIGTERM" not in said and "Traceback" not in said
+    assert "SIGTERM" not in spreading.stop(study, tmp_path / "run", subprocess.Popen.terminate)
     assert load_run(tmp_path / "run").trials, "what was measured can be read before its block is at its end"
 
 
 @pytest.mark.rare
-def test_a_command_that_is_terminated_while_ray_starts_says_so_in_one_line(fake_study: Studies, tmp_path: Path) -> None:
+def test_a_command_that_is_terminated_while_ray_starts_says_so_in_one_line(fake_study: Any, tmp_path: Path) -> None:
     (tmp_path / "study.toml").write_text(fake_study(on="ray=local").to_toml())
     words = [sys.executable, "-m", "dyno", "run", str(tmp_path / "study.toml"), "--out", str(tmp_path / "run")]
     command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -188,20 +153,18 @@ def _children(pid: int) -> list[str]:
         ({"on": "ray=127.0.0.1:1"}, "no Ray cluster answers at 127.0.0.1:1: "),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    fake_study: Studies, tmp_path: Path, fields: dict[str, Any], message: str
-) -> None:
+def test_what_makes_no_sense_is_refused(fake_study: Any, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         spread.run(fake_study(**fields), tmp_path, Progress(quiet=True))
     assert "\n" not in str(caught.value)
 
 
-def test_a_node_without_the_device(fake_study: Studies, tmp_path: Path, cluster: Any) -> None:
+def test_a_node_without_the_device(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
     with pytest.raises(UserError, match="no node of the Ray cluster has a GPU"):
         spread.run(fake_study(on=f"ray={cluster.address}", device="cuda"), tmp_path, Progress(quiet=True))
 
 
-def test_without_the_library(fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"inference-dyno\[ray\]"):
         spread.run(fake_study(on="ray"), tmp_path, Progress(quiet=True))

@@ -1,15 +1,10 @@
 """A study on jobs of Slurm: on two processes of this host, as submitit has them without Slurm, and on a Slurm whose
 commands are scripts."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,22 +13,20 @@ import psutil
 import pytest
 
 import spreading
-from dyno import Study, UserError
-from dyno.devices import blocks, one_host, spread
+from dyno import UserError
+from dyno.devices import blocks, spread
 from dyno.devices.clusters import slurm_cluster
 from dyno.devices.clusters.slurm_cluster import parse
 from dyno.devices.clusters.slurm_job import DRIVER, NODE, Mail, Pilot, write
 from dyno.devices.places import RunningBlock
 from dyno.jobs.progress import Progress
 from dyno.results import remarks
-from dyno.results.trial_result import load_run
 from dyno.worker import system
 from dyno.worker.spec import Unfinished
 from logged import Log
-from spreading import environments, expected, kill_a_driver, records
+from spreading import environments, kill_a_driver, records
 
 pytest.importorskip("submitit")
-Studies = Callable[..., Study]
 LOCAL = "slurm=2,cluster=local"
 two_cores = pytest.mark.skipif(system.physical_cores() < 2, reason="two jobs need two physical cores")
 FAKE = {
@@ -57,47 +50,28 @@ echo "$*" >> "$FAKE_SLURM/cancelled"
 }
 
 
-@pytest.fixture
-def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody measures whether the jobs disturb each other."""
-    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
-
-
 @pytest.mark.slow
 @two_cores
 @pytest.mark.usefixtures("undisturbed")
 def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    fields = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}
-    study = fake_study(on=LOCAL, **fields)
-    log = Log()
     with environments() as around:
-        spread.run(study, tmp_path / "two", log)
-    assert records(tmp_path / "two").keys() == expected(fake_study(**fields)), log.said
-    results = load_run(tmp_path / "two")
-    assert {t.status for t in results} == {"ok"}
-    own = {p.place: {cpu for t in results if t.placement == p for r in t.rounds for cpu in r.facts.affinity}
-           for p in {t.placement for t in results} if p is not None}  # fmt: skip
-    assert len(own) == 2 and not set.intersection(*own.values()), "each job has processors of its own"
+        spreading.run_on_two_places(fake_study, tmp_path / "two", LOCAL)
     assert around
     for env in around:
         assert env["OMP_NUM_THREADS"] == "7" and "CUDA_VISIBLE_DEVICES" not in env, "as where the command was given"
         assert not [name for name in env if name.startswith(("SUBMITIT_", "SLURM_"))]
-    assert not (tmp_path / "two" / "slurm").exists() and not [*(tmp_path / "two").glob("blocks/*")]
-
-    before, again = records(tmp_path / "two"), Log()
-    spread.run(study, tmp_path / "two", again)
-    assert (records(tmp_path / "two"), again.said) == (before, [])
+    assert not (tmp_path / "two" / "slurm").exists()
 
 
 @pytest.mark.rare
 @two_cores
 @pytest.mark.usefixtures("undisturbed")
 def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, gone, start = list[RunningBlock](), list[str](), blocks.start_process
 
@@ -115,15 +89,13 @@ def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
     log = Log(kill)
     spread.run(fake_study(on=LOCAL, batches=(1, 2, 3), rounds=4, seconds=0.2), tmp_path, log)
     assert gone, log.said
-    results = load_run(tmp_path)
-    assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 4 for t in results)
-    (moved,) = [t for t in results if t.placement and t.placement.lost]
+    moved = spreading.find_moved(tmp_path, 4)
     assert moved.placement is not None and not moved.placement.place.endswith("#2")
     assert any("lost with its node: job" in warning for warning in remarks.list_warnings(moved))
 
 
 @pytest.mark.rare
-def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_study: Studies, tmp_path: Path) -> None:
+def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_study: Any, tmp_path: Path) -> None:
     gone: list[str] = []
 
     def kill(place: str, line: str) -> None:
@@ -144,10 +116,8 @@ def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_st
 
 @pytest.mark.rare
 @two_cores
-def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
+@pytest.mark.usefixtures("undisturbed")
+def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(on=LOCAL, batches=(1, 2), rounds=4, seconds=0.2)
     folder = tmp_path / "run"
     measured = kill_a_driver(study, folder)
@@ -162,22 +132,10 @@ def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(
 
 @pytest.mark.rare
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_whole_terminal_is_one_line(fake_study: Studies, tmp_path: Path, number: int) -> None:
+def test_a_signal_to_the_whole_terminal_is_one_line(fake_study: Any, tmp_path: Path, number: int) -> None:
     """Jobs on this host get it, too, and leave the words to the command, which ends them."""
     study, folder = fake_study(on="slurm=1,cluster=local", rounds=50, until="rounds"), tmp_path / "run"
-    (tmp_path / "study.toml").write_text(study.to_toml())
-    command = subprocess.Popen(
-        [sys.executable, "-m", "dyno", "run", str(tmp_path / "study.toml"), "--out", str(folder)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    while not [*folder.glob("blocks/*/trials/*/*/record.json")]:
-        assert command.poll() is None, "something is measured first"
-        time.sleep(0.05)
-    os.killpg(command.pid, number)
-    _, said = command.communicate(timeout=600)
-    assert command.returncode == 130
-    assert said.splitlines()[-1].startswith("dyno: stopped; what was measured is stored") and "Traceback" not in said
+    spreading.stop(study, folder, lambda command: os.killpg(command.pid, number))
     assert not (folder / "slurm").exists(), "the jobs have ended"
 
 
@@ -209,7 +167,7 @@ def _unfinished(folder: Path) -> dict[str, int]:
 @pytest.mark.rare
 @pytest.mark.usefixtures("undisturbed")
 def test_a_job_that_waits_is_spoken_of_and_one_that_never_starts_is_left_out(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = tmp_path / "slurm"
     fake.mkdir()
@@ -279,7 +237,7 @@ def test_what_is_asked_of_slurm() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=message) as caught:
@@ -289,7 +247,7 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_what_lies_in_a_folder_from_elsewhere_is_not_followed(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
     other = tmp_path / "other" / "jobs-1" / "0"
@@ -303,12 +261,12 @@ def test_what_lies_in_a_folder_from_elsewhere_is_not_followed(
     assert (other / "id").is_file() and not asked
 
 
-def test_a_plan_needs_no_job(fake_study: Studies) -> None:
+def test_a_plan_needs_no_job(fake_study: Any) -> None:
     with spread.expected_places(fake_study(on="slurm=9,partition=gpu", device="cuda")) as found:
         assert [(place.device, place.host) for place in found] == [("cuda:0", None)]
 
 
-def test_without_the_library(fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(UserError, match=r"inference-dyno\[slurm\]"):
         spread.run(fake_study(on="slurm"), tmp_path / "run", Progress(quiet=True))

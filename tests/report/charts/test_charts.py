@@ -1,7 +1,5 @@
 """Charts: what is drawn, when there is nothing to draw, that names stay text, and colours that can be told apart."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

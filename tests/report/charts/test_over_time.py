@@ -1,8 +1,5 @@
 """Trials over time: telemetry with known contents on one axis, and `dyno show --over-time`."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,6 @@ import pandas as pd
 import pytest
 
 import synthetic
-from dyno import Study
 from dyno.jobs import telemetry
 from dyno.jobs.progress import Progress
 from dyno.report.charts import over_time
@@ -106,7 +102,7 @@ def test_what_can_not_be_drawn_is_one_line(found: Results, tmp_path: Path) -> No
 
 
 @pytest.fixture
-def stored_run(fake_study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stored_run(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(telemetry, "PERIOD_S", 0.01)
     backends = ("fake@latency_ms=2", "fake@latency_ms=3", "fake@latency_ms=4")
     execute(fake_study(backends=backends, samples=20), tmp_path / "run", Progress(quiet=True))
@@ -114,9 +110,7 @@ def stored_run(fake_study: Callable[..., Study], tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_trials_are_written_over_time(
-    stored_run: Path, call: Callable[..., Any], refused: Callable[..., str], tmp_path: Path
-) -> None:
+def test_trials_are_written_over_time(stored_run: Path, call: Any, refused: Any, tmp_path: Path) -> None:
     assert call("show", stored_run, "--over-time", "t.csv") == (0, "", "saved t.csv\n")
     rows = pd.read_csv(tmp_path / "t.csv")
     assert rows["trial"].nunique() == 3 and "model" in set(rows["timed"])

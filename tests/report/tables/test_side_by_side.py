@@ -1,7 +1,5 @@
 """Tables side by side: a row per model, size and batch, a column per way, and the same numbers for machines."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

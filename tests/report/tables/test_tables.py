@@ -1,7 +1,5 @@
 """Tables that are made from a run: agreement, when a preparation has paid off, variance, and the text of any."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

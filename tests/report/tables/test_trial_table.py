@@ -1,7 +1,5 @@
 """The tidy table and its printed twins."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Decisions: one sentence each, whether it is real and right, what is next, and what folds out."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

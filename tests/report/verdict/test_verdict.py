@@ -1,7 +1,5 @@
 """The sentences: who wins, how sure that is, what a confirmation says, and what did not run as requested."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

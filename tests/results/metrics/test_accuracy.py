@@ -1,7 +1,5 @@
 """Accuracy, paired differences and the budget on answers with known counts, and which classes are confused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Agreement of outputs and of boxes: the isclose share, errors, what is not finite, and objects in any order."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """mAP is COCOeval's, perfect detections have all of it, and intervals and budgets follow from the images."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

@@ -1,8 +1,6 @@
 """The four verdicts, and what is promised of them, on simulated studies: processes that differ, on a machine that
 drifts from round to round, which both of a pair share where they measure in turns."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

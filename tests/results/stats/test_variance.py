@@ -1,7 +1,5 @@
 """Where the spread comes from, and what is promised of verdicts over builds, on simulated studies."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """INT8 from files as other exporters write them: every layer that should be quantised is, and outputs stay close."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

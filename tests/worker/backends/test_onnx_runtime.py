@@ -1,10 +1,7 @@
 """ONNX Runtime: right answers at every batch and precision, the truth about types, and bad files in one line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,7 +135,7 @@ def test_a_file_without_description_says_its_shapes_itself(digits: Any) -> None:
     assert session.inputs[0].shape == (2, 1, 8, 8)
 
 
-def test_a_free_dimension_without_a_name_is_fixed_too(onnx_file: Callable[..., Path]) -> None:
+def test_a_free_dimension_without_a_name_is_fixed_too(onnx_file: Any) -> None:
     path = onnx_file("(float[?, 3] x) => (float[?, 3] output) { output = Relu(x) }")
     described = Artifact("onnx", str(path), "", 0, "fp32", (Tensor("x", "float32", ("x_0", 3)),), (), 0.0)
     for artifact in (None, described):
@@ -149,7 +146,7 @@ def test_a_free_dimension_without_a_name_is_fixed_too(onnx_file: Callable[..., P
         np.testing.assert_array_equal(session.fetch()["output"], [[0, 2, 0], [4, 0, 6]])
 
 
-def test_token_ids_and_free_lengths(onnx_file: Callable[..., Path]) -> None:
+def test_token_ids_and_free_lengths(onnx_file: Any) -> None:
     text = "(int64[batch, length] ids) => (float[batch, length, 2] output) { output = Gather(table, ids) }"
     path = onnx_file(text, table=np.arange(20, dtype=np.float32).reshape(10, 2))
     with pytest.raises(UserError, match="'ids' has a free dimension 'length'"):
@@ -160,7 +157,7 @@ def test_token_ids_and_free_lengths(onnx_file: Callable[..., Path]) -> None:
     np.testing.assert_array_equal(session.fetch()["output"], [[[2, 3], [0, 1], [4, 5]]])
 
 
-def test_an_output_whose_shape_only_the_run_knows(onnx_file: Callable[..., Path]) -> None:
+def test_an_output_whose_shape_only_the_run_knows(onnx_file: Any) -> None:
     path = onnx_file("(float[batch, 4] x) => (int64[2, found] where) { where = NonZero(x) }")
     session = OnnxRuntime().load(file_trial(path), None)
     for row, count in (([0, 1, 0, 1], 2), ([1, 1, 1, 0], 3)):
@@ -169,7 +166,7 @@ def test_an_output_whose_shape_only_the_run_knows(onnx_file: Callable[..., Path]
         assert session.fetch()["where"].shape == (2, count)
 
 
-def test_an_input_that_is_an_output_too(onnx_file: Callable[..., Path]) -> None:
+def test_an_input_that_is_an_output_too(onnx_file: Any) -> None:
     path = onnx_file("(float[batch, 4] x) => (float[batch, 4] y, float[batch, 4] x) { y = Relu(x) }")
     session = OnnxRuntime().load(file_trial(path), None)
     for row in [0, -1, 0, 1], [-2, 3, 1, 0]:
@@ -180,7 +177,7 @@ def test_an_input_that_is_an_output_too(onnx_file: Callable[..., Path]) -> None:
         assert np.array_equal(fetched["x"], given) and np.array_equal(fetched["y"], np.maximum(given, 0))
 
 
-def test_outputs_keep_their_names_whichever_of_them_has_a_shape(onnx_file: Callable[..., Path]) -> None:
+def test_outputs_keep_their_names_whichever_of_them_has_a_shape(onnx_file: Any) -> None:
     # The library places `where`; `looped` is of unknown rank, and described like a scalar.
     path = onnx_file("""(float[1, 4] x) => (int64[2, found] where, float[1, 4] relu, float sum, float[] looped) {
         where = NonZero(x)
@@ -201,7 +198,7 @@ def test_outputs_keep_their_names_whichever_of_them_has_a_shape(onnx_file: Calla
         assert found["sum"] == sum(row) and found["sum"].shape == ()
 
 
-def test_memory_that_runs_out_is_a_memory_error(onnx_file: Callable[..., Path]) -> None:
+def test_memory_that_runs_out_is_a_memory_error(onnx_file: Any) -> None:
     path = onnx_file("""(float[batch, 2] x) => (float[batch, 2] output) {
         huge = ConstantOfShape(size) sum = ReduceSum<keepdims = 0>(huge) output = Add(x, sum)
     }""", size=np.array([1 << 44]))  # fmt: skip
@@ -264,7 +261,7 @@ def test_loading_and_facts_need_numpy_and_onnxruntime_alone(digits: Any, root: P
     assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200).stdout.strip() == "[]"
 
 
-def test_indices_and_conditions_are_no_precision(onnx_file: Callable[..., Path]) -> None:
+def test_indices_and_conditions_are_no_precision(onnx_file: Any) -> None:
     text = "{ where = NonZero(x) pairs = Transpose(where) y = GatherND(x, pairs) }"
     session = OnnxRuntime().load(file_trial(onnx_file("(float[1, 4] x) => (float[some, 1] y)" + text)), None)
     session.bind({"x": np.array([[1, 2, 0, 4]], np.float32)})

@@ -1,9 +1,6 @@
 """What is written for TensorRT is accepted: TensorRT-RTX builds it, in the types that the file asks for."""
 
-from __future__ import annotations
-
 import importlib.util
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +13,12 @@ from dyno.worker.makers.precision import converted
 from dyno.worker.registry import find, maker
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, UserError, digest
 
-Make = Callable[[Recipe | None], Artifact]
 NAME = "tensorrt_rtx"
 needs_builder = pytest.mark.skipif(not importlib.util.find_spec(NAME), reason="tensorrt-rtx is not installed")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The recipe's file with all that it is made from, each once."""
     kept: dict[str, Artifact] = {}
 
@@ -52,7 +48,7 @@ def noise(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 
 @needs_builder
 @pytest.mark.parametrize(("precision", "kind"), [("fp16", "float16"), ("bf16", "bfloat16"), ("int8", "int8")])
-def test_raw_pixels_and_a_lower_precision_build(digits: Any, made: Make, precision: str, kind: str) -> None:
+def test_raw_pixels_and_a_lower_precision_build(digits: Any, made: Any, precision: str, kind: str) -> None:
     engine = made(find(NAME).recipe(trial(digits.model, precision, 8, digits.data, input="uint8")))
     assert engine.inputs == (Tensor("input", "uint8", (2, 1, 8, 8)),)
     assert engine.made_by.layers_by_type == {kind: 4}, "three convolutions and a matrix product"
@@ -69,7 +65,7 @@ def test_raw_pixels_and_a_lower_precision_build(digits: Any, made: Make, precisi
     ],
 )
 def test_every_layer_with_weights_is_int8(
-    noise: DataSpec, made: Make, tmp_path: Path, source: str, size: int, convolutions: int, products: int
+    noise: DataSpec, made: Any, tmp_path: Path, source: str, size: int, convolutions: int, products: int
 ) -> None:
     if size != 64:
         noise = grown(noise, size, tmp_path)
@@ -90,7 +86,7 @@ def grown(data: DataSpec, size: int, folder: Path) -> DataSpec:
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("source", ["timm:test_resnet", "timm:test_efficientnet"])
-def test_networks_come_in_the_opset_that_8_6_reads(noise: DataSpec, made: Make, source: str, exporter: str) -> None:
+def test_networks_come_in_the_opset_that_8_6_reads(noise: DataSpec, made: Any, source: str, exporter: str) -> None:
     model = ModelSpec(source.rpartition(":")[2], source)
     file = made(converted(trial(model, "fp32", 64, noise, exporter=exporter), "tensorrt"))
     assert (file.made_by.exporter, file.made_by.opset) == (exporter, 17)

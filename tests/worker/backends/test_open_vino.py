@@ -1,12 +1,9 @@
 """OpenVINO: the precision that was asked for and no other, an IR on the way, and not a word to anyone."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -305,7 +302,7 @@ def test_no_host_is_looked_up_and_nothing_written_at_home(digits: Any, root: Pat
 
 
 @pytest.mark.slow
-def test_a_loop_over_a_number_and_a_condition_run_and_are_no_precision(onnx_file: Callable[..., Path]) -> None:
+def test_a_loop_over_a_number_and_a_condition_run_and_are_no_precision(onnx_file: Any) -> None:
     path = onnx_file("""(int64 times, float[3] x) => (float[3] y) {
         sum = ReduceSum<keepdims = 0>(x)
         positive = Greater(sum, zero)
@@ -335,7 +332,7 @@ def test_a_layer_of_less_than_a_microsecond_runs(counted: str, kernel: str, runs
     assert open_vino._is_skipped({"execTimeMcs": counted, "primitiveType": kernel}) is not runs
 
 
-def test_every_compilation_counts_for_layers_that_it_numbers_anew(onnx_file: Callable[..., Path]) -> None:
+def test_every_compilation_counts_for_layers_that_it_numbers_anew(onnx_file: Any) -> None:
     """OpenVINO makes two layers of an LSTM of two directions, and calls them by a running number."""
     text = """(float[64, 1, 64] x) => (float[64, 2, 1, 64] y) {
         y = LSTM<hidden_size = 64, direction = "bidirectional">(x, w, r)
@@ -348,7 +345,7 @@ def test_every_compilation_counts_for_layers_that_it_numbers_anew(onnx_file: Cal
     assert len(counted) == 2 and (times.layers[:, counted] > 0).all()
 
 
-def test_an_input_that_is_an_output_too(digits: Any, onnx_file: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_input_that_is_an_output_too(digits: Any, onnx_file: Any, tmp_path: Path) -> None:
     """OpenVINO's converter gives such a graph another input, which nobody would feed."""
     ends = "(float[batch, 1, 8, 8] x) => (float[batch, 1, 8, 8] y, float[batch, 1, 8, 8] x)"
     path = onnx_file(ends + "{ y = Relu(x) }")

@@ -1,7 +1,5 @@
 """An IR says what the ONNX file said that it was made of."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

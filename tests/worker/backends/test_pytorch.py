@@ -1,7 +1,5 @@
 """PyTorch's sessions compute what the module computes, in the type asked for, and fail in one line."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -3,8 +3,6 @@
 DYNO_TORCH22_PYTHON names an interpreter that has torch 2.2, torchvision 0.17 and numpy 1.26.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

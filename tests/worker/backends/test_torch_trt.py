@@ -4,8 +4,6 @@ DYNO_TORCH_TENSORRT_PYTHON names an interpreter that has torch_tensorrt (default
 the LD_LIBRARY_PATH it wants.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

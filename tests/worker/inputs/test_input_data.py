@@ -1,7 +1,5 @@
 """What models are fed: real images as they are, or random numbers that are the same every time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a module takes is read off examples, its signature and a run of it; what it is fed lies in that range."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

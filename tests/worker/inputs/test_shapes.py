@@ -1,7 +1,5 @@
 """Free dimensions become the trial's, symbols have values, and images may be N x H x W x C."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

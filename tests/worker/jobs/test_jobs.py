@@ -1,7 +1,5 @@
 """The jobs of a worker: cold starts, inspections, servers, and trials that measure in turns."""
 
-from __future__ import annotations
-
 import builtins
 import importlib
 import os
@@ -194,9 +192,7 @@ def conducted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Slow, Inte
     return make
 
 
-def test_waiting_is_in_no_measurement(
-    fake_trial: Callable[..., Trial], tmp_path: Path, conducted: Callable[..., tuple[Slow, Interleaved]]
-) -> None:
+def test_waiting_is_in_no_measurement(fake_trial: Any, tmp_path: Path, conducted: Any) -> None:
     slow, made = conducted("go", "go", "end", "end")
     trial = fake_trial()
     trial = replace(trial, plan=replace(trial.plan, blocks=3))
@@ -211,9 +207,7 @@ def test_waiting_is_in_no_measurement(
     assert all(value < AGES for value in seconds.values()), seconds
 
 
-def test_who_has_no_conductor_any_more_does_not_load(
-    fake_trial: Callable[..., Trial], tmp_path: Path, conducted: Callable[..., tuple[Slow, Interleaved]]
-) -> None:
+def test_who_has_no_conductor_any_more_does_not_load(fake_trial: Any, tmp_path: Path, conducted: Any) -> None:
     _, made = conducted()
     trial = fake_trial()
     job = Job("run", trial.runtime, trial, options={"turns": {"set": "s", "place": 0}})

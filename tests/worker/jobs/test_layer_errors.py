@@ -1,8 +1,6 @@
 """Where an engine parts from a reference: planted wrong layers, in files and in engines, and what only fusing shows."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from dyno.worker.numerics import compare as numerics_compare
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError
 
 onnx = pytest.importorskip("onnx")
-Compare = Callable[..., LayerErrors]
 FP32 = (1e-3, 1e-3, 1e-8)  # limits: of the error, relative and absolute of close values
 
 
@@ -100,7 +97,7 @@ class WrongFusion(Changing):
 
 
 @pytest.fixture
-def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Compare two graphs: the first in ONNX Runtime node by node, the second in a backend."""
 
     def run(first: Any, second: Any, backend: Backend = ONNX_RUNTIME, **settings: Any) -> LayerErrors:
@@ -141,7 +138,7 @@ def first(found: LayerErrors) -> str:
 
 
 @pytest.mark.parametrize("backend", [ONNX_RUNTIME, OPENVINO], ids=["onnxruntime", "openvino"])
-def test_equal_graphs_have_no_suspects(compare: Compare, backend: Backend) -> None:
+def test_equal_graphs_have_no_suspects(compare: Any, backend: Backend) -> None:
     found = compare(network(), network(), backend)
     assert found.unmodified is not None and found.unmodified.error < 1e-5 and found.unmodified.close == 1
     assert [layer.tensor for layer in found.layers] == ["c1", "r1", "c2", "r2", "c3", "d", "u", "v", "s", "p", "f", "y"]
@@ -150,7 +147,7 @@ def test_equal_graphs_have_no_suspects(compare: Compare, backend: Backend) -> No
 
 
 @pytest.mark.parametrize("backend", [ONNX_RUNTIME, OPENVINO], ids=["onnxruntime", "openvino"])
-def test_a_changed_weight_is_found_and_confirmed(compare: Compare, backend: Backend) -> None:
+def test_a_changed_weight_is_found_and_confirmed(compare: Any, backend: Backend) -> None:
     found = compare(network(), scaled(network(), "w3", 1.5), backend)
     assert found.suspects == ("c3",) == (first(found),)
     errors = own(found)
@@ -162,7 +159,7 @@ def test_a_changed_weight_is_found_and_confirmed(compare: Compare, backend: Back
     assert effects["c3"] == pytest.approx(found.unmodified.error, rel=1e-3)
 
 
-def test_a_swapped_branch_is_found(compare: Compare) -> None:
+def test_a_swapped_branch_is_found(compare: Any) -> None:
     swapped = network()
     difference = next(node for node in swapped.graph.node if node.name == "difference")
     difference.input[:] = ["c3", "r2"]
@@ -171,13 +168,13 @@ def test_a_swapped_branch_is_found(compare: Compare) -> None:
     assert found.substituted is not None and found.substituted.error < 1e-5
 
 
-def test_a_wrong_kernel_of_an_engine_is_found(compare: Compare) -> None:
+def test_a_wrong_kernel_of_an_engine_is_found(compare: Any) -> None:
     found = compare(network(), network(), WrongConvolution())
     assert found.suspects == ("c2",) == (first(found),) and own(found)["c2"] == pytest.approx(2, rel=1e-3)
     assert found.substituted and found.substituted.error < 1e-5
 
 
-def test_what_only_fusing_makes_wrong_vanishes_when_marked_and_is_found_by_cuts(compare: Compare) -> None:
+def test_what_only_fusing_makes_wrong_vanishes_when_marked_and_is_found_by_cuts(compare: Any) -> None:
     found = compare(network(), network(), WrongFusion())
     assert found.unmodified and found.unmodified.error > 0.05 and found.marked and found.marked.error < 1e-5
     assert max(layer.total.error for layer in found.layers) < 1e-5  # nothing to see where everything is marked
@@ -186,7 +183,7 @@ def test_what_only_fusing_makes_wrong_vanishes_when_marked_and_is_found_by_cuts(
     assert found.substituted and found.substituted.error < 1e-5
 
 
-def test_an_overflow_is_found_where_it_begins(compare: Compare) -> None:
+def test_an_overflow_is_found_where_it_begins(compare: Any) -> None:
     found = compare(network(3e4), network(3e4), HalfTensor(), optimization="disable")
     broken = [layer for layer in found.layers if layer.total.nonfinite]
     assert broken[0].tensor == first(found) == "u" and broken[0].own.nonfinite
@@ -198,7 +195,7 @@ def test_an_overflow_is_found_where_it_begins(compare: Compare) -> None:
     )
 
 
-def test_an_overflow_that_only_marking_shows(compare: Compare) -> None:
+def test_an_overflow_that_only_marking_shows(compare: Any) -> None:
     """ONNX Runtime has no such kernels in FP16 on a CPU: it goes on in FP32 until a tensor is marked."""
     from onnxconverter_common import float16
 
@@ -210,7 +207,7 @@ def test_an_overflow_that_only_marking_shows(compare: Compare) -> None:
     )
 
 
-def test_parts_change_nothing(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_change_nothing(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = scaled(network(), "w2", -1.0)
     at_once = compare(network(), wrong)
     monkeypatch.setattr(numerics_compare, "MOST_MARKED", 1)
@@ -219,12 +216,12 @@ def test_parts_change_nothing(compare: Compare, monkeypatch: pytest.MonkeyPatch)
     assert own(at_once) == pytest.approx(own(in_parts))
 
 
-def test_fewer_runs_where_tensors_would_fill_the_memory(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_runs_where_tensors_would_fill_the_memory(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numerics_compare, "MOST_KEPT", 1)
     assert compare(network(), network()).runs == 1
 
 
-def test_a_branch_of_the_graph_itself(compare: Compare) -> None:
+def test_a_branch_of_the_graph_itself(compare: Any) -> None:
     """The graphs inside an If read tensors from around it, and are cut out with them."""
 
     def with_branch(value: float) -> Any:
@@ -251,7 +248,7 @@ def test_a_branch_of_the_graph_itself(compare: Compare) -> None:
     assert {layer.tensor: set(layer.reads) for layer in found.layers}["g"] == {"f", "sum"}
 
 
-def test_other_graphs_are_refused(compare: Compare) -> None:
+def test_other_graphs_are_refused(compare: Any) -> None:
     other = network()
     inner = {node.output[0] for node in other.graph.node} - {"y"}
     for node in other.graph.node:
@@ -261,14 +258,14 @@ def test_other_graphs_are_refused(compare: Compare) -> None:
         compare(network(), other)
 
 
-def test_another_network_whose_tensors_have_the_same_names_is_refused(compare: Compare) -> None:
+def test_another_network_whose_tensors_have_the_same_names_is_refused(compare: Any) -> None:
     other = network()
     other.graph.node[0].attribute.append(onnx.helper.make_attribute("strides", [2, 2]))
     with pytest.raises(UserError, match=r"most tensors of .*1\.onnx have other shapes .* these are different networks"):
         compare(network(), other)
 
 
-def test_few_counterparts_are_counted(compare: Compare) -> None:
+def test_few_counterparts_are_counted(compare: Any) -> None:
     """Tensors without a counterpart belong to the next one that has it."""
     other = scaled(network(), "w2", 1.5)
     kept = {"x", "c1", "y"}
@@ -285,7 +282,7 @@ def test_inputs_that_are_no_numbers_are_refused() -> None:
         numerics_compare.check_finite([{"x": np.array([1.0, np.nan])}])
 
 
-def test_nodes_without_names(compare: Compare) -> None:
+def test_nodes_without_names(compare: Any) -> None:
     wrong = scaled(network(), "w3", 1.5)
     for node in wrong.graph.node:
         node.ClearField("name")
@@ -293,7 +290,7 @@ def test_nodes_without_names(compare: Compare) -> None:
     assert found.suspects == ("c3",) and found.substituted and found.substituted.error < 1e-5
 
 
-def test_suspects_are_few(compare: Compare) -> None:
+def test_suspects_are_few(compare: Any) -> None:
     wrong: Sequence[tuple[str, float]] = (("w1", 1.0001), ("w2", 1.5), ("w3", 1.5))
     model = network()
     for weight, factor in wrong:
@@ -301,14 +298,14 @@ def test_suspects_are_few(compare: Compare) -> None:
     assert set(compare(network(), model).suspects) <= {"c2", "c3"}
 
 
-def test_a_tensor_that_its_readers_make_up_for_is_left_out(compare: Compare) -> None:
+def test_a_tensor_that_its_readers_make_up_for_is_left_out(compare: Any) -> None:
     """As in a graph whose layers were scaled against each other before quantisation."""
     found = compare(network(), scaled(scaled(network(), "up", 4.0), "down", 0.25))
     assert found.mismatched == 2 and {"u", "v"}.isdisjoint(layer.tensor for layer in found.layers)
     assert max(own(found).values()) < 1e-5 and found.unmodified and found.unmodified.error < 1e-5
 
 
-def test_a_relu_that_quantising_took_away_is_no_error(compare: Compare) -> None:
+def test_a_relu_that_quantising_took_away_is_no_error(compare: Any) -> None:
     """A quantiser leaves it to the clamping at 0, and gives the convolution the name of its output."""
     quantised = network()
     make, nodes = onnx.helper.make_node, [*quantised.graph.node]

@@ -1,7 +1,5 @@
 """The stress test finds outputs that depend on the batch and memory that grows; the peak is measured in every type."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The calls of a module's parts: shapes, operations, times, ranges around them, and the kernels that they start."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,10 +1,7 @@
 """Lower precisions as files: accurate, of the scheme the target wants, and traceable to what shaped them."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +72,7 @@ def test_openvino_gets_zero_points_of_0_unsigned_where_nothing_is_negative(digit
 
 
 def test_attention_and_residual_sums_of_a_transformer_stay_in_float(
-    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
+    digits: Any, onnx_file: Any, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(0)
     path = onnx_file(ENDS + """{
@@ -179,7 +176,7 @@ def test_fp16_halves_the_file_and_keeps_float32_feeds(digits: Any, tmp_path: Pat
 
 
 def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
-    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
+    digits: Any, onnx_file: Any, tmp_path: Path
 ) -> None:
     path = onnx_file(f"{ENDS} {{ scaled = Mul(input, big) output = Softmax(scaled) }}", big=np.float32([30000.0]))
     parent = replace(digits.artifact, path=str(path))
@@ -201,16 +198,14 @@ def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
     ("value", "said"), [(1e-9, []), (70000.0, ["weights up to 7e+04 are beyond what FP16 holds and were cut to 65504"])]
 )
 def test_only_weights_too_large_for_fp16_are_told_of(
-    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path, value: float, said: list[str]
+    digits: Any, onnx_file: Any, tmp_path: Path, value: float, said: list[str]
 ) -> None:
     path = onnx_file(f"{ENDS} {{ output = Mul(input, weight) }}", weight=np.float32([value]))
     _, warnings = half_precision.convert_mixed(onnx.load(path), set(), [])
     assert warnings == said
 
 
-def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(
-    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file: Any, tmp_path: Path) -> None:
     path = onnx_file(ENDS + """{
         [up] large = Mul(input, big)
         [down] one = Mul(large, small)
@@ -235,7 +230,7 @@ def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_cast_that_the_graph_has_of_itself_meets_the_type_around_it(
-    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path, precision: str
+    digits: Any, onnx_file: Any, tmp_path: Path, precision: str
 ) -> None:
     path = onnx_file(f"{ENDS} {{ float = Cast<to = 1>(size) output = Mul(input, float) }}", size=np.int64([4]))
     parent = replace(digits.artifact, path=str(path))
@@ -263,7 +258,7 @@ def test_bf16_computes_in_bfloat16_from_the_weights_own_values(digits: Any, tmp_
 
 
 def test_bf16_holds_what_fp16_overflows_on_and_keeps_softmax_in_fp32(
-    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
+    digits: Any, onnx_file: Any, tmp_path: Path
 ) -> None:
     text = f"{ENDS} {{ less = Mul(input, tiny) more = Mul(less, big) output = Softmax(more) }}"
     path = onnx_file(text, big=np.float32([3e38]), tiny=np.float32([1e-38]))
@@ -290,7 +285,7 @@ def test_the_emulation_rounds_every_bfloat16_result(tmp_path: Path) -> None:
 
 
 def test_a_result_that_overflows_is_refused(
-    digits: Any, onnx_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    digits: Any, onnx_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     infinite = onnx_file(f"{ENDS} {{ output = Div(input, zero) }}", zero=np.float32([0.0]))
     monkeypatch.setattr(onnx_precision, "to_fp16", lambda *_: (onnx.load(infinite), MakerFacts()))

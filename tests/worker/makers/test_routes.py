@@ -1,7 +1,5 @@
 """Routes to an ONNX file: the usual one first, others where it fails, each by name where the user asks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,5 +185,4 @@ def test_routes_by_name() -> None:
 @pytest.mark.slow
 def test_a_transformer_in_half_precision_runs_on_a_cpu(dyno: Any, net: str, tmp_path: Path) -> None:
     words = ("--precision", "fp16", "--size", 32, "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02)
-    done = dyno("run", net, *words, "--backend", "onnxruntime", "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr  # its layout optimiser dies of such graphs
+    dyno("run", net, *words, "--backend", "onnxruntime", "--out", tmp_path / "run", code=0)

@@ -1,7 +1,5 @@
 """An exported graph is held against its module, and rounding is told apart from a wrong graph."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

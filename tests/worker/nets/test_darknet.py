@@ -1,7 +1,5 @@
 """Darknet's networks answer as OpenCV's own reader of the same files says, and broken files are one clear line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

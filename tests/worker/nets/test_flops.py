@@ -1,7 +1,5 @@
 """Operations are those one counts by hand, and the same for a module and for the file exported from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sources are told apart, weights are the ones asked for, and nothing in a checkpoint is ever run."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """Random networks have no silent parts and keep activations where a trained one's are, the same on every machine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

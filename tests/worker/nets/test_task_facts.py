@@ -1,7 +1,5 @@
 """A file says what it is for, and where it doesn't the length of its predictions says the rest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets import file_facts
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
-from dyno.worker.tasks.task import OutputShapes
+from dyno.worker.tasks import OutputShapes
 
 onnx = pytest.importorskip("onnx")
 

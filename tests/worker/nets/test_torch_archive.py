@@ -1,12 +1,9 @@
 """Files of torch.save are taken apart without running anything in them, and are told from one another."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +187,7 @@ def script(path: Path) -> None:
         (script, PROGRAM, "it is a TorchScript program"),
     ],
 )
-def test_files_are_told_from_one_another(tmp_path: Path, save: Callable[..., None], kind: str, advice: str) -> None:
+def test_files_are_told_from_one_another(tmp_path: Path, save: Any, kind: str, advice: str) -> None:
     save(tmp_path / "x.pt")
     archive = Archive(tmp_path / "x.pt")
     assert archive.kind == kind and advice in checkpoint.advise_on_module(archive)

@@ -1,7 +1,5 @@
 """YOLO networks give what post-processing reads, from random, stored and trained weights, without a word."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Folding: nothing constant is left to compute, and a graph that no longer does the same is never taken."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections import Counter

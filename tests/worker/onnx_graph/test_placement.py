@@ -1,7 +1,5 @@
 """Q/DQ for TensorRT: at the inputs of what computes in INT8, and nothing between a convolution and what it takes in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Given files are repaired, and each change is a warning."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

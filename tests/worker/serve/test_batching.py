@@ -1,7 +1,5 @@
 """The queue against theory, by a clock that only goes on when it is told: no number here depends on the machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The search for the highest rate that holds, and the options of a serve-test."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

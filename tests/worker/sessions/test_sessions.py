@@ -1,7 +1,5 @@
 """Sessions: what they copy, what a GPU's own add, profiles of ONNX Runtime, and slowing one down on purpose."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

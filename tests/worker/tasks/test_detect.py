@@ -1,7 +1,5 @@
 """Tasks of classifiers and detectors: how their outputs are read and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -15,8 +13,8 @@ from dyno.worker.backend import Session
 from dyno.worker.evaluation.evaluate import evaluate
 from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Tensor, Trial, UserError
+from dyno.worker.tasks import EvaluationInputs
 from dyno.worker.tasks.classify import AMBIGUOUS, LEAST_PARTED, TOP, TopKCollector, classes_of, find_scores, ranked
-from dyno.worker.tasks.task import EvaluationInputs
 
 
 def sorted_whole(scores: np.ndarray, k: int) -> np.ndarray:

@@ -1,7 +1,5 @@
 """Boxes are read from each layout in which detectors give them: what a test lays out by numpy comes back as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

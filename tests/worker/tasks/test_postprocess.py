@@ -1,7 +1,5 @@
 """Post-processing gives what the reference libraries give: the same boxes, scores, masks and keypoints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

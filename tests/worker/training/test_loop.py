@@ -1,7 +1,5 @@
 """Training goes on where it was killed with the same result, writes weights that load, and refuses what doesn't fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

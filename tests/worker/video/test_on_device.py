@@ -1,7 +1,5 @@
 """Frames that PyTorch prepares where an engine computes: the pixels and boxes that the host gives."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stages that overlap: order, back-pressure, what a live source drops, errors and interrupts."""
 
-from __future__ import annotations
-
 import _thread
 import threading
 from collections.abc import Iterable, Iterator

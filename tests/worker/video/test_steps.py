@@ -1,7 +1,5 @@
 """Steps with several threads: the same batches as by one, in order, and memory that is used again."""
 
-from __future__ import annotations
-
 import random
 import sys
 import time

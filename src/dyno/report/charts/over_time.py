@@ -13,7 +13,7 @@ from dyno.formatting import short, sized
 from dyno.report import style
 from dyno.report.export import export
 from dyno.report.style import INK, LINES, SPARE, WIDTH, Chart, color, styled
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.results.files import read_numbers
 from dyno.results.ranking import LATENCY
 from dyno.results.rounds import Round

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dyno.formatting import significant
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.report.tables.trial_table import STAGES
 from dyno.results import metrics
 from dyno.results.correctness import other_inputs

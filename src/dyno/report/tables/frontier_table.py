@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dyno.formatting import limits, significant
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.report.tables.trial_table import IDENTITY, REFERENCE, build_seconds, pick
 from dyno.results import ranking, stats
 from dyno.results import ranking as results_ranking

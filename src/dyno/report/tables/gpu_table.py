@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dyno.formatting import bounded, limits, show
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.report.tables.accuracy_tables import LABEL, copy_columns
 from dyno.report.tables.trial_table import FEW, PERCENTILES, few, parenthesised, pick
 from dyno.results import stats, timeline

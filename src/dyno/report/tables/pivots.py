@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dyno.formatting import NO_IMAGE, UNCLEAR, bounded, short_bound, significant, sized
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.report.tables.accuracy_tables import MOST_PAIRS
 from dyno.report.tables.trial_table import FEW, STATISTICS, few, outcome, parenthesised, pick
 from dyno.results import metrics

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.formatting import WIDEST, counting, images_tested, significant, sized
-from dyno.report.table_kind import TableKind
+from dyno.report.tables import TableKind
 from dyno.results import correctness, metrics, ranking, remarks, stats
 from dyno.results.correctness import (
     AGREE,

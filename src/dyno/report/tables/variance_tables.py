@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyno.formatting import show, significant
-from dyno.report.table_kind import TableKind
-from dyno.report.tables import trial_table
+from dyno.report.tables import TableKind, trial_table
 from dyno.report.tables.accuracy_tables import LABEL
 from dyno.report.tables.trial_table import COLUMNS, IDENTITY
 from dyno.results import stats

@@ -22,7 +22,7 @@ from dyno.worker.inputs.input_data import relative_change
 from dyno.worker.inputs.specs import channels_first, image_of, static_shapes
 from dyno.worker.record import Measurement
 from dyno.worker.spec import BATCH, Trial, UserError, numbered
-from dyno.worker.tasks.task import Collector, EvaluationInputs
+from dyno.worker.tasks import Collector, EvaluationInputs
 
 # Batches through a session with all its slots in flight: the next are read while it runs, and outputs are processed at
 # the same time, so that the engine is the bottleneck of an evaluation.

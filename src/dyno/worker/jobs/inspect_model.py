@@ -16,8 +16,7 @@ from dyno.worker.nets import file_facts, flops, models, ultralytics_models
 from dyno.worker.nets.file_facts import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import first_line, is_memory_error, named_outputs
 from dyno.worker.spec import BATCH, Dims, ModelSpec, Tensor, Trial, UserError
-from dyno.worker.tasks import classify
-from dyno.worker.tasks.task import OutputShapes
+from dyno.worker.tasks import OutputShapes, classify
 
 # Axes of a model file by their names: which is the batch, and the lengths of the others, solved together.
 

@@ -277,8 +277,7 @@ def _lower_recipe(trial: Trial, target: str, parent: Recipe) -> Recipe:
         if not data.folder:
             raise UserError(NO_DATA.replace("int8", precision))
         return quantised(parent, precision, data, options)
-    if options["method"] not in METHODS:
-        raise UserError(f"unknown calibration method {options['method']!r}; known: {', '.join(METHODS)}")
+    check_known("calibration method", str(options["method"]), METHODS)
     options = {"target": target, **options, **({JOINTS: True} if trial.options.get(JOINTS) else {})}
     if keep:
         parent = ranked(parent, precision, data, options)

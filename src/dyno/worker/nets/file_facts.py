@@ -14,7 +14,7 @@ from dyno.worker.inputs.specs import axes, image_of
 from dyno.worker.inspection import Inspection, Purpose
 from dyno.worker.nets import ultralytics_models
 from dyno.worker.spec import InputSpec, ModelSpec, Preprocess, Tensor, UserError, from_json, to_json
-from dyno.worker.tasks.task import OutputShapes
+from dyno.worker.tasks import OutputShapes
 
 # Layout, channels and size of the images that a model file takes, from its inputs and its metadata.
 

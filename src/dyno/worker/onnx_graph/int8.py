@@ -23,7 +23,7 @@ from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.fold import folded
 from dyno.worker.onnx_graph.placement import JOINTS, LINEAR, MOVES, OBSERVED, decoding, named, place
 from dyno.worker.onnx_graph.repair import convert_opset, order, read_opset
-from dyno.worker.spec import Artifact, Recipe, UserError
+from dyno.worker.spec import Artifact, Recipe, check_known
 
 # Not ONNX Runtime's entropy: it counts in as many bins as it quantises to, and so keeps the whole range or nearly so.
 METHODS = {"minmax": "MinMax", "percentile": "Percentile"}
@@ -125,8 +125,7 @@ class CalibratedGraph:
 def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> CalibratedGraph:
     """Prepare the graph and calibrate it, as the recipe's options `target` and `method` say; works in `scratch`."""
     target = str(recipe.options.get("target", ""))
-    if target not in SCHEMES:
-        raise UserError(f"unknown int8 target {target!r}; known: {', '.join(SCHEMES)}")
+    check_known("int8 target", target, SCHEMES)
     scheme = SCHEMES[target]
     prepared, notes = _prepare_graph(model, data, scratch)
     excluded, transformer = _find_attention(prepared)

@@ -7,12 +7,16 @@ an image also `prepare(path)`, which preprocesses a photograph as in the measure
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from pprint import pformat
 from typing import Any
 
-from dyno.worker import plugins
-from dyno.worker.snippets.parts import Script, inputs_of, written
-from dyno.worker.spec import Artifact, Trial, UserError
+from dyno.worker import plugins, tasks
+from dyno.worker.inputs import input_data, specs
+from dyno.worker.inputs.specs import static_shapes
+from dyno.worker.spec import BATCH, Artifact, Tensor, Trial, UserError
 
 GROUP = "dyno.scripts"
 
@@ -31,3 +35,176 @@ def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder
     text = written(part, trial, inputs_of(trial, artifact), about)
     (folder / "script.py").write_text(text, encoding="utf-8")
     return tuple(sorted(path.name for path in folder.iterdir() if path.name in ("script.py", "state.pt", "model.py")))
+
+
+PREPARED = '''
+
+def prepare(path):
+    """A photograph as the network's input, channels x height x width, as it was for the measurement."""
+    from PIL import Image{more}
+
+    _, channels, height, width = next(iter(INPUTS.values()))[0]
+    with Image.open(path) as picture:
+        picture = {upright}.convert("L" if channels == 1 else "RGB")
+'''
+CROPPED = """        size = width, height
+        if RESIZE:  # one side as long as this times the crop's, the other in proportion; then the centre
+            wide, high = round(width * RESIZE), round(height * RESIZE)
+            if picture.width * high <= picture.height * wide:
+                size = wide, wide * picture.height // picture.width
+            else:
+                size = high * picture.width // picture.height, high
+        picture = picture.resize(size, Image.Resampling[INTERPOLATION])
+        left, top = round((picture.width - width) / 2), round((picture.height - height) / 2)
+        picture = picture.crop((left, top, left + width, top + height))
+    pixels = np.asarray(picture).reshape(height, width, channels).transpose(2, 0, 1)
+"""
+LETTERBOXED = """        scale = min(height / picture.height, width / picture.width)
+        high, wide = max(round(picture.height * scale), 1), max(round(picture.width * scale), 1)
+        top, left = round((height - high) / 2 - 0.1), round((width - wide) / 2 - 0.1)
+        steps = (picture.width / wide, 0, 0, 0, picture.height / high, 0)  # between four pixels, as OpenCV's resize
+        picture = picture.transform((wide, high), Image.Transform.AFFINE, steps, Image.Resampling.BILINEAR)
+    pixels = np.full((channels, height, width), 114, np.uint8)
+    inner = np.asarray(picture).reshape(high, wide, channels).transpose(2, 0, 1)
+    pixels[:, top : top + high, left : left + wide] = inner
+"""
+NORMALISED = """    values = pixels.astype(np.float32)
+    values /= 255
+    values -= np.array(MEAN, np.float32).reshape(-1, 1, 1)
+    values /= np.array(STD, np.float32).reshape(-1, 1, 1)
+    return values
+"""
+FED = '''
+
+def feeds_of(paths):
+    """The inputs by name: photographs, repeated until the batch is full, or random numbers where there are none."""
+    rng = np.random.default_rng(0)
+    feeds = {{}}
+    for name, (shape, kind) in INPUTS.items():
+        if name not in RANGES:
+            feeds[name] = rng.standard_normal(shape).astype(kind)
+        elif kind.startswith("float"):
+            feeds[name] = rng.uniform(*RANGES[name], shape).astype(kind)
+        else:
+            feeds[name] = rng.integers(*RANGES[name], shape, endpoint=True).astype(kind)
+{photographs}    return feeds
+'''
+PHOTOGRAPHS = """    if paths:
+        name, ((batch, *_), kind) = next(iter(INPUTS.items()))
+        feeds[name] = np.stack([prepare(paths[k % len(paths)]) for k in range(batch)]).astype(kind)
+"""
+MAIN = """
+
+if __name__ == "__main__":
+    feeds = feeds_of(sys.argv[1:])
+    batches = {len(values) for values in feeds.values() if np.ndim(values)}
+    for name, values in run(load(), feeds).items():
+        print(name, values.dtype, "x".join(map(str, values.shape)))
+        if values.ndim == 2 and len(values) in batches:
+            print("  class with the highest score:", *values.argmax(axis=1))
+"""
+
+
+@dataclass(frozen=True)
+class ScriptPart:
+    """The part of a script for one library: its distributions, imports, constants (by name), and the code."""
+
+    needs: tuple[str, ...]
+    imports: str
+    constants: Mapping[str, Any]
+    code: str
+
+
+@dataclass(frozen=True)
+class Script:
+    """Scripts of a backend, whose own part is `part(trial, artifact, about, folder)`, see `snippets.write`."""
+
+    name: str  # the backend's
+    part: Callable[[Trial, Artifact | None, dict[str, Any], Path], ScriptPart]
+
+
+def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
+    """Return every input with its shape in the trial, from the file or the module's description."""
+    if artifact is not None:
+        shapes = static_shapes(artifact.inputs, trial.dims)
+        return tuple(Tensor(t.name, t.dtype, shapes[t.name]) for t in artifact.inputs)
+    dims = trial.dims
+    shape = dims.resolve(dims.shapes.get("input", (BATCH, trial.model.channels, "height", "width")))
+    tensors = specs.tensors(trial.model.inputs, dims) or (Tensor("input", "float32", tuple(shape)),)
+    return tuple(replace(t, dtype="uint8") for t in tensors) if input_data.wants_pixels(trial.options) else tensors
+
+
+def written(part: ScriptPart, trial: Trial, tensors: tuple[Tensor, ...], about: Mapping[str, Any]) -> str:
+    """Return the whole script."""
+    image = tensors[0] if _takes_images(tensors) else None
+    constants = {
+        "INPUTS": {t.name: (tuple(t.shape), t.dtype) for t in tensors},
+        "RANGES": _find_ranges(trial, tensors),
+        **part.constants,
+    }
+    if image is not None:
+        constants |= _collect_preparation(trial, image)
+    photographs = PHOTOGRAPHS if image is not None else ""
+    return "".join(
+        (
+            _write_head(part, trial, about, image is not None),
+            f"import sys\nfrom pathlib import Path\n\nimport numpy as np\n{part.imports}\n",
+            *(
+                f"{name} = {value if name == 'FILE' else pformat(value, width=110)}\n"
+                for name, value in constants.items()
+            ),
+            part.code,
+            _write_preparation(trial, image) if image is not None else "",
+            FED.format(photographs=photographs),
+            MAIN,
+        )
+    )
+
+
+def _write_head(part: ScriptPart, trial: Trial, about: Mapping[str, Any], image: bool) -> str:
+    script = about["script"]
+    lines = [f'"""{about["story"]}', "", f"    python {script}                # random numbers"]
+    lines += [f"    python {script} PHOTO.jpg …    # photographs, prepared as for the measurement"] if image else []
+    needs = ", ".join((*part.needs, *(("Pillow for photographs",) if image else ())))
+    lines += ["", f"Needs {needs}. Written by `dyno export`, but nothing of Dyno is needed to run it."]
+    lines += [note] if (note := tasks.find(trial.model.task).note) else []
+    return "\n".join(lines).replace("\\", "/") + '\n"""\n\n'
+
+
+def _takes_images(tensors: tuple[Tensor, ...]) -> bool:
+    shape = tensors[0].shape
+    return len(tensors) == 1 and len(shape) == 4 and shape[1] in (1, 3)
+
+
+def _find_ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[float, float]]:
+    """Return the range of each input's random values, without photographs; none for the standard normal."""
+    described = {s.name: (s.low, s.high) for s in trial.model.inputs if s.low is not None and s.high is not None}
+    whole = {t.name: (0, 255) if t.dtype == "uint8" else (0, 1) for t in tensors if not t.dtype.startswith("float")}
+    masks = {name: (1, 1) for name in whole if "mask" in name.lower()}
+    ranges = {**whole, **masks, **described}
+    return {t.name: ranges[t.name] for t in tensors if t.name in ranges}
+
+
+def _collect_preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
+    """Return the constants for the preprocessing of photographs."""
+    preprocess, channels = trial.model.preprocess, int(image.shape[1])
+    constants: dict[str, Any] = {}
+    if image.dtype != "uint8":
+        mean, std = preprocess.mean, preprocess.std
+        constants = {"MEAN": _for_each(mean, channels), "STD": _for_each(std, channels)}
+    if not preprocess.letterbox:
+        constants |= {"RESIZE": preprocess.resize, "INTERPOLATION": preprocess.interpolation.upper()}
+    return constants
+
+
+def _for_each(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    return tuple(values[k % len(values)] for k in range(channels))
+
+
+def _write_preparation(trial: Trial, image: Tensor) -> str:
+    letterbox = trial.model.preprocess.letterbox
+    more = ", ImageOps" if letterbox else ""
+    upright = "ImageOps.exif_transpose(picture)" if letterbox else "picture"
+    body = LETTERBOXED if letterbox else CROPPED
+    end = "    return np.ascontiguousarray(pixels)\n" if image.dtype == "uint8" else NORMALISED
+    return PREPARED.format(more=more, upright=upright) + body + end

@@ -9,7 +9,7 @@ from dyno.worker.backends import onnx_runtime as ort
 from dyno.worker.backends import open_vino as vino
 from dyno.worker.inputs.specs import static_shapes
 from dyno.worker.sessions import onnx_runtime_session as cuda
-from dyno.worker.snippets.parts import Script, ScriptPart
+from dyno.worker.snippets import Script, ScriptPart
 from dyno.worker.spec import Artifact, Trial, UserError
 
 ONNX_RUNTIME = '''

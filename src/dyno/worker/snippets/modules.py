@@ -13,8 +13,8 @@ from dyno.worker.nets import huggingface, models, saved_modules
 from dyno.worker.nets.checkpoint import by_own_names, head_classes, read_checkpoint
 from dyno.worker.registry import find
 from dyno.worker.sessions.torch_support import import_torch
+from dyno.worker.snippets import Script, ScriptPart, inputs_of
 from dyno.worker.snippets.graph_files import place
-from dyno.worker.snippets.parts import Script, ScriptPart, inputs_of
 from dyno.worker.spec import NETWORK_FOLDER, Artifact, ModelSpec, Option, Trial, UserError
 
 LIBRARY = '''

@@ -11,7 +11,7 @@ import numpy as np
 from dyno.worker.inputs import input_data
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess
-from dyno.worker.tasks.task import Arrays, Collector, EvaluationInputs, OutputShapes, Task
+from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes, Task
 
 TOP = 10
 UNSCORED = "no accuracy was measured: no output has a row of class scores for each image (N x C)"

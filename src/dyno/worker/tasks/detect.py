@@ -13,10 +13,9 @@ import numpy as np
 from dyno.worker.inputs import input_data
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
-from dyno.worker.tasks import layouts
+from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes, Shape, Task, layouts
 from dyno.worker.tasks.layouts import Fit, ObservedOutputs, UnreadBoxes
 from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, ImagePlacement, KeptRows, best
-from dyno.worker.tasks.task import Arrays, Collector, EvaluationInputs, OutputShapes, Shape, Task
 
 COCO_CLASSES = 80
 NOT_IN_COCO = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of its numbers from 1 to 90

@@ -16,8 +16,8 @@ from typing import ClassVar
 import numpy as np
 
 from dyno.worker.spec import UserError
+from dyno.worker.tasks import Shape
 from dyno.worker.tasks.postprocess import CENTRES, CORNERS, CORNERS_Y_FIRST, SIDES, BoxForm, Candidates, valid_share
-from dyno.worker.tasks.task import Shape
 
 STRIDES = ((8, 16, 32), (8, 16, 32, 64), (4, 8, 16, 32), (16, 32))  # of the grids whose cells have anchors
 LONGEST_ROW = 512  # values of a box, where nothing says how many keypoints it has

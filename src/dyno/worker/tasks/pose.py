@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.spec import ModelSpec
+from dyno.worker.tasks import Shape
 from dyno.worker.tasks.detect import Detect, joined
 from dyno.worker.tasks.postprocess import Detections, KeptRows
-from dyno.worker.tasks.task import Shape
 
 
 class Pose(Detect):

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.spec import ModelSpec
+from dyno.worker.tasks import Shape
 from dyno.worker.tasks.detect import Detect, joined
 from dyno.worker.tasks.postprocess import Detections, ImagePlacement, KeptRows, encode
-from dyno.worker.tasks.task import Shape
 
 USUAL = 32  # prototypes, where a file doesn't say
 

@@ -54,14 +54,10 @@ class TrainOptions:
     device: str = option("cpu", "Device: cpu, or cuda:0, cuda:1…", common=True)
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("optimizer", tuple(OPTIMIZERS)),
-            ("schedule", SCHEDULES),
-            ("augment", AUGMENTATIONS),
-            ("mixed_precision", MIXED),
-        ):
-            if getattr(self, name) not in choices:
-                raise UserError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(choices)}")
+        check_known("optimizer", self.optimizer, OPTIMIZERS)
+        check_known("schedule", self.schedule, SCHEDULES)
+        check_known("augment", self.augment, AUGMENTATIONS)
+        check_known("mixed_precision", self.mixed_precision, MIXED)
         for name, least in (("epochs", 1), ("batch", 2), ("workers", 0), ("warmup_epochs", 0), ("seed", 0)):
             if not getattr(self, name) >= least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")

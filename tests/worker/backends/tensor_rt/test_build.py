@@ -1,14 +1,11 @@
 """Real engines: TensorRT-RTX's builder works without a GPU, and shares its interface with TensorRT 10 and 11."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -206,7 +203,7 @@ def test_no_file() -> None:
         maker(NAME).make(recipe(), None, Path())
 
 
-def test_an_operator_that_it_lacks_is_named_with_its_node(onnx_file: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_operator_that_it_lacks_is_named_with_its_node(onnx_file: Any, tmp_path: Path) -> None:
     path = onnx_file("(float[n, 4, 4] x) => (float[n] y) { [first] z = Relu(x) [odd_one] y = Det(z) }")
     with pytest.raises(
         UserError, match=r"can't read made\.onnx: it doesn't support the operator Det of node 'odd_one'"
@@ -214,20 +211,20 @@ def test_an_operator_that_it_lacks_is_named_with_its_node(onnx_file: Callable[..
         make(described(path), tmp_path, profile="4", size=4)
 
 
-def test_a_node_that_can_t_be_is_named(onnx_file: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_node_that_can_t_be_is_named(onnx_file: Any, tmp_path: Path) -> None:
     path = onnx_file("(float[n, 4] x) => (float[n, 4] y) { [mixed] y = MatMul(x, w) }", w=np.ones((4, 4), np.float16))
     with pytest.raises(UserError, match=r"node 'mixed' \(MatMul\).*same input types") as caught:
         make(described(path), tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_an_input_that_decides_shapes(onnx_file: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_input_that_decides_shapes(onnx_file: Any, tmp_path: Path) -> None:
     path = onnx_file("(float[n, 4] x, int64[2] sizes) => (float[a, b] y) { [reshape] y = Reshape(x, sizes) }")
     with pytest.raises(UserError, match="input 'sizes' decides the shapes of others"):
         make(described(path), tmp_path)
 
 
-def test_int64_inputs(onnx_file: Callable[..., Path], tmp_path: Path) -> None:
+def test_int64_inputs(onnx_file: Any, tmp_path: Path) -> None:
     text = "(int64[n, 3] ids) => (float[n, 3, 4] y) { [lookup] y = Gather(table, ids) }"
     path = onnx_file(text, table=np.ones((10, 4), np.float32))
     made = make(described(path), tmp_path, profile="ids:1x3,2x3,8x3")

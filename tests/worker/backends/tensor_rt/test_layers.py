@@ -1,7 +1,5 @@
 """Layer listings of every version in one form: the older inspector's JSON, the newer one's, and the log of RTX."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Where versions differ: the real module of TensorRT-RTX, and a stand-in with what TensorRT 8.6 has and lacks."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import importlib.util

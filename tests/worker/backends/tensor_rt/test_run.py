@@ -1,7 +1,5 @@
 """When a graph is recorded or replayed, and whose context is profiled, without a GPU; tests/gpu has the rest."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

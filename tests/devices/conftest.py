@@ -1,0 +1,11 @@
+"""What tests of several places share."""
+
+import pytest
+
+from dyno.devices import one_host
+
+
+@pytest.fixture
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody measures whether the places disturb each other."""
+    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
