@@ -29,7 +29,7 @@ CLASSES, SIZE, THREADS = 10, 32, 1
 # Half a minute of C++ for each model, or a build.
 COMPILES = ("compile", "aoti", "torchao", "tensorrt", "tensorrt_rtx", "torch_tensorrt")
 # Backends without fp32: their precision and options, and how far outputs may be off the module's.
-LOWERED: dict[str, tuple[str, dict[str, Option], float]] = {"torchao": ("int8", {"scheme": "dynamic"}, 0.1)}
+LOWERED: dict[str, tuple[str, dict[str, Option], float]] = {"torchao": ("int8", {"scheme": "dynamic"}, 0.05)}
 NET = """
 from torch import nn
 

@@ -196,16 +196,16 @@ def test_without_a_compiler_nothing_is_made(monkeypatch: pytest.MonkeyPatch, tmp
             step()
 
 
-@pytest.mark.parametrize(("difference", "right"), [(0.0, True), (1e-5, True), (0.1, False)])
+@pytest.mark.parametrize(("difference", "right"), [(0.0, True), (1e-3, True), (0.1, False)])
 def test_a_package_with_other_outputs_is_refused(difference: float, right: bool) -> None:
-    recipe = AOTI.recipe(Trial(MODEL, "aoti", "fp32", Dims(2, 8, 8)))
+    recipe = AOTI.recipe(Trial(MODEL, "aoti", "fp32", Dims(0, 8, 8)))
     assert recipe is not None
     expected = [torch.ones(2, 3)]
     check: Callable[[], None] = lambda: aot_inductor._check_outputs([expected[0] + difference], expected, recipe)  # noqa: E731
     if right:
         check()
         return
-    with pytest.raises(UserError, match="gives other outputs than net for 2x3"):
+    with pytest.raises(UserError, match="any batch gives other outputs than net for 2x3; give static=true"):
         check()
 
 
@@ -234,3 +234,28 @@ def test_another_program_s_package_runs(other: Path) -> None:
     assert any(layer.type.endswith("convolution") for layer in layers.layers) and layers.parameters == 306, (
         "a bias of 8 numbers is a part of the code"
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_package_for_a_gpu_gives_what_eager_gives(precision: str, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch sees no GPU here")
+    model = ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1)
+    trial = Trial(model, "aoti", precision, Dims(2, 32, 32), runtime=Runtime(device="cuda:0"))
+    artifact = registry.maker("aoti").make(AOTI.recipe(trial), None, tmp_path)
+    session: Any = AOTI.load(trial, artifact)
+    eager: Any = registry.find("pytorch").load(replace(trial, backend="pytorch"), None)
+    for slot in range(session.slots):  # all in flight at once, each with a runner of its own
+        x = np.random.default_rng(slot).standard_normal((2, 1, 32, 32), np.float32)
+        for each in (session, eager):
+            each.bind({"input": x}, slot)
+            each.run(slot)
+    for slot in range(session.slots):
+        session.wait(slot)
+        eager.wait(slot)
+        np.testing.assert_allclose(session.fetch(slot)["output"], eager.fetch(slot)["output"], rtol=2e-2, atol=2e-2)
+    assert session.facts().precision_truth.ok
+    with pytest.raises(UserError, match="the package was compiled for cuda, not cpu"):
+        AOTI.load(replace(trial, precision="fp32", runtime=Runtime()), artifact)

@@ -6,7 +6,7 @@ import json
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -113,6 +113,13 @@ class Package:
         """The inputs in order, as the package's own checks describe them."""
         checks = sorted((int(number), text) for number, text in CHECK.findall(self.source))
         return tuple(_read_input(text) for _, text in checks)
+
+    def describe_inputs(self, tensors: Sequence[Tensor]) -> dict[str, PackageInput]:
+        """Return each input as the code takes it, by name; a package of Dyno's has one type for all floats."""
+        if self.kept is None:
+            return {t.name: each for t, each in zip(tensors, self.inputs, strict=True)}
+        kind = TYPES[self.kept.precision]
+        return {t.name: PackageInput(kind if t.dtype.startswith("float") else t.dtype, t.shape) for t in tensors}
 
     @property
     def threads(self) -> int | None:

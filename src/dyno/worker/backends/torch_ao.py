@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import re
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +29,19 @@ from dyno.worker.sessions.torch_support import (
     named_outputs,
     need_compiler,
     positional,
+    silenced,
 )
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 
+# Without these a processor adds products of eight bits in sixteen, which overflow: inductor's fused layers were off by
+# half of their largest output. Then a calibration leaves activations seven bits, as torchao advises, and other schemes
+# run unfused.
+WIDE_SUMS = {"avx512_vnni", "avx_vnni", "amx_int8"}
 STATIC, DYNAMIC, WEIGHTS = "static", "dynamic", "weights"
+NARROW = (
+    "without VNNI INT8 sums overflow, so activations were calibrated to seven bits",
+    "without VNNI INT8 sums overflow, so inductor's fused INT8 layers are not used",
+)
 CONFIGS = {DYNAMIC: "Int8DynamicActivationInt8WeightConfig", WEIGHTS: "Int8WeightOnlyConfig"}
 PROGRAM = "torch_export"  # the format of the quantised program
 QUANTISED = re.compile(r"::(?:qconv|qlinear|_int_mm|int8_|_scaled_int8)")
@@ -82,7 +89,7 @@ class TorchAO(PyTorch):
         need_compiler()
         torch, quantization = import_torch(), import_torchao()
         layer = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), silenced():
             quantization.quantize_(layer, getattr(quantization, CONFIGS[DYNAMIC])())
             layer(torch.randn(2, 32))
         devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
@@ -102,11 +109,18 @@ class TorchAO(PyTorch):
 
     def checked(self, trial: Trial) -> dict[str, Any]:
         """See `PyTorch.checked`."""
-        defaults = {"mode": "default", "freeze": trial.runtime.device == "cpu", "scheme": scheme_of(trial)}
+        fused = trial.runtime.device == "cpu" and (scheme_of(trial) == STATIC or _has_wide_sums())
+        defaults = {"mode": "default", "freeze": fused, "scheme": scheme_of(trial)}
         return {**defaults, **super().checked(trial), "channels_last": False}
 
 
 TORCHAO = TorchAO()
+
+
+def _has_wide_sums() -> bool:
+    """Return whether the processor adds products of eight bits in 32; True where it doesn't list its features."""
+    flags = system.cpu_flags()
+    return not flags or bool(flags & WIDE_SUMS)
 
 
 def scheme_of(trial: Trial) -> str:
@@ -117,19 +131,12 @@ def scheme_of(trial: Trial) -> str:
 def import_torchao(module: str = "") -> Any:
     """Import `torchao.quantization`, or a module below it; `Unavailable` with the version that fits this PyTorch."""
     try:
-        with _quiet():
+        with silenced():
             return importlib.import_module(f"torchao.quantization{module}")
     except (ImportError, OSError, AttributeError, RuntimeError) as e:  # the last three: one made for another PyTorch
         torch = import_torch()
         fitting = f"for torch {torch.__version__}: {install('torchao')}"
         raise Unavailable(f"torchao can't be imported ({first_line(e)}); {fitting}") from e
-
-
-@contextmanager
-def _quiet() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 class TorchAOMaker(Maker):
@@ -144,14 +151,15 @@ class TorchAOMaker(Maker):
         pt2e = import_torchao(".pt2e.quantize_pt2e")
         x86 = import_torchao(".pt2e.quantizer.x86_inductor_quantizer")
         torch.set_num_threads(recipe.runtime.threads)
-        with memory_errors(), torch.no_grad(), _quiet():
+        with memory_errors(), torch.no_grad(), silenced():
             module = models.load(recipe.model, recipe.dims)
             weights, parameters = models.weights_sha256(module), sum(p.numel() for p in module.parameters())
             flat = positional(torch, module, recipe.model.inputs, flat=True)
             inputs = module_inputs(recipe.model, recipe.dims)
             data = calibration_of(recipe, Artifact(PROGRAM, "", "", 0, "fp32", inputs, (), 0.0))
             first = _as_tensors(torch, inputs, next(data.feeds(0, 1)))
-            quantiser = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+            config = x86.get_default_x86_inductor_quantization_config(reduce_range=not _has_wide_sums())
+            quantiser = x86.X86InductorQuantizer().set_global(config)
             # The quantiser finds layers by the sources that only a strict export keeps; without, it quantises nothing.
             graph = pt2e.prepare_pt2e(_export(torch, flat, first, recipe, strict=True).module(), quantiser)
             for feeds in data.feeds(0, len(data)):
@@ -165,7 +173,7 @@ class TorchAOMaker(Maker):
             torch.export.save(program, path)
         made_by = MakerFacts(
             backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires),
-            weights_sha256=weights, parameters=parameters, exporter="torch.export", fixed_batch=True,
+            weights_sha256=weights, parameters=parameters,
             calibration=replace(data.facts, method="histogram"), warnings=tuple(data.warnings),
         )  # fmt: skip
         return artifact_of(path, PROGRAM, "int8", (inputs, outputs), made_by, began)
@@ -208,7 +216,7 @@ class TorchAOSession(CompiledSession):
             return program
         if not any(isinstance(part, torch.nn.Linear) for part in self._module.modules()):
             raise UserError(f"{self._trial.model.name} has no linear layer, which scheme={scheme} quantises")
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), silenced():
             quantization.quantize_(self._module, getattr(quantization, CONFIGS[scheme])())
         called: Callable[..., Any] = super()._make_callable(dtype)
         return called
@@ -235,6 +243,7 @@ class TorchAOSession(CompiledSession):
             layers_by_type=types,
             precision_truth=precision_truth("int8", types or {UNKNOWN: 1}, "torchao"),
             calibration=made_by.calibration if made_by else None,
+            notes=() if _has_wide_sums() or self._on_gpu else (NARROW[self._artifact is None],),
         )
 
     def _count_parameters(self) -> int:

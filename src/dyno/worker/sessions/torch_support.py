@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,14 @@ def evaluating(module: Any) -> Any:
     with contextlib.suppress(NotImplementedError):
         module.eval()
     return module
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Run the block without Python's warnings: exporters and compilers warn of their own internals."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def named_outputs(result: Any) -> dict[str, Any]:

@@ -89,6 +89,10 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
     inputs = require_file(artifact, trial).inputs
     settings = ort.settings(trial)
     on_gpu = trial.runtime.device != "cpu"
+    provider = None if on_gpu else ort.find_provider(ort.import_library(), trial)
+    if provider and provider.devices:
+        raise UserError(f"there is no script for {provider.name}, which is of a plug-in library")
+    usual = [provider.name, *ort.PROVIDERS] if provider else [*ort.PROVIDERS]
     constants = {
         "FILE": place(about),
         "THREADS": settings["intra_op_threads"],
@@ -96,7 +100,7 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
         "DISABLED": settings["disabled_optimizers"],
         "SPINNING": str(int(settings["spinning"])),
         "FREE_DIMENSIONS": ort.overrides(inputs, static_shapes(inputs, trial.dims)),
-        "PROVIDERS": cuda.list_providers(trial, _parse_device_index(trial)) if on_gpu else list(ort.PROVIDERS),
+        "PROVIDERS": cuda.list_providers(trial, _parse_device_index(trial)) if on_gpu else usual,
     }
     needs = ("numpy", "onnxruntime-gpu" if on_gpu else "onnxruntime")
     code = ONNX_RUNTIME.format(preload=PRELOAD if on_gpu else "")
@@ -119,16 +123,16 @@ def open_vino(trial: Trial, artifact: Artifact | None, about: dict[str, Any], fo
 
 def aot_inductor(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code that opens the package as `AotSession` does."""
-    package = aot_package.read_package(require_file(artifact, trial).path)
+    file = require_file(artifact, trial)
+    package = aot_package.read_package(file.path)
     on_gpu = trial.runtime.device != "cpu"
-    names = [tensor.name for tensor in artifact.inputs] if artifact else []
     constants = {
         "FILE": place(about),
         "MODEL": package.name,
         "THREADS": trial.runtime.threads,
         "DEVICE": trial.runtime.device,
         "GPU": _parse_device_index(trial) if on_gpu else -1,
-        "TYPES": {name: each.dtype for name, each in zip(names, package.inputs, strict=True)},
+        "TYPES": {name: each.dtype for name, each in package.describe_inputs(file.inputs).items()},
     }
     imports = "import torch\nfrom torch._inductor.package import load_package\n"
     return ScriptPart(("numpy", "torch"), imports, constants, AOT_INDUCTOR)
