@@ -1,6 +1,7 @@
 """`dyno export`: what it writes runs without Dyno, and answers as the trial did."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import dyno
 import preloaded as forked
 from dyno import Study
 from dyno.api import Result
+from dyno.study.interpreters import missing
 from dyno.worker.inputs import input_data, specs
 from dyno.worker.spec import Tensor, Trial, from_json
 
@@ -143,6 +145,24 @@ def test_a_script_answers_as_its_trial_did(run: Result, photos: Path, which: str
     assert {each.tobytes() for each in made["prepared"]} == images
     assert "dyno" not in {line.split()[1].split(".")[0] for line in taken.script.read_text().splitlines()
                           if line.startswith(("import ", "from "))}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["aoti/bf16", "torchao@scheme=static", "torchao@scheme=dynamic"])
+def test_what_was_compiled_is_taken(which: str, photos: Path, tmp_path: Path) -> None:
+    if lacks := missing(re.split("[@/]", which)[0]):
+        pytest.skip(f"{lacks} is not installed")
+    (tmp_path / "net.py").write_text(NET)
+    backend, _, precision = which.partition("/")
+    study = Study(
+        models=(f"{tmp_path}/net.py:net",), backends=(backend,), precisions=(precision or "int8",), sizes=("24x32",),
+        data=str(photos), calibration=str(photos.with_name("others")),
+    )  # fmt: skip
+    result = ran(study, tmp_path / "run")
+    taken = result.take(which, tmp_path / "best")
+    found = result.records.trial(taken.trial)
+    made = run_alone(taken.script, feeds(from_json(Trial, found.job["trial"]), 10), [], tmp_path)
+    np.testing.assert_allclose(made["output:output"], found.outputs()["output"], rtol=1e-4, atol=1e-5)
 
 
 def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(run: Result, call: Any, tmp_path: Path) -> None:

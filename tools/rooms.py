@@ -69,7 +69,7 @@ WORKER = {
     "layers": "facts spec backend inputs sessions nets onnx_graph",
     "numerics": "facts spec backend nets sessions onnx_graph",
     "makers": "facts spec backend option_values extras system inputs sessions nets onnx_graph",
-    "backends": "facts spec record backend option_values extras inputs sessions nets onnx_graph layers makers",
+    "backends": "facts spec record backend option_values extras system inputs sessions nets onnx_graph layers makers",
     "registry": "spec plugins backend backends makers",
     "measure": "spec backend sessions",
     "evaluation": "facts spec record backend inputs tasks",

@@ -86,7 +86,7 @@ def export(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="File to write: .onnx, .xml (OpenVINO) or .engine (TensorRT).",
+            "--out", "-o", help="File to write: .onnx, .xml (OpenVINO), .engine (TensorRT) or .pt2 (AOTInductor).",
             show_default="of a run MODEL-BACKEND-PRECISION",
         ),
     ] = None,

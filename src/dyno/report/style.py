@@ -22,6 +22,8 @@ COLORS = {
     "openvino": "#009E73",
     "tensorrt": "#D55E00",
     "torch_tensorrt": "#CC79A7",
+    "aoti": "#B8A800",
+    "torchao": "#7A5195",
     "fake": "#8A8A8A",
 }
 SPARE = ("#CC79A7", "#B8A800", "#7A5195", "#5C4B3B", "#8A8A8A")

@@ -269,7 +269,8 @@ def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list
             model_facts = _model_facts(study, inspection, dims, model)
             for choice, precision in _list_configurations(study, choices, model, data):
                 entry = _check_trial(study, _build_trial(study, choice, model, precision, dims, data))
-                if not (entry.refusal and study.adds_precisions and precision != _own_precision(model)):
+                lacks = precision not in registry.find(choice.name).precisions
+                if not (entry.refusal and study.adds_precisions and (lacks or precision != _own_precision(model))):
                     planned.append(replace(entry, model_facts=model_facts))
     return planned
 

@@ -269,6 +269,10 @@ class FileFormat(ABC):
     builders: tuple[str, ...] = ()
     on_device: bool = False
 
+    def fits(self, path: Path) -> bool:
+        """Return whether a file with one of the suffixes, which may not exist yet, is of this format."""
+        return True
+
     def usual(self, path: Path) -> str:
         """Return the backend that runs this file by default."""
         return self.backend

@@ -30,6 +30,8 @@ ONNX_RUNTIME_BUILDS = "|".join(
 )
 # Extras and libraries that need a version of PyTorch: without a word on it, pip would take the newest.
 NEED_TORCH = {"torch", "ultralytics", "torch_tensorrt"}
+# The torchao for each PyTorch, which torchao's metadata doesn't name (pytorch/ao#2919); before 2.11 each has its own.
+TORCHAO = {"2.7": "0.12.0", "2.8": "0.13.0", "2.9.0": "0.14.1", "2.9": "0.15.0", "2.10": "0.16.0"}
 # What some libraries are called where they are imported, by themselves or by another.
 IMPORTED = {
     "PIL": "pillow",
@@ -49,12 +51,20 @@ def install(*libraries: str) -> str:
     extras = {EXTRAS[name] for name in names if name in EXTRAS}
     alone = [name for name in dict.fromkeys(names) if name not in EXTRAS]
     present = versions(("torch", ONNX_RUNTIME_BUILDS))
+    alone = [_fit_torchao(present.get("torch", "")) if name == "torchao" else name for name in alone]
     if "torch" in present and NEED_TORCH & {*extras, *alone}:
         alone.append(f"torch=={present['torch'].partition('+')[0]}")
     if "onnxruntime" not in present and present.keys() - {"torch"}:
         extras = {"onnx_files" if extra == "onnx" else extra for extra in extras}
     chosen = [f"'inference-dyno[{','.join(sorted(extras))}]'"] if extras else []
     return " ".join([_find_install_command(), *chosen, *alone])
+
+
+def _fit_torchao(torch: str) -> str:
+    """Return the requirement of the torchao that fits the version of PyTorch; without one, the newest."""
+    number = torch.partition("+")[0]
+    fitting = TORCHAO.get(number) or TORCHAO.get(number.rpartition(".")[0])
+    return f"torchao=={fitting}" if fitting else "'torchao>=0.17'"
 
 
 def _find_install_command() -> str:

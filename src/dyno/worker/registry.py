@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TypeVar
 
 from dyno.worker import backends, makers, plugins
@@ -48,8 +48,10 @@ def formats() -> dict[str, FileFormat]:
 
 
 def format_of(path: str | PurePath) -> FileFormat | None:
-    """Return the format of the model file, by its suffix; None for anything else."""
-    return next((kind for kind in formats().values() if str(path).endswith(kind.suffixes)), None)
+    """Return the format of the model file, by its suffix and, where that isn't enough, its content; else None."""
+    kinds = () if str(path).startswith("saved:") else formats().values()
+    named = (kind for kind in kinds if str(path).endswith(kind.suffixes))
+    return next((kind for kind in named if kind.fits(Path(path))), None)
 
 
 def suffixes() -> tuple[str, ...]:

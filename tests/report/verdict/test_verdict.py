@@ -201,6 +201,14 @@ def test_an_engine_that_names_no_types_is_not_called_untrue(tmp_path: Path) -> N
     assert "compile fp32 (batch 1): an engine says nothing." in text and "as requested" not in text
 
 
+def test_work_that_fell_back_to_the_cpu_is_a_headline(tmp_path: Path) -> None:
+    left = {"fallback": "3 of 412 nodes on X: this is the CPU's speed"}
+    lines = study(tmp_path, Way("pytorch"), Way("onnxruntime", seconds=0.002, facts=left)).splitlines()
+    place = next(k for k, line in enumerate(lines) if "3 of 412 nodes on X: this is the CPU's speed (batch 1)." in line)
+    assert "onnxruntime fp32" in lines[place]
+    assert place < next(k for k, line in enumerate(lines) if "Precision: " in line)
+
+
 REFERENCE, A, B = Way("pytorch", seconds=0.010), Way("a", seconds=0.005), Way("b", seconds=0.006)
 
 

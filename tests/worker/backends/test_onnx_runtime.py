@@ -4,15 +4,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
-from dyno.worker.backends.onnx_runtime import OnnxRuntime
+from dyno.worker.backends.onnx_runtime import OnnxRuntime, describe_fallback, find_provider
 from dyno.worker.makers.precision import OnnxPrecision
-from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 
 H, FLOAT = onnx.helper, onnx.TensorProto.FLOAT
 
@@ -102,6 +104,73 @@ def test_facts_tell_layers_types_providers_and_settings(digits: Any) -> None:
     assert facts.options["optimization"] == "basic"
     assert facts.options["spinning"] is False
     assert sum(facts.time_by_operator.values()) == pytest.approx(1, abs=0.01)
+
+
+def test_a_provider_that_takes_no_node_is_the_cpu_s_speed(digits: Any) -> None:
+    """The usual build has one for a service in the cloud, which takes nothing of this network."""
+    if "AzureExecutionProvider" not in onnxruntime.get_available_providers():
+        pytest.skip("this build of ONNX Runtime has no second provider")
+    session = load(digits, provider="azure")
+    facts = session.facts()
+    assert session._session.get_providers()[0] == "AzureExecutionProvider"
+    if hasattr(session._session, "get_provider_graph_assignment_info"):
+        total = facts.nodes_by_provider["CPUExecutionProvider"]
+        assert facts.fallback == f"0 of {total} nodes on AzureExecutionProvider: this is the CPU's speed"
+    assert load(digits).facts().fallback == ""
+
+
+def test_a_provider_that_is_not_here_is_refused_by_name(digits: Any) -> None:
+    for name, cure in (("xnnpack", "another build may have it"), ("mlx", "pip install onnxruntime-ep-mlx")):
+        with pytest.raises(Unavailable, match=rf"^this onnxruntime has no provider {name} \(it has .*cpu.*\); {cure}$"):
+            load(digits, provider=name)
+    refuse = OnnxRuntime().refuse
+    assert refuse(digits.trial("onnxruntime", provider="cuda")) == "provider=cuda is for --device cuda:0"
+    on_gpu = replace(digits.trial("onnxruntime", provider="openvino"), runtime=Runtime(device="cuda:0"))
+    assert refuse(on_gpu) == "provider=openvino is for --device cpu, from where it takes host memory"
+    assert refuse(digits.trial("onnxruntime", provider="openvino")) == ""
+
+
+class Library:
+    """ONNX Runtime as far as plug-ins go: a registered one finds a device or none."""
+
+    __version__ = "1.30.0"
+
+    def __init__(self, finds: bool) -> None:
+        self.finds, self.registered = finds, dict[str, str]()
+
+    def get_available_providers(self) -> list[str]:
+        return ["CPUExecutionProvider"]
+
+    def register_execution_provider_library(self, name: str, path: str) -> None:
+        self.registered[name] = path
+
+    def get_ep_devices(self) -> list[SimpleNamespace]:
+        names = ["CPU", *(["Some"] if self.finds and self.registered else [])]
+        return [SimpleNamespace(ep_name=f"{name}ExecutionProvider") for name in names]
+
+
+@pytest.mark.parametrize("finds", [True, False])
+def test_a_plug_in_is_registered_and_needs_a_device(finds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = SimpleNamespace(get_ep_names=lambda: ["SomeExecutionProvider"], get_library_path=lambda: "some.so")
+    monkeypatch.setitem(sys.modules, "onnxruntime_ep_some", plugin)
+    ort, trial = Library(finds), replace(file_trial("m.onnx"), options={"provider": "some"})
+    if finds:
+        found = find_provider(ort, trial)
+        assert found is not None and (found.name, len(found.devices)) == ("SomeExecutionProvider", 1)
+    else:
+        with pytest.raises(
+            Unavailable, match=r"^SomeExecutionProvider is registered, but finds none of its devices here"
+        ):
+            find_provider(ort, trial)
+    assert ort.registered == {"onnxruntime_ep_some": "some.so"}
+
+
+@pytest.mark.parametrize(
+    ("own", "headline"), [(3, "3 of 412 nodes on X: this is the CPU's speed"), (206, ""), (412, "")]
+)
+def test_most_nodes_decide_whose_speed_it_is(own: int, headline: str) -> None:
+    assert describe_fallback("X", {"X": own, "CPUExecutionProvider": 412 - own}) == headline
+    assert describe_fallback("X", {}) == ""
 
 
 def test_int8_runs_in_int8_and_signed_activations_show_why_they_are_not_faster(digits: Any, int8: Artifact) -> None:

@@ -119,7 +119,13 @@ def read_verdict(run: RunData) -> Verdict:
         rest = [Finding(NOTE, f"{more} more models and sizes are in the tables.")] if more > 0 else []
         rest += verdict_findings.list_precision_findings(run)
         slow += _slow_precisions(run)
-    rest += [*_check_precisions(results), *slow, *_describe_outcome(results, contention)]
+    rest = [
+        *_list_fallbacks(results),
+        *rest,
+        *_check_precisions(results),
+        *slow,
+        *_describe_outcome(results, contention),
+    ]
     rest += [*verdict_findings.list_device_findings(results), *verdict_findings.list_route_findings(results)]
     return Verdict(wrong, tuple(decided), tuple(rest))
 
@@ -158,6 +164,16 @@ def _check_precisions(results: Results) -> Iterator[Finding]:
         ran = truth(trials[0])
         is_wrong = " did not run as requested" if ran and ran.answer == NO else ""
         yield Finding(WARNING, f"{model}{trials[0].configuration} ({_format_batches(trials)}){is_wrong}: {sentence}.")
+
+
+def _list_fallbacks(results: Results) -> Iterator[Finding]:
+    """Yield the trials of which most nodes ran elsewhere than on the provider that was asked for."""
+    named: dict[str, list[TrialResult]] = {}
+    for t in results:
+        if t.good and t.facts.fallback:
+            named.setdefault(f"{t.model} {t.configuration}: {t.facts.fallback}", []).append(t)
+    for text, trials in named.items():
+        yield Finding(WARNING, f"{text} ({_format_batches(trials)}).")
 
 
 def _slow_precisions(run: RunData) -> Iterator[Finding]:

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,8 @@ from dyno.worker.sessions.onnx_runtime_session import VALUES as CUDA_VALUES
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
 
 ENGINE = "ONNX Runtime"
+SUFFIX = "ExecutionProvider"
+PLUGINS = ("openvino", "webgpu", "mlx", "nv_tensorrt_rtx")  # of onnxruntime-ep-NAME, in the index today
 PROVIDERS = ["CPUExecutionProvider"]
 OPTIMIZATION = {
     "all": "ORT_ENABLE_ALL",
@@ -52,11 +57,12 @@ ONE_ADD = bytes.fromhex(
 
 
 class OnnxRuntime(Backend):
-    """Runs ONNX files. Options: `optimization` (all, extended, basic, disable), `spinning` (default true) and, on a
-    CPU, `streams` (batches in flight, default 1: all threads on one batch).
+    """Runs ONNX files. Options: `optimization` (all, extended, basic, disable), `spinning` (default true), `provider`
+    (on a CPU any of the build or of a plug-in, by its name; on a GPU cuda or tensorrt) and, on a CPU, `streams`
+    (batches in flight, default 1: all threads on one batch).
 
-    On a GPU besides: `provider` (cuda, tensorrt), `slots` (batches in flight, default 3), `conv_search` (EXHAUSTIVE,
-    HEURISTIC, DEFAULT) and `nhwc` (default false).
+    On a GPU besides: `slots` (batches in flight, default 3), `conv_search` (EXHAUSTIVE, HEURISTIC, DEFAULT) and `nhwc`
+    (default false).
     """
 
     name = "onnxruntime"
@@ -77,8 +83,12 @@ class OnnxRuntime(Backend):
             return reason
         if reason := refuse_requantising(trial):
             return reason
-        if "streams" in trial.options and trial.runtime.device != "cpu":
+        on_gpu, provider = trial.runtime.device != "cpu", trial.options.get("provider")
+        if "streams" in trial.options and on_gpu:
             return "streams are of onnxruntime's CPU provider; on a GPU give slots"
+        if provider is not None and on_gpu != (provider in cuda.KINDS):
+            needed = "cuda:0" if provider in cuda.KINDS else "cpu, from where it takes host memory"
+            return f"provider={provider} is for --device {needed}"
         return missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
@@ -87,7 +97,7 @@ class OnnxRuntime(Backend):
 
     def probe(self) -> Probe:
         """Add two numbers on the CPU provider, and on the first GPU where there is one."""
-        ort = _import_library()
+        ort = import_library()
         session = ort.InferenceSession(ONE_ADD, _make_quiet_options(ort), providers=PROVIDERS)
         (out,) = session.run(None, {"x": np.asarray(2, np.float32)})
         devices = ["cpu"] if out == 4 else []
@@ -97,7 +107,7 @@ class OnnxRuntime(Backend):
 
     def prepare(self, trial: Trial) -> None:
         """Import ONNX Runtime."""
-        _import_library()
+        import_library()
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Return a session with the trial's threads, and static shapes even where the file's batch is free.
@@ -105,7 +115,7 @@ class OnnxRuntime(Backend):
         Raises `Unavailable` without the library or a kernel, `UserError` for a missing, corrupt or ill-fitting file,
         `MemoryError` when memory runs out.
         """
-        ort = _import_library()
+        ort = import_library()
         path = artifact.path if artifact else trial.model.file
         if not Path(path).is_file():
             raise UserError(f"{path or 'the ONNX file'} does not exist")
@@ -142,13 +152,16 @@ class OnnxFile:
         # With batch 0 the batch stays free, and may change from run to run.
         self.free = trial.dims.batch == 0
         self.shapes = static_shapes(known, replace(trial.dims, batch=trial.dims.batch or 1))
+        self.provider = find_provider(ort, trial)
+        self.providers = [self.provider.name, *PROVIDERS] if self.provider else PROVIDERS
         self._overrides = {} if self.free else overrides(known, self.shapes)
         self.settings = settings(trial)
 
-    def open(self, providers: Any, profile: str = "", optimised: str = "") -> Any:
+    def open(self, providers: Any, profile: str = "", optimised: str = "", assigned: bool = False) -> Any:
         """Return an InferenceSession.
 
-        `profile` is the prefix of the profile's file, `optimised` the path at which the optimised graph is written.
+        `profile` is the prefix of the profile's file, `optimised` the path at which the optimised graph is written;
+        `assigned` has the library keep which provider each node went to.
         """
         options = _make_quiet_options(self.ort)
         options.intra_op_num_threads = self.settings["intra_op_threads"]
@@ -163,17 +176,24 @@ class OnnxFile:
             options.enable_profiling, options.profile_file_prefix = True, profile
         if optimised:
             options.optimized_model_filepath = optimised
+        if assigned:
+            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         off = self.settings["disabled_optimizers"]
+        if self.provider and self.provider.devices:
+            options.add_provider_for_devices([*self.provider.devices], {})
+            providers = None
         return self.ort.InferenceSession(self.path, options, providers=providers, disabled_optimizers=off)
 
     def facts(self, providers: Any, feeds: Arrays) -> EngineFacts:
         """Return layers, types, providers and time by operator, from the profile of a second, short session."""
         with tempfile.TemporaryDirectory() as scratch:
             nodes = self.read_profile(self._record_profile(providers, feeds, scratch))
+        placed = self._count_assigned(providers)
         return EngineFacts(
             layers=len(nodes.seen),
             layers_by_type=nodes.by_type(),
-            nodes_by_provider=nodes.by_provider(),
+            nodes_by_provider=placed or nodes.by_provider(),
+            fallback=describe_fallback(_first_provider(providers), placed),
             operators=nodes.operators(),
             time_by_operator=nodes.time_by_operator(),
             precision_truth=precision_truth(self.requested, nodes.by_type(), ENGINE),
@@ -181,6 +201,20 @@ class OnnxFile:
             options=dict(self.settings),
             notes=tuple(nodes.notes()),
         )
+
+    def _count_assigned(self, providers: Any) -> dict[str, int]:
+        """Return how many nodes of the graph went to each provider, by the library's own word.
+
+        A provider may make one node of many, which a profile counts as one. Empty for the CPU's own provider, and in
+        versions without that call.
+        """
+        can_say = hasattr(self.ort.InferenceSession, "get_provider_graph_assignment_info")
+        if _first_provider(providers) in PROVIDERS or not can_say:
+            return {}
+        counts = Counter[str]()
+        for part in self.open(providers, assigned=True).get_provider_graph_assignment_info():
+            counts[part.ep_name] += len(part.get_nodes())
+        return dict(counts)
 
     def inside(self, providers: Any, feeds: Arrays) -> LayerGraph:
         """Return the optimised graph as the library writes it, with each node's entry in a profile of its run."""
@@ -212,7 +246,9 @@ class OnnxRuntimeSession(Session):
 
     def __init__(self, file: OnnxFile, profile: str = "", optimised: str = "") -> None:
         self._file = file
-        self._session = file.open(PROVIDERS, profile, optimised)
+        self._session = file.open(file.providers, profile, optimised)
+        if file.provider and file.provider.name not in self._session.get_providers():
+            raise Unavailable(f"ONNX Runtime left {file.provider.name} out: it has no device or library here")
         inputs = tuple(map(_read_tensor, self._session.get_inputs()))
         self.inputs = inputs if file.free else tuple(replace(t, shape=file.shapes[t.name]) for t in inputs)
         self.outputs = tuple(_read_tensor(arg) for arg in self._session.get_outputs())
@@ -261,11 +297,11 @@ class OnnxRuntimeSession(Session):
 
     def facts(self) -> EngineFacts:
         """See `OnnxFile.facts`."""
-        return self._file.facts(PROVIDERS, self._requests[0].feeds)
+        return self._file.facts(self._file.providers, self._requests[0].feeds)
 
     def inside(self) -> LayerGraph:
         """See `OnnxFile.inside`."""
-        return self._file.inside(PROVIDERS, self._requests[0].feeds)
+        return self._file.inside(self._file.providers, self._requests[0].feeds)
 
     def profile(self, runs: int) -> LayerTimes:
         """Time the nodes' kernels in a second session like this one, with ONNX Runtime's own profiler."""
@@ -296,12 +332,65 @@ class OnnxRuntimeSession(Session):
         del self._session
 
 
+@dataclass(frozen=True)
+class Provider:
+    """An execution provider by its full name; one of a plug-in library with the devices that it found here."""
+
+    name: str
+    devices: tuple[Any, ...] = ()
+
+
+def find_provider(ort: Any, trial: Trial) -> Provider | None:
+    """Return the provider that the trial names for a CPU's session; None for the usual one.
+
+    A plug-in is the package `onnxruntime_ep_NAME`. Raises `Unavailable` if the library has no such provider, or if the
+    provider finds no device.
+    """
+    asked = trial.options.get("provider")
+    if asked is None or trial.runtime.device != "cpu":
+        return None
+    short = str(asked).removesuffix(SUFFIX).lower()
+    built = {name.removesuffix(SUFFIX).lower(): name for name in ort.get_available_providers()}
+    if short in built:
+        return Provider(built[short])
+    package = f"onnxruntime_ep_{short}"
+    try:
+        plugin = importlib.import_module(package)
+    except ImportError:
+        others = ", ".join(sorted(built))
+        cure = f"pip install {package.replace('_', '-')}" if short in PLUGINS else "another build may have it"
+        raise Unavailable(f"this onnxruntime has no provider {asked} (it has {others}); {cure}") from None
+    if not hasattr(ort, "register_execution_provider_library"):
+        raise Unavailable(f"onnxruntime {ort.__version__} takes no plug-ins; install 1.23 or newer")
+    names = plugin.get_ep_names()
+    if not any(device.ep_name in names for device in ort.get_ep_devices()):
+        with suppress(*_list_errors()):  # registered by an earlier session of this process, without a device
+            ort.register_execution_provider_library(package, str(plugin.get_library_path()))
+    devices = tuple(device for device in ort.get_ep_devices() if device.ep_name in names)
+    if not devices:
+        raise Unavailable(f"{', '.join(names)} is registered, but finds none of its devices here")
+    return Provider(devices[0].ep_name, devices)
+
+
+def _first_provider(providers: Any) -> str:
+    """Return the name of the first of a session's providers, with or without options."""
+    first = providers[0]
+    return first if isinstance(first, str) else str(first[0])
+
+
+def describe_fallback(provider: str, placed: Mapping[str, int]) -> str:
+    """Return a sentence where most nodes went to another provider; "" where the named one has half of them."""
+    own, total = placed.get(provider, 0), sum(placed.values())
+    return "" if 2 * own >= total else f"{own} of {total} nodes on {provider}: this is the CPU's speed"
+
+
 def _end_profile(session: Any) -> list[dict[str, Any]]:
     """End the session's profile and return its events."""
     return events_in(Path(session.end_profiling()).read_text(encoding="utf-8"))
 
 
-def _import_library() -> Any:
+def import_library() -> Any:
+    """Import ONNX Runtime; `Unavailable` with the command to install it."""
     try:
         import onnxruntime
     except ImportError as e:

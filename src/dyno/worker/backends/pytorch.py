@@ -37,9 +37,15 @@ from dyno.worker.sessions.torch_support import (
     takes_hooks,
     tensors,
 )
-from dyno.worker.spec import BATCH, Artifact, DataSpec, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import BATCH, Artifact, DataSpec, Dims, ModelSpec, Tensor, Trial, Unavailable, UserError
 
-TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+# The type of a module's weights before anything is quantised.
+TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "float32"}
+MODULE_OPTIONS: Mapping[str, Check] = {
+    "channels_last": flag, "cudnn_benchmark": flag, "input": one_of(*input_data.READ),
+}  # fmt: skip
+NO_GRAPHS = "graph=true is for NVIDIA GPUs: a CPU has no CUDA graphs; omit it"
+REPLAYED = 1e-2  # of the largest value: how far a graph's outputs may be off the module's on the same input
 SLOTS = 3  # on a GPU: one computes while the next is copied in and the host has the last
 
 
@@ -47,7 +53,8 @@ class PyTorch(Backend):
     """Eager PyTorch: the reference that everything else is compared with.
 
     Options: `channels_last` (bool; default: on for a GPU in fp16 and bf16), `cudnn_benchmark` (bool, default off),
-    `input` (float32, or uint8: fed raw pixels, normalised on the device before the module).
+    `input` (float32, or uint8: fed raw pixels, normalised on the device before the module), `graph` (bool, default off;
+    on a GPU: replay the module as a CUDA graph).
     """
 
     name = "pytorch"
@@ -55,14 +62,16 @@ class PyTorch(Backend):
     precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")
     devices: tuple[str, ...] = ("cpu", "cuda")
     profiled: tuple[str, ...] = ("cpu", "cuda")
-    options: tuple[str, ...] = ("channels_last", "cudnn_benchmark", "input")
-    values: Mapping[str, Check] = {"channels_last": flag, "cudnn_benchmark": flag, "input": one_of(*input_data.READ)}
-    files = ()  # which hold no module
+    options: tuple[str, ...] = ("channels_last", "cudnn_benchmark", "input", "graph")
+    values: Mapping[str, Check] = {**MODULE_OPTIONS, "graph": flag}
+    files: tuple[str, ...] | None = ()  # which hold no module
 
     def refuse(self, trial: Trial) -> str:
         """See `Backend.refuse`; besides, a file holds no module."""
         if trial.model.file:
             return f"there is no PyTorch module in {'an ONNX' if trial.model.file.endswith('.onnx') else 'that'} file"
+        if trial.options.get("graph") is True and trial.runtime.device == "cpu":
+            return NO_GRAPHS
         return super().refuse(trial)
 
     def probe(self) -> Probe:
@@ -88,8 +97,11 @@ class PyTorch(Backend):
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Load the module in the trial's type, on its device."""
+        options = self.checked(trial)
+        if options.get("graph") and trial.runtime.device == "cpu":
+            raise UserError(NO_GRAPHS)
         with memory_errors():
-            return TorchSession(trial, self.checked(trial))
+            return (GraphSession if options.get("graph") else TorchSession)(trial, options)
 
     def checked(self, trial: Trial) -> dict[str, Any]:
         """Return the trial's options with defaults filled in; raise a `UserError` for an unknown option or value."""
@@ -102,6 +114,12 @@ class PyTorch(Backend):
 PYTORCH = PyTorch()
 
 
+def module_inputs(model: ModelSpec, dims: Dims) -> tuple[Tensor, ...]:
+    """Return the tensors that a module takes at that batch and size."""
+    image = dims.shapes.get("input", (BATCH, model.channels, "height", "width"))
+    return tensors_of(model.inputs, dims) or (Tensor("input", "float32", dims.resolve(image)),)
+
+
 class TorchSession(Session):
     """A module on its device: inputs are copied into one tensor per slot, outputs stay as the module returned them."""
 
@@ -112,11 +130,9 @@ class TorchSession(Session):
         self._trial, self._options = trial, options
         self._device = device_named(self._torch, trial.runtime.device)
         configure(self._torch, trial, bool(options["cudnn_benchmark"]))
-        module = models.load(trial.model, trial.dims)
-        self._weights = models.weights_sha256(module)  # before the cast: "same weights" is about what was given
         self._layout = self._torch.channels_last if options["channels_last"] else self._torch.contiguous_format
         dtype = self._dtype = getattr(self._torch, TYPES[trial.precision])
-        self._module = self._place_module(module)
+        self._module, self._weights = self._load_module()
         self._pixels = input_data.wants_pixels(options)
         self.slots = self._slots_wanted()
         self._copies: Copies | None = None
@@ -126,6 +142,12 @@ class TorchSession(Session):
         self._call: Any = self._eager
         self._ran = False
         self._restore: Callable[[], None] | None = None
+
+    def _load_module(self) -> tuple[Any, str]:
+        """Return the module on its device, and the hash of its weights before the cast: as they were given."""
+        module = models.load(self._trial.model, self._trial.dims)
+        weights = models.weights_sha256(module)
+        return self._place_module(module), weights
 
     def _place_module(self, module: Any) -> Any:
         return cast(module.to(self._device, memory_format=self._layout), TYPES[self._trial.precision])
@@ -142,11 +164,12 @@ class TorchSession(Session):
     def _on_gpu(self) -> bool:
         return bool(self._device.type == "cuda")
 
+    def _list_inputs(self) -> tuple[Tensor, ...]:
+        """Return the module's inputs at the trial's batch and size."""
+        return module_inputs(self._trial.model, self._trial.dims)
+
     def _allocate_inputs(self, dtype: Any) -> None:
-        dims, model = self._trial.dims, self._trial.model
-        image = dims.shapes.get("input", (BATCH, model.channels, "height", "width"))
-        usual = Tensor("input", "float32", dims.resolve(image))
-        self.inputs = tensors_of(model.inputs, dims) or (usual,)
+        self.inputs = self._list_inputs()
         if self._pixels:
             self.inputs = (replace(self._find_image_input(), dtype="uint8"),)
         self._bound = [{t.name: self._allocate_tensor(t, dtype) for t in self.inputs} for _ in range(self.slots)]
@@ -254,12 +277,16 @@ class TorchSession(Session):
             with self._use_stream(self._queue):
                 if self._copies:
                     self._copies.arrive(slot)
-                self._out[slot] = self._call(*self._bound[slot].values())
+                self._out[slot] = self._compute(slot)
                 if self._copies:
                     self._copies.leave(slot)
         except Exception as e:  # the module is anyone's code: whatever it raises is its word on the input
             raise self._explain_error(e) from e
         self._ran = True
+
+    def _compute(self, slot: int) -> Any:
+        """Run the slot's inputs through the module on the current stream."""
+        return self._call(*self._bound[slot].values())
 
     def _explain_error(self, e: Exception) -> Exception:
         if is_memory_error(e):
@@ -302,9 +329,13 @@ class TorchSession(Session):
     def try_eager(self) -> None:
         """Run the module as it is on random input, before it is compiled: a shape it refuses is said in its own words,
         and what goes wrong later is the compiler's doing."""
-        model, dims = self._trial.model, self._trial.dims
-        self.bind(next(input_data.batches(DataSpec(), model.preprocess, self.inputs, dims, 1, model.inputs)))
+        self._bind_random()
         self._run_once()
+
+    def _bind_random(self, seed: int = 0, slot: int = 0) -> None:
+        model, data = self._trial.model, DataSpec(seed=seed)
+        feeds = input_data.batches(data, model.preprocess, self.inputs, self._trial.dims, 1, model.inputs)
+        self.bind(next(feeds), slot)
 
     def _run_once(self) -> None:
         self.run()
@@ -382,6 +413,88 @@ class TorchSession(Session):
         self._out, self._bound, self._copies = [], [], None
         if self._on_gpu:
             self._torch.cuda.empty_cache()
+
+
+class GraphSession(TorchSession):
+    """A module recorded as a CUDA graph for each slot, whose replay reads the slot's input tensors."""
+
+    def __init__(self, trial: Trial, options: dict[str, Any]) -> None:
+        self._graphs: list[Any] = []
+        self._addresses: list[list[int]] = []
+        super().__init__(trial, options)
+        self.try_eager()
+        recorded = []
+        for slot in range(self.slots):
+            self._bind_random(slot=slot)
+            recorded.append(self._record(slot))
+        self._graphs, self._out = [graph for graph, _ in recorded], [result for _, result in recorded]
+        self._recorded = [*self._out]
+        self._addresses = [self._find_addresses(slot) for slot in range(self.slots)]
+        self._check_replay()
+
+    def _record(self, slot: int) -> tuple[Any, Any]:
+        """Return the slot's graph and its outputs; a `UserError` for a module that can't be recorded."""
+        torch, graph = self._torch, self._torch.cuda.CUDAGraph()
+        values = [*self._bound[slot].values()]
+        try:
+            with self._use_stream(self._queue):
+                self._eager(*values)  # libraries choose their algorithms before they are recorded
+            torch.cuda.synchronize(self._device)
+            with torch.inference_mode(), torch.cuda.graph(graph, stream=self._queue):
+                result = self._eager(*values)
+        except Exception as e:  # the module is anyone's code, and what it may not do in a capture has many errors
+            if is_memory_error(e):
+                raise MemoryError(first_line(e)) from e
+            reason = f"{self._trial.model.name} can't be recorded as a CUDA graph: {first_line(e)}"
+            raise UserError(f"{reason}; omit graph=true") from e
+        return graph, result
+
+    def _find_addresses(self, slot: int) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._bound[slot].values()]
+
+    def _check_replay(self) -> None:
+        """Raise a `UserError` if a replay on other inputs doesn't give what the module gives."""
+        for slot in range(self.slots):
+            self._bind_random(1 + slot, slot)
+            self.run(slot)
+            self.wait(slot)
+            replayed = [tensor.clone() for tensor in self._output_tensors(slot).values()]
+            self._bind_random(1 + slot, slot)  # a module may write into its inputs
+            self._synchronize_device()
+            with self._use_stream(self._queue):
+                expected = [*named_outputs(self._eager(*self._bound[slot].values())).values()]
+            self._synchronize_device()
+            if not all(_is_close(*pair) for pair in zip(replayed, expected, strict=True)):
+                name = self._trial.model.name
+                raise UserError(f"{name} as a CUDA graph gives other outputs for other inputs; omit graph=true")
+
+    def _compute(self, slot: int) -> Any:
+        """Replay the slot's graph, which reads the addresses that it was recorded with."""
+        if not self._graphs:
+            return super()._compute(slot)
+        if self._addresses and self._find_addresses(slot) != self._addresses[slot]:
+            raise UserError("the inputs of a CUDA graph moved after it was recorded")
+        self._graphs[slot].replay()
+        return self._recorded[slot]
+
+    def profile(self, runs: int) -> LayerTimes:
+        """Time the module's parts without the graph, which has none."""
+        self._graphs = []
+        return super().profile(runs)
+
+    def run_for_counters(self) -> None:
+        self._graphs = []
+        super().run_for_counters()
+
+    def close(self) -> None:
+        self._graphs, self._recorded = [], []
+        super().close()
+
+
+def _is_close(a: Any, b: Any) -> bool:
+    """Return whether the tensors differ by rounding alone; NaN equals NaN."""
+    a, b = a.float().nan_to_num(), b.float().nan_to_num()
+    return not a.numel() or bool((a - b).abs().max() <= REPLAYED * max(float(b.abs().max()), 1e-30))
 
 
 def _has_difference(a: Any, b: Any) -> bool:

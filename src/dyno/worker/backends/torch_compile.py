@@ -9,20 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 from dyno.worker.backend import Session
-from dyno.worker.backends.pytorch import PyTorch, TorchSession
+from dyno.worker.backends.pytorch import MODULE_OPTIONS, PyTorch, TorchSession
 from dyno.worker.facts.engine import EngineFacts, precision_truth
 from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.sessions.torch_support import compiler_errors, compute_layers, kernels, memory_errors, need_compiler
 from dyno.worker.spec import Artifact, Trial
 
-MODES = ("default", "reduce-overhead", "max-autotune")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # these replay CUDA graphs, whose outputs the next run overwrites
 
 
 class Compile(PyTorch):
     """torch.compile with inductor, compiled inside `load` for the trial's one shape.
 
-    Options besides those of `pytorch`: `mode` (default, reduce-overhead, max-autotune) and `freeze` (bool, default on
+    Options besides `pytorch`'s, less `graph`: `mode` (see `MODES`) and `freeze` (bool, default on
     for a CPU: weights become constants of the compiled code, folded and packed, which about halves the latency).
     """
 
@@ -30,7 +30,7 @@ class Compile(PyTorch):
     precisions = ("fp32", "tf32", "fp16", "bf16")
     profiled = ()
     options = ("channels_last", "cudnn_benchmark", "input", "mode", "freeze")
-    values: Mapping[str, Check] = {**PyTorch.values, "mode": one_of(*MODES), "freeze": flag}
+    values: Mapping[str, Check] = {**MODULE_OPTIONS, "mode": one_of(*MODES), "freeze": flag}
 
     def _run_convolution(self, torch: Any, device: str) -> None:
         need_compiler()

@@ -204,14 +204,16 @@ class Compilation(Sparse):
 class EngineFacts(Layers, Origin, Compilation):
     """All that a session says of itself (`Session.facts`), as far as its engine reports it.
 
-    `options` and `threads` are as the engine has them; `time_by_operator` are shares (0 to 1) of a profile's time;
-    `engine_memory` is in bytes; `allocated` and `reserved` are the most bytes that PyTorch's allocator gave out on the
-    GPU and held for that; `notes` are sentences on what keeps the engine from being faster.
+    `options` and `threads` are as the engine has them, and `fallback` is a sentence where most nodes left the provider
+    that was asked for; `time_by_operator` are shares (0 to 1) of a profile's time; `engine_memory` is in bytes;
+    `allocated` and `reserved` are the most bytes that PyTorch's allocator gave out on the GPU and held for that;
+    `notes` are sentences on what keeps the engine from being faster.
     """
 
     threads: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     nodes_by_provider: dict[str, int] = field(default_factory=dict)
+    fallback: str = ""
     kernels: dict[str, int] = field(default_factory=dict)
     time_by_operator: dict[str, float] = field(default_factory=dict)
     slowest_layers: tuple[SlowLayer, ...] = ()

@@ -130,12 +130,13 @@ def write_purpose(path: str, model: ModelSpec) -> None:
 
     graph = onnx.load(path, load_external_data=False)
     onnx.helper.set_model_props(
-        graph, {**{entry.key: entry.value for entry in graph.metadata_props}, **_make_metadata(model)}
+        graph, {**{entry.key: entry.value for entry in graph.metadata_props}, **make_metadata(model)}
     )
     onnx.save(graph, path)
 
 
-def _make_metadata(model: ModelSpec) -> dict[str, str]:
+def make_metadata(model: ModelSpec) -> dict[str, str]:
+    """Return what a model's file says of it: task, classes, preprocessing and inputs, as `read_purpose` reads them."""
     metadata = {"task": model.task, "preprocess": json.dumps(to_json(model.preprocess))}
     if model.classes is not None:
         metadata["names"] = str({number: str(number) for number in range(model.classes)})

@@ -24,8 +24,15 @@ CUDA, TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"
 KINDS = {"cuda": CUDA, "tensorrt": TENSORRT}
 OPTIONS = ("provider", "slots", "conv_search", "nhwc")
 SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
+
+
+def _check_provider(value: Option) -> str:
+    named = isinstance(value, str) and re.fullmatch(r"[A-Za-z]\w*", value)
+    return "" if named else f"{' or '.join(KINDS)}, or on a CPU another provider's name, such as openvino"
+
+
 VALUES: dict[str, Check] = {
-    "provider": one_of(*KINDS), "slots": whole(1), "conv_search": one_of(*SEARCHES), "nhwc": flag,
+    "provider": _check_provider, "slots": whole(1), "conv_search": one_of(*SEARCHES), "nhwc": flag,
 }  # fmt: skip
 
 

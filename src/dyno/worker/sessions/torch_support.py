@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dyno.worker.extras import install
 from dyno.worker.inputs.specs import arguments
 from dyno.worker.spec import PARTS, InputSpec, Trial, Unavailable, UserError, shorten
 
-NO_COMPILER = "torch.compile needs a C++ compiler and found no {}; install one (Debian: apt-get install g++)"
+NO_COMPILER = "{} needs a C++ compiler and found no {}; install one (Debian: apt-get install g++)"
 NO_HEADERS = "torch.compile needs Python's headers; install them (Debian: apt-get install python3-dev)"
 SCRIPTED = re.compile(r"^(?:\w*Error:\s+)+(\S.*)$", re.MULTILINE)  # behind the traceback of TorchScript
 NO_MEMORY = (
@@ -113,6 +114,14 @@ def evaluating(module: Any) -> Any:
     with contextlib.suppress(NotImplementedError):
         module.eval()
     return module
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Run the block without Python's warnings: exporters and compilers warn of their own internals."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def named_outputs(result: Any) -> dict[str, Any]:
@@ -264,7 +273,7 @@ def compiler_errors() -> Iterator[None]:
     except Exception as e:  # inductor wraps the compiler's failure in its own types, which change between versions
         text = f"{type(e).__name__} {e}"
         if "InvalidCxxCompiler" in text:
-            raise Unavailable(NO_COMPILER.format(_find_compiler())) from e
+            raise Unavailable(NO_COMPILER.format("torch.compile", _find_compiler())) from e
         if "Python.h" in text:
             raise Unavailable(NO_HEADERS) from e
         missing = re.search(r"ModuleNotFoundError: No module named '(\w+)'", text)
@@ -282,10 +291,10 @@ def _find_compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
-def need_compiler() -> None:
+def need_compiler(user: str = "torch.compile") -> None:
     """Raise `Unavailable` when there is no C++ compiler: inductor needs one for CPU code and for its GPU launchers."""
     if not shutil.which(_find_compiler().split()[0]):
-        raise Unavailable(NO_COMPILER.format(_find_compiler()))
+        raise Unavailable(NO_COMPILER.format(user, _find_compiler()))
 
 
 def import_torch() -> Any:

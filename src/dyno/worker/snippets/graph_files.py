@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dyno.worker.backends import aot_package
 from dyno.worker.backends import onnx_runtime as ort
 from dyno.worker.backends import open_vino as vino
 from dyno.worker.inputs.specs import static_shapes
@@ -51,6 +52,24 @@ def run(model, feeds):
     results = model(typed)
     return {name: np.array(results[k]) for k, name in enumerate(OUTPUTS)}
 '''
+AOT_INDUCTOR = '''
+
+def load():
+    """The compiled package, on the device and with the threads of the measurement."""
+    torch.set_num_threads(THREADS)
+    return load_package(str(FILE), MODEL, device_index=GPU)
+
+
+def run(model, feeds):
+    """The outputs by name for inputs by name."""
+    tensors = []
+    for name, (_, kind) in INPUTS.items():
+        x = torch.from_numpy(np.asarray(feeds[name], kind, order="C"))
+        tensors.append(x.to(DEVICE, getattr(torch, TYPES[name])))
+    with torch.inference_mode():
+        results = [result.float().cpu().numpy() for result in model.loader.run(tensors)]
+    return {f"output_{k}" if k else "output": result for k, result in enumerate(results)}
+'''
 
 
 def place(about: dict[str, Any]) -> str:
@@ -70,6 +89,10 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
     inputs = require_file(artifact, trial).inputs
     settings = ort.settings(trial)
     on_gpu = trial.runtime.device != "cpu"
+    provider = None if on_gpu else ort.find_provider(ort.import_library(), trial)
+    if provider and provider.devices:
+        raise UserError(f"there is no script for {provider.name}, which is of a plug-in library")
+    usual = [provider.name, *ort.PROVIDERS] if provider else [*ort.PROVIDERS]
     constants = {
         "FILE": place(about),
         "THREADS": settings["intra_op_threads"],
@@ -77,7 +100,7 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
         "DISABLED": settings["disabled_optimizers"],
         "SPINNING": str(int(settings["spinning"])),
         "FREE_DIMENSIONS": ort.overrides(inputs, static_shapes(inputs, trial.dims)),
-        "PROVIDERS": cuda.list_providers(trial, _parse_device_index(trial)) if on_gpu else list(ort.PROVIDERS),
+        "PROVIDERS": cuda.list_providers(trial, _parse_device_index(trial)) if on_gpu else usual,
     }
     needs = ("numpy", "onnxruntime-gpu" if on_gpu else "onnxruntime")
     code = ONNX_RUNTIME.format(preload=PRELOAD if on_gpu else "")
@@ -98,8 +121,26 @@ def open_vino(trial: Trial, artifact: Artifact | None, about: dict[str, Any], fo
     return ScriptPart(("numpy", "openvino"), "import openvino\n", constants, OPEN_VINO)
 
 
+def aot_inductor(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+    """Return the code that opens the package as `AotSession` does."""
+    file = require_file(artifact, trial)
+    package = aot_package.read_package(file.path)
+    on_gpu = trial.runtime.device != "cpu"
+    constants = {
+        "FILE": place(about),
+        "MODEL": package.name,
+        "THREADS": trial.runtime.threads,
+        "DEVICE": trial.runtime.device,
+        "GPU": _parse_device_index(trial) if on_gpu else -1,
+        "TYPES": {name: each.dtype for name, each in package.describe_inputs(file.inputs).items()},
+    }
+    imports = "import torch\nfrom torch._inductor.package import load_package\n"
+    return ScriptPart(("numpy", "torch"), imports, constants, AOT_INDUCTOR)
+
+
 ONNX_RUNTIME_SCRIPT = Script("onnxruntime", onnx_runtime)
 OPENVINO_SCRIPT = Script("openvino", open_vino)
+AOTI_SCRIPT = Script("aoti", aot_inductor)
 
 
 # A script for an engine of TensorRT or TensorRT-RTX, with memory by CUDA's runtime API.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dyno.worker.backends.torch_ao import CONFIGS
 from dyno.worker.inputs import input_data
 from dyno.worker.nets import huggingface, models, saved_modules
 from dyno.worker.nets.checkpoint import by_own_names, head_classes, read_checkpoint
@@ -43,6 +44,7 @@ def build():
     network.model[-1].dynamic = False
     return network
 '''
+COMPILING = ("compile", "torchao")
 STORED = ("saved", "darknet")  # sources whose script has the module's file in place of its weights
 SAVED = '''
 
@@ -126,6 +128,24 @@ PIXELS = """
 COMPILED = """    torch._inductor.config.freezing = FREEZE
     return torch.compile(called, backend="inductor", dynamic=False, mode=MODE)
 """
+QUANTISED = """    torchao.quantization.quantize_(network, torchao.quantization.{config}())
+"""
+PROGRAM = '''
+
+def load():
+    """The quantised program, compiled with the threads of the measurement."""
+    torch.set_num_threads(THREADS)
+    torch._inductor.config.freezing = FREEZE
+    return torch.compile(torch.export.load(FILE).module(), backend="inductor", dynamic=False, mode=MODE)
+
+
+def run(model, feeds):
+    """The outputs by name for inputs by name."""
+    tensors = [torch.from_numpy(np.asarray(feeds[name], kind, order="C")) for name, (_, kind) in INPUTS.items()]
+    with torch.inference_mode():
+        results = [result.float().numpy() for result in model(*tensors)]
+    return {f"output_{k}" if k else "output": result for k, result in enumerate(results)}
+'''
 
 
 def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
@@ -153,7 +173,9 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
         scale, offset = input_data.pixel_scale(trial.model.preprocess, int(inputs_of(trial, None)[0].shape[1]))
         constants |= {"SCALE": scale.ravel().tolist(), "OFFSET": offset.ravel().tolist()}
     end = PIXELS if pixels else "    called = network\n"
-    end += COMPILED if trial.backend == "compile" else "    return called\n"
+    if trial.backend == "torchao":
+        end = QUANTISED.format(config=CONFIGS[str(options["scheme"])]) + end
+    end += COMPILED if trial.backend in COMPILING else "    return called\n"
     weights = "" if saved else OWN_WEIGHTS if own else WEIGHTS
     code = build.code + (EAGER if own else "") + LOAD.format(weights=weights, end=end)
     imports = f"import contextlib\nimport dataclasses\nimport torch\n{build.imports}"
@@ -181,7 +203,7 @@ def _collect_settings(trial: Trial, options: dict[str, Option]) -> dict[str, Any
         "CHANNELS_LAST": bool(options["channels_last"]),
         "CUDNN_BENCHMARK": bool(options["cudnn_benchmark"]),
     }
-    if trial.backend == "compile":
+    if trial.backend in COMPILING:
         mode = str(options["mode"])
         settings |= {"MODE": None if mode == "default" else mode, "FREEZE": bool(options["freeze"])}
     return settings
@@ -290,3 +312,17 @@ def _format_options(options: dict[str, Any]) -> str:
 
 PYTORCH_SCRIPT = Script("pytorch", module)
 COMPILE_SCRIPT = Script("compile", module)
+
+
+def torchao(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+    """Return the code that compiles the calibrated program, or that quantises the network's linear layers."""
+    if artifact is None:
+        part = module(trial, artifact, about, folder)
+        return replace(part, needs=(*part.needs, "torchao"), imports=f"{part.imports}import torchao.quantization\n")
+    settings = _collect_settings(trial, find(trial.backend).checked(trial))  # type: ignore[attr-defined]
+    constants = {"FILE": place(about), **{name: settings[name] for name in ("THREADS", "FREEZE", "MODE")}}
+    imports = "import torch\nimport torchao.quantization.pt2e.quantize_pt2e  # its operators\n"
+    return ScriptPart(("numpy", "torch", "torchao"), imports, constants, PROGRAM)
+
+
+TORCHAO_SCRIPT = Script("torchao", torchao)

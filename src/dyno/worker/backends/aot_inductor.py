@@ -1,0 +1,414 @@
+"""PyTorch compiled ahead of time by AOTInductor (`aoti`): a package that runs without the module."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker import system
+from dyno.worker.backend import Backend, FileContents, FileFormat, LayerTimes, Maker, Session, artifact_of
+from dyno.worker.backends.aot_package import (
+    KeptFacts,
+    Package,
+    describe,
+    is_package,
+    kept_metadata,
+    list_layers,
+    read_package,
+)
+from dyno.worker.backends.pytorch import TYPES, PyTorch, TorchSession, module_inputs
+from dyno.worker.facts.engine import EngineFacts, precision_truth
+from dyno.worker.facts.files import MakerFacts
+from dyno.worker.facts.job import LayerGraph
+from dyno.worker.inputs import input_data
+from dyno.worker.inputs.specs import has_batch, static_shapes
+from dyno.worker.nets import file_facts, models
+from dyno.worker.option_values import Check, flag, one_of
+from dyno.worker.sessions.torch_support import (
+    allocator_peaks,
+    cast,
+    compiler_errors,
+    configure,
+    device_named,
+    first_line,
+    import_torch,
+    is_memory_error,
+    memory_errors,
+    need_compiler,
+    notes,
+    positional,
+    silenced,
+)
+from dyno.worker.spec import (
+    BATCH,
+    Artifact,
+    DataSpec,
+    Option,
+    Recipe,
+    Tensor,
+    Trial,
+    Unavailable,
+    UserError,
+)
+
+NAME = "AOTInductor"
+MODES = {"default": {}, "max-autotune": {"max_autotune": True}}  # settings of inductor
+NOTEWORTHY_S = 0.5
+THREADS = "threads"  # of a recipe: the number is a part of the compiled code
+EXAMPLE_BATCH, OTHER_BATCHES = 2, (1, 3)  # torch.export treats a batch of 0 or 1 as a constant
+# Of the largest value: how far outputs at another batch may be off the module's. A study compares them more closely.
+CLOSE = {"fp32": 1e-2, "tf32": 0.1, "fp16": 0.1, "bf16": 0.3}
+
+
+class AotFormat(FileFormat):
+    """A package of code that AOTInductor compiled, for one kind of device; executable content, as an engine is."""
+
+    name = "aoti"
+    suffixes = (".pt2",)
+    backend = "aoti"
+
+    def fits(self, path: Path) -> bool:
+        return not path.is_file() or is_package(path)
+
+    def recipe(self, trial: Trial) -> Recipe:
+        """Return the package's recipe for a CPU, for any batch where the trial's is 0."""
+        if trial.options.get("opset") or trial.options.get("target", "onnxruntime") != "onnxruntime":
+            raise UserError("--target and --opset are for ONNX files; omit them for a .pt2 package")
+        trial = replace(trial, backend=AOTI.name, options={})
+        if reason := AOTI.refuse(trial):
+            raise UserError(reason)
+        return AOTI.recipe(trial)
+
+    def read(self, path: str, trial: Trial) -> FileContents:
+        """Read the package's metadata and code, which needs no PyTorch."""
+        return describe(path, read_package(path))
+
+
+AOTI_FORMAT = AotFormat()
+
+
+class AotInductor(PyTorch):
+    """torch.export and AOTInductor: compiled into a package for one device, which `load` only opens.
+
+    Options: `static` (default on: compiled for the trial's batch; off: for any batch, which not every network allows),
+    `mode` (default, max-autotune) and `freeze` (default on for a CPU, as of `compile`).
+    """
+
+    name = "aoti"
+    precisions = ("fp32", "tf32", "fp16", "bf16")
+    profiled = ()
+    options = ("static", "mode", "freeze")
+    values: Mapping[str, Check] = {"static": flag, "mode": one_of(*MODES), "freeze": flag}
+    files = AotFormat.suffixes
+
+    def refuse(self, trial: Trial) -> str:
+        """See `Backend.refuse`; a package has one precision and takes no options."""
+        if reason := Backend.refuse(self, trial):
+            return reason
+        if not trial.model.file:
+            return ""
+        if trial.precision != trial.model.precision:
+            return f"the package was compiled in {trial.model.precision}; {trial.precision} needs the model"
+        return f"{next(iter(trial.options))} is fixed in a compiled package; omit it" if trial.options else ""
+
+    def recipe(self, trial: Trial) -> Recipe:
+        """Return the package's recipe, by `torch.export` from the module; a package that was given is used as it is."""
+        chosen: dict[str, Option] = {} if trial.model.file else self._choose_options(trial)
+        static = chosen.pop("static", True)
+        dims = trial.dims if static and not trial.model.file else replace(trial.dims, batch=0)
+        return Recipe(
+            self.name, AotFormat.name, trial.precision, trial.model, dims, chosen, runtime=trial.runtime
+        )  # fmt: skip
+
+    def _choose_options(self, trial: Trial) -> dict[str, Option]:
+        self.check_options(trial.options)
+        on_cpu = trial.runtime.device == "cpu"
+        threads: dict[str, Option] = {THREADS: trial.runtime.threads} if on_cpu else {}
+        return {"static": bool(trial.dims.batch), "mode": "default", "freeze": on_cpu, **trial.options, **threads}
+
+    def _run_convolution(self, torch: Any, device: str) -> None:
+        """Compile a package of one convolution, open it and run it."""
+        need_compiler(NAME)
+        inductor = _import_inductor()
+        module, x = torch.nn.Conv2d(3, 4, 3).eval().to(device), torch.randn(1, 3, 8, 8, device=device)
+        with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), silenced(), compiler_errors():
+            program, path = torch.export.export(module, (x,), strict=False), Path(scratch) / "probe.pt2"
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+            _open_package(inductor, read_package(str(path)), path, torch.device(device)).run([x])[0].cpu()
+
+    def prepare(self, trial: Trial) -> None:
+        """Import PyTorch with the loader of packages."""
+        import_torch()
+        _import_inductor()
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """Open the package on the trial's device."""
+        if artifact is None:
+            raise UserError(f"{self.name} runs a package that was compiled before")
+        with memory_errors():
+            return AotSession(trial, artifact)
+
+    def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+        """Return the kernels that a given package calls, from its own C++; they don't name a model's modules."""
+        if not trial.model.file:
+            raise Unavailable(f"{NAME}'s kernels don't name their modules; `dyno inspect PACKAGE.pt2` lists them alone")
+        return list_layers(artifact.path if artifact else trial.model.file)
+
+
+AOTI = AotInductor()
+
+
+class AotMaker(Maker):
+    """Exports a module and compiles it, or points to the package that was given."""
+
+    name = "aoti"
+    requires = ("torch", "torchvision", "timm", "ultralytics")
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Write FOLDER/model.pt2; `Unavailable` without a compiler, `UserError` for what can't be exported.
+
+        A package for any batch is compared with the module at two batches that it was not exported with.
+        """
+        began = time.perf_counter()
+        if recipe.model.file:
+            return _describe_given(recipe)
+        need_compiler(NAME)
+        torch, inductor = import_torch(), _import_inductor()
+        threads = int(recipe.options.get(THREADS, recipe.runtime.threads))  # compiling itself may use more
+        runtime = replace(recipe.runtime, threads=threads)
+        settings = Trial(recipe.model, self.name, recipe.precision, recipe.dims, runtime=runtime)
+        device = device_named(torch, recipe.runtime.device)
+        configure(torch, settings, benchmark=False)
+        with memory_errors(), compiler_errors(), torch.no_grad(), silenced():
+            module = models.load(recipe.model, recipe.dims)
+            weights = models.weights_sha256(module)
+            module = cast(module.to(device), TYPES[recipe.precision])
+            flat = positional(torch, module, recipe.model.inputs, flat=True)
+            examples = [*_examples(torch, recipe, device)]
+            expected = [_call(flat, feeds, recipe) for feeds in examples]
+            program = _export(torch, flat, examples[0], recipe)
+            facts = KeptFacts(
+                _describe_inputs(recipe), _describe_outputs(expected, recipe), recipe.precision, weights,
+                sum(p.numel() for p in module.parameters()), file_facts.make_metadata(recipe.model),
+            )  # fmt: skip
+            path = _compile(inductor, program, facts, recipe, folder / "model.pt2")
+            if _is_free(recipe):
+                loader = _open_package(inductor, read_package(str(path)), path, device)
+                for feeds, right in zip(examples, expected, strict=True):
+                    _check_outputs(loader.run([*feeds]), right, recipe)
+        made_by = MakerFacts(
+            backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires),
+            weights_sha256=weights, parameters=facts.parameters,
+        )  # fmt: skip
+        return artifact_of(path, AotFormat.name, recipe.precision, (facts.inputs, facts.outputs), made_by, began)
+
+
+AOTI_MAKER = AotMaker()
+
+
+def _import_inductor() -> Any:
+    """Import inductor with its packages; `Unavailable` for a PyTorch that has none."""
+    torch = import_torch()
+    try:
+        import torch._inductor.package as package
+    except ImportError as e:
+        raise Unavailable(f"PyTorch {torch.__version__} has no AOTInductor packages; install torch 2.7 or newer") from e
+    return package
+
+
+def _is_free(recipe: Recipe) -> bool:
+    return not recipe.dims.batch and (has_batch(recipe.model.inputs) or not recipe.model.inputs)
+
+
+def _tensors(recipe: Recipe, batch: int) -> tuple[Tensor, ...]:
+    return module_inputs(recipe.model, replace(recipe.dims, batch=batch))
+
+
+def _examples(torch: Any, recipe: Recipe, device: Any) -> Iterator[list[Any]]:
+    """Yield random inputs in the package's type, first those to export with."""
+    free, model = _is_free(recipe), recipe.model
+    batches = (EXAMPLE_BATCH, *OTHER_BATCHES) if free else (recipe.dims.batch or 1,)
+    for seed, batch in enumerate(batches):
+        dims, inputs = replace(recipe.dims, batch=batch), _tensors(recipe, batch)
+        feeds = next(input_data.batches(DataSpec(seed=seed), model.preprocess, inputs, dims, 1, model.inputs))
+        values = [torch.from_numpy(np.array(feeds[t.name])).to(device) for t in inputs]
+        kind = getattr(torch, TYPES[recipe.precision])
+        yield [value.to(kind) if value.is_floating_point() else value for value in values]
+
+
+def _call(module: Any, feeds: list[Any], recipe: Recipe) -> list[Any]:
+    """Return the module's outputs; its own word on inputs that it refuses becomes a `UserError`."""
+    try:
+        return [output.clone() for output in module(*(value.clone() for value in feeds))]
+    except Exception as e:  # the module is anyone's code
+        if is_memory_error(e):
+            raise
+        shown = ", ".join("x".join(map(str, value.shape)) for value in feeds)
+        raise UserError(f"{recipe.model.name} refuses {shown} in {recipe.precision}: {first_line(e)}") from e
+
+
+def _export(torch: Any, module: Any, feeds: list[Any], recipe: Recipe) -> Any:
+    """Return the program of torch.export, with a free batch where the recipe wants one."""
+    options: dict[str, Any] = {}
+    if _is_free(recipe):
+        batch = torch.export.Dim(BATCH)
+        specs = [spec for spec in recipe.model.inputs if spec.dtype]
+        axes = [spec.shape.index(BATCH) if BATCH in spec.shape else None for spec in specs] if specs else [0]
+        options["dynamic_shapes"] = (tuple({} if axis is None else {axis: batch} for axis in axes),)
+    try:
+        return torch.export.export(module, tuple(feeds), strict=False, **options)
+    except Exception as e:  # its errors have no common type, and some carry pages of advice
+        if is_memory_error(e):
+            raise
+        other = "give static=true" if options else "measure it with --backend pytorch,compile"
+        raise UserError(f"torch.export can't export {recipe.model.name}: {first_line(e)}; {other}") from e
+
+
+def _compile(inductor: Any, program: Any, facts: KeptFacts, recipe: Recipe, path: Path) -> Path:
+    from torch._inductor import aoti_compile_and_package
+
+    chosen = MODES[str(recipe.options.get("mode", "default"))]
+    settings = {**chosen, "freezing": bool(recipe.options.get("freeze")), "aot_inductor.metadata": kept_metadata(facts)}
+    return Path(aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings))
+
+
+def _describe_inputs(recipe: Recipe) -> tuple[Tensor, ...]:
+    """Return the inputs, with the batch's name where it is free."""
+    if not _is_free(recipe):
+        return _tensors(recipe, recipe.dims.batch or 1)
+    pairs = zip(_tensors(recipe, EXAMPLE_BATCH), _tensors(recipe, OTHER_BATCHES[-1]), strict=True)
+    return tuple(replace(one, shape=_free_axes(one.shape, other.shape)) for one, other in pairs)
+
+
+def _describe_outputs(expected: list[list[Any]], recipe: Recipe) -> tuple[Tensor, ...]:
+    first, last = expected[0], expected[-1]
+    shapes = [_free_axes(tuple(one.shape), tuple(other.shape)) for one, other in zip(first, last, strict=True)]
+    return tuple(Tensor(f"output_{k}" if k else "output", "float32", shape) for k, shape in enumerate(shapes))
+
+
+def _free_axes(shape: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[int | str, ...]:
+    """Return the shape with the batch's name at axes whose length follows it."""
+    return tuple(a if a == b else BATCH for a, b in zip(shape, other, strict=True))
+
+
+def _check_outputs(found: list[Any], expected: list[Any], recipe: Recipe) -> None:
+    """Raise a `UserError` for a package with a free batch whose outputs aren't the module's."""
+    for got, right in zip(found, expected, strict=True):
+        if got.shape == right.shape:
+            scale = float(right.float().abs().max()) if right.numel() else 0.0
+            off = float((got.float() - right.float()).abs().max()) if right.numel() else 0.0
+            if not off > CLOSE[recipe.precision] * scale:  # NaN is the module's own, and said elsewhere
+                continue
+        shown = "x".join(map(str, right.shape))
+        reason = f"the package for any batch gives other outputs than {recipe.model.name} for {shown}"
+        raise UserError(f"{reason}; give static=true")
+
+
+def _describe_given(recipe: Recipe) -> Artifact:
+    """Return the user's own package as an artifact."""
+    began, path = time.perf_counter(), Path(recipe.model.file)
+    package = read_package(str(path))
+    contents = describe(str(path), package)
+    made_by = MakerFacts(backend=AotMaker.name, options={}, parameters=contents.parameters)
+    ends = (contents.inputs, contents.outputs)
+    artifact = artifact_of(path, AotFormat.name, contents.precision, ends, made_by, began)
+    weights = package.kept.weights_sha256 if package.kept else artifact.sha256
+    return replace(artifact, seconds=0.0, made_by=replace(made_by, weights_sha256=weights))
+
+
+def _open_package(inductor: Any, package: Package, path: Path, device: Any, runners: int = 1) -> Any:
+    """Return the loader of the package on that device; `Unavailable` where its code can't run."""
+    if package.device != device.type:
+        raise UserError(f"the package was compiled for {package.device}, not {device.type}; choose another --device")
+    wanted = package.metadata.get("AOTI_CPU_ISA", "")
+    if device.type == "cpu" and wanted.lower().startswith(("avx512", "amx")) and not _has_isa(wanted):
+        raise Unavailable(f"the package was compiled for processors with {wanted}, which this one lacks")
+    index = -1 if device.type == "cpu" else device.index or 0
+    try:
+        return inductor.load_package(str(path), package.name, num_runners=runners, device_index=index).loader
+    except RuntimeError as e:
+        if is_memory_error(e):
+            raise
+        raise UserError(f"{path.name} can't be loaded by this PyTorch: {first_line(e)}") from e
+
+
+def _probe_processor() -> float:
+    """Return the seconds in which inductor asks the compiler what the processor has, as loading would."""
+    from torch._inductor import cpu_vec_isa
+
+    began = time.perf_counter()
+    cpu_vec_isa.pick_vec_isa()
+    return time.perf_counter() - began
+
+
+def _has_isa(name: str) -> bool:
+    flags = system.describe()["cpu_flags"]
+    return any(flag in flags for flag in (("amx_tile", "amx") if "amx" in name.lower() else ("avx512f", "avx512")))
+
+
+class AotSession(TorchSession):
+    """An opened package: inputs are bound as a module's, and each call goes to the compiled code."""
+
+    def __init__(self, trial: Trial, artifact: Artifact) -> None:
+        self._artifact = artifact
+        self._package = read_package(artifact.path)
+        self._described = self._package.describe_inputs(artifact.inputs)
+        limits = self._package.batches()
+        if limits and not limits[0] <= trial.dims.batch <= limits[-1]:
+            reason = f"compiled for batches {limits[0]} to {limits[-1]}, not {trial.dims.batch}"
+            raise UserError(f"the package is {reason}; give static=true")
+        super().__init__(trial, {"channels_last": False, "cudnn_benchmark": False, **trial.options})
+
+    def _load_module(self) -> tuple[Any, str]:
+        return None, self._artifact.made_by.weights_sha256
+
+    def _list_inputs(self) -> tuple[Tensor, ...]:
+        shapes = static_shapes(self._artifact.inputs, self._trial.dims)
+        return tuple(replace(t, shape=shapes[t.name]) for t in self._artifact.inputs)
+
+    def _allocate_tensor(self, tensor: Tensor, dtype: Any) -> Any:
+        described = self._described[tensor.name]
+        allocated = super()._allocate_tensor(tensor, getattr(self._torch, described.dtype))
+        return allocated.to(memory_format=self._torch.channels_last) if described.channels_last else allocated
+
+    def _make_callable(self, dtype: Any) -> Callable[..., Any]:
+        """Return the package's code as a function of the slot's tensors, with a runner for each slot."""
+        path = Path(self._artifact.path)
+        self._probe_s = 0.0 if self._on_gpu else _probe_processor()
+        loader = _open_package(_import_inductor(), self._package, path, self._device, self.slots)
+        return lambda *values: loader.run([*values])
+
+    def facts(self) -> EngineFacts:
+        """Return the package's calls, the types that they multiply in, and the threads that it was compiled for."""
+        types, calls = self._package.types(), self._package.layers
+        compiled_for = self._package.threads if not self._on_gpu else None
+        asked = self._trial.runtime.threads
+        other = [f"the package was compiled for {compiled_for} threads; its own kernels keep to that, not to {asked}"]
+        return EngineFacts(
+            parameters=self._artifact.made_by.parameters,
+            weights_sha256=self._weights,
+            options={**self._trial.options, "device": self._package.device},
+            threads=compiled_for or self._torch.get_num_threads(),
+            layers=len(calls) or None,
+            layers_by_type=types,
+            precision_truth=precision_truth(self._trial.precision, types, NAME),
+            notes=(*notes(self._trial), *(other if compiled_for not in (None, asked) else ()), *self._describe_probe()),
+            **allocator_peaks(self._torch, self._device),
+        )
+
+    def _describe_probe(self) -> list[str]:
+        if self._probe_s < NOTEWORTHY_S:
+            return []
+        return [f"{self._probe_s:.1f} s of loading went into asking g++ what the processor has, once in an empty cache"]
+
+    def profile(self, runs: int) -> LayerTimes:
+        raise Unavailable(f"{NAME}'s packages don't say how long their kernels take")
+
+    def run_for_counters(self) -> None:
+        raise Unavailable(f"{NAME}'s kernels can't be told apart for hardware counters")

@@ -1,0 +1,303 @@
+"""Packages of AOTInductor (.pt2): read without PyTorch, from the metadata and the C++ that the compiler left inside."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dyno.worker.backend import FileContents
+from dyno.worker.facts.engine import TYPES
+from dyno.worker.facts.job import LAYERS, Layer, LayerGraph, Port
+from dyno.worker.facts.json_values import Misfit
+from dyno.worker.nets import file_facts
+from dyno.worker.spec import BATCH, Tensor, UserError, from_json, to_json
+
+COMPILED = re.compile(r"(?:^|/)data/aotinductor/([^/]+)/")
+PROGRAMS = re.compile(r"(?:^|/)(?:models/[^/]+|serialized_exported_program)\.json$")  # of torch.export
+KEPT = "dyno"  # the entry of a package's metadata with what Dyno knows of the model
+BODY = re.compile(r"void AOTInductorModel::run_impl\((.*?)\} // AOTInductorModel::run_impl", re.DOTALL)
+CHECK = re.compile(r"static void check_input_(\d+)\((.*?)\n\}", re.DOTALL)
+INPUT_TYPE = re.compile(r"expected_dtype = aoti_torch_dtype_(\w+)\(\)")
+FIXED_SIZE, SMALLEST, LARGEST = (
+    re.compile(text)
+    for text in (r"\((\d+) != \w+_size\[(\d+)\]\)", r"_size\[(\d+)\] < (\d+)", r"_size\[(\d+)\] > (\d+)")
+)
+STRIDE = re.compile(r"\((\d+) != \w+_stride\[(\d+)\]\)")
+READ_SIZE = re.compile(r"_stride\[(\d+)\]|_size\[(\d+)\]")
+CONSTANT = re.compile(
+    r'constants_info_\[(\d+)\]\.name = "(\w+)";.*?\.dtype = cached_torch_dtype_(\w+);.*?\.shape = \{([^}]*)\}',
+    re.DOTALL,
+)
+THREADS = re.compile(r"num_threads\((\d+)\)")
+# What a line of the compiled function does.
+ORIGIN = re.compile(r"// Topologically Sorted Source Nodes: \[(.*?)\], Original ATen: \[(.*?)\]")
+LENGTHS = re.compile(r"int64_t (int_array_\d+)\[\] = \{([^}]*)\}")
+ALLOCATED = re.compile(r"aoti_torch_empty_strided\(\d+, (\w+), \w+, cached_torch_dtype_(\w+), .*&(\w+)_handle\)")
+ALIAS = re.compile(r"(?:auto|decltype\(auto\)) (\w+) = (?:std::move\(|wrap_with_raii_handle_if_needed\()(.*)")
+LIBRARY_CALL = re.compile(r"aoti_torch_(?:cpu|cuda|xpu)_(\w+)\((.*)\)")
+OWN_CALL = re.compile(r"^\s*(?:call_)?((?:cpp|triton)_\w+)\((.*)\);")
+RESULT = re.compile(r"&(\w+)_handle")
+POINTER = re.compile(r"\((?:const )?(\w+)\*\)")
+KERNEL = re.compile(r"\bvoid +(cpp_\w+)\(")
+TEMPLATES = "triton_tem_"  # how the names of Triton's matrix products begin
+WORD = re.compile(r"[A-Za-z_]\w*")
+PRODUCT = re.compile(r"conv|linear|mm|attention|lstm|gru|rnn", re.IGNORECASE)
+IN_CPP = {"float": "float32", "half": "float16", "at::Half": "float16", "double": "float64"}
+NAMES = {kind: precision for precision, kind in reversed(TYPES.items())}
+
+
+def is_package(path: Path) -> bool:
+    """Return whether the file is a package of compiled code, and no program of torch.export."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return False
+    return any(map(COMPILED.search, names)) and not any(map(PROGRAMS.search, names))
+
+
+@dataclass(frozen=True)
+class PackageInput:
+    """One input: its type, its shape with the name of each free axis, and the range of the first axis (0: no end)."""
+
+    dtype: str
+    shape: tuple[int | str, ...]
+    smallest: int = 1
+    largest: int = 0
+    channels_last: bool = False
+
+
+@dataclass(frozen=True)
+class KeptFacts:
+    """What Dyno writes into the packages that it makes."""
+
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    precision: str = "fp32"
+    weights_sha256: str = ""
+    parameters: int = 0
+    purpose: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package's parts: the name of its model, the metadata, and its sources in C++."""
+
+    name: str
+    metadata: Mapping[str, str]
+    source: str
+    kernels: str
+
+    @property
+    def device(self) -> str:
+        """The kind of device that the code is for: cpu or cuda."""
+        return self.metadata.get("AOTI_DEVICE_KEY", "cpu")
+
+    @cached_property
+    def kept(self) -> KeptFacts | None:
+        """What Dyno wrote into the package; None for a package of another program."""
+        try:
+            return from_json(KeptFacts, json.loads(self.metadata[KEPT]))
+        except (KeyError, ValueError, Misfit, UserError):
+            return None
+
+    @cached_property
+    def inputs(self) -> tuple[PackageInput, ...]:
+        """The inputs in order, as the package's own checks describe them."""
+        checks = sorted((int(number), text) for number, text in CHECK.findall(self.source))
+        return tuple(_read_input(text) for _, text in checks)
+
+    def describe_inputs(self, tensors: Sequence[Tensor]) -> dict[str, PackageInput]:
+        """Return each input as the code takes it, by name; a package of Dyno's has one type for all floats."""
+        if self.kept is None:
+            return {t.name: each for t, each in zip(tensors, self.inputs, strict=True)}
+        kind = TYPES[self.kept.precision]
+        return {t.name: PackageInput(kind if t.dtype.startswith("float") else t.dtype, t.shape) for t in tensors}
+
+    @property
+    def threads(self) -> int | None:
+        """The threads that the kernels were compiled for; None where they take what there are."""
+        counts = [int(n) for n in THREADS.findall(self.kernels + self.source)]
+        return max(counts, default=None)
+
+    @cached_property
+    def constants(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type and shape of each weight by its name in the code."""
+        found = CONSTANT.findall(self.source)
+        return {name: (kind, tuple(map(int, filter(str.strip, shape.split(","))))) for _, name, kind, shape in found}
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The calls of the compiled function: kernels of its own, and of PyTorch's libraries."""
+        body = BODY.search(self.source)
+        return tuple(_iter_calls(body[1], self)) if body else ()
+
+    @cached_property
+    def products(self) -> set[str]:
+        """The package's own kernels that multiply matrices; others may only arrange a library's inputs."""
+        parts = self.kernels.split('extern "C"')
+        return {name for part in parts if "gemm" in part.lower() for name in KERNEL.findall(part)}
+
+    def types(self) -> dict[str, int]:
+        """Return how many layers multiply in each type."""
+        return dict(Counter(layer.computes_in for layer in self.layers if layer.computes_in))
+
+    def batches(self) -> tuple[int, int, int] | None:
+        """Return the smallest, best and largest batch that the code was compiled for; None without a limit.
+
+        The compiler may narrow a free batch without a word: ShuffleNet's to 15. Dyno's own were run at batch 1.
+        """
+        free = [each for each in self.inputs if BATCH in each.shape]
+        largest = min((each.largest for each in free if each.largest), default=0)
+        smallest = 1 if self.kept else max((each.smallest for each in free), default=1)
+        return (smallest, smallest, largest) if largest else None
+
+
+def _read_input(text: str) -> PackageInput:
+    """Read the check that the compiler wrote for one input."""
+    kind = INPUT_TYPE.search(text)
+    sizes: dict[int, int] = {int(axis): int(length) for length, axis in FIXED_SIZE.findall(text)}
+    smallest = {int(axis): int(n) for axis, n in SMALLEST.findall(text)}
+    largest = {int(axis): int(n) for axis, n in LARGEST.findall(text)}
+    strides = {int(axis): int(n) for n, axis in STRIDE.findall(text)}
+    seen = [int(first or second) for first, second in READ_SIZE.findall(text)]
+    names = [BATCH, *(f"axis_{axis}" for axis in range(1, 1 + max(seen, default=0)))]
+    shape = tuple(sizes.get(axis, names[axis]) for axis in range(1 + max(seen, default=-1)))
+    last = len(shape) == 4 and strides.get(1) == 1 != shape[1]
+    return PackageInput(kind[1] if kind else "float32", shape, smallest.get(0, 1), largest.get(0, 0), last)
+
+
+def _iter_calls(body: str, package: Package) -> Iterator[Layer]:
+    """Yield the function's calls, each with its operators, its results and, where it multiplies, its type."""
+    types = {name: kind for name, (kind, _) in package.constants.items()}
+    lengths: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    nodes, operators = "", ""
+    for line in body.splitlines():
+        if found := ORIGIN.search(line):
+            nodes, operators = found[1], found[2]
+        elif found := LENGTHS.search(line):
+            lengths[found[1]] = found[2]
+        elif found := ALLOCATED.search(line):
+            types[found[3]] = found[2]
+            shapes[found[3]] = tuple(_length(n) for n in lengths.get(found[1], "").split(",") if n.strip())
+        elif found := ALIAS.search(line):
+            before = next((word for word in WORD.findall(found[2]) if word in types), "")
+            types |= {found[1]: types[before]} if before else {}
+            shapes |= {found[1]: shapes[before]} if before in shapes and "reinterpret" not in line else {}
+        elif found := LIBRARY_CALL.search(line):
+            kind, ran_in = found[1], _first_type(found[2], types)
+            results = RESULT.findall(found[2])
+            types |= dict.fromkeys(results, ran_in)
+            yield _make_layer(kind, "", nodes, ran_in if PRODUCT.search(kind) else "", found[2], results, types, shapes)
+            nodes = operators = ""
+        elif found := OWN_CALL.search(line):
+            pointers = [IN_CPP.get(kind, kind) for kind in POINTER.findall(found[2])]
+            kind = next((kind for kind in pointers if kind in NAMES), "") or _first_type(found[2], types)
+            ran_in = kind if found[1] in package.products or found[1].startswith(TEMPLATES) else ""
+            yield _make_layer(operators or found[1], found[1], nodes, ran_in, found[2], [], types, shapes)
+            nodes = operators = ""
+
+
+def _make_layer(
+    kind: str,
+    kernel: str,
+    nodes: str,
+    computes_in: str,
+    given: str,
+    results: list[str],
+    types: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Layer:
+    named = [word for word in dict.fromkeys(WORD.findall(given)) if word.startswith(("buf", "arg"))]
+    ports = [Port(name, shapes.get(name, ()), types.get(name, "")) for name in named]
+    outputs = [Port(name, (), types.get(name, "")) for name in results] or ports[-1:]
+    inputs = ports[: len(ports) - (not results)]
+    return Layer(
+        name=nodes or kernel or kind, type=kind, inputs=tuple(p for p in inputs if p.name not in results),
+        outputs=tuple(outputs), computes_in=computes_in, tactic=kernel,
+        nodes=tuple(filter(None, nodes.split(", "))),
+    )  # fmt: skip
+
+
+def _length(text: str) -> int:
+    number = text.strip().rstrip("L")
+    return int(number) if number.isdecimal() else -1
+
+
+def _first_type(given: str, types: Mapping[str, str]) -> str:
+    return next((types[word] for word in WORD.findall(given) if word in types), "")
+
+
+def read_package(path: str) -> Package:
+    """Return the package's parts; raise a `UserError` for a missing or damaged file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            models = [found[1] for name in names if (found := COMPILED.search(name))]
+            if not models:
+                raise UserError(f"{path} has no compiled code of AOTInductor")
+            own = [name for name in names if f"data/aotinductor/{models[0]}/" in name]
+            texts = {n: archive.read(n).decode() for n in own if n.endswith((".cpp", "_metadata.json"))}
+    except (OSError, zipfile.BadZipFile, UnicodeDecodeError) as e:
+        raise UserError(f"{path} is not a package that can be read: {e}") from e
+    metadata: dict[str, Any] = {}
+    for name, text in texts.items():
+        if name.endswith("_metadata.json"):
+            metadata |= json.loads(text)
+    code = [text for name, text in sorted(texts.items()) if name.endswith(".cpp")]
+    source = next((text for text in code if "AOTInductorModel::run_impl" in text), "")
+    return Package(models[0], metadata, source, "\n".join(text for text in code if text is not source))
+
+
+def describe(path: str, package: Package) -> FileContents:
+    """Return the package's inputs, outputs and precision; of another program's package, inputs by its code."""
+    if kept := package.kept:
+        purpose = file_facts.read_purpose(kept.purpose)
+        return FileContents(
+            kept.inputs, kept.outputs, kept.precision, package.batches(), purpose, parameters=kept.parameters or None
+        )
+    if not package.inputs:
+        raise UserError(f"{path} doesn't say which inputs it takes; make it again with `dyno export MODEL -o NAME.pt2`")
+    inputs = tuple(
+        Tensor(name, "float32" if NAMES.get(each.dtype) or each.dtype == "float64" else each.dtype, each.shape)
+        for name, each in zip(numbered_names("input", len(package.inputs)), package.inputs, strict=True)
+    )
+    types = package.types()
+    most = max(types, key=lambda kind: types[kind]) if types else package.inputs[0].dtype
+    return FileContents(inputs, (), NAMES.get(most, "fp32"), package.batches())
+
+
+def numbered_names(name: str, count: int) -> list[str]:
+    """Return `input`, `input_1`, `input_2`…: names for tensors that have none."""
+    return [f"{name}_{k}" if k else name for k in range(count)]
+
+
+def list_layers(path: str) -> LayerGraph:
+    """Return the package's calls as layers; raise a `UserError` for a package without its code."""
+    package = read_package(path)
+    if not package.layers:
+        raise UserError(f"{path} was stored without its C++ code, so its layers can't be listed")
+    shapes = {name: shape for name, (_, shape) in package.constants.items()}
+    parameters = sum(_count(shape) for shape in shapes.values())
+    note = "the type of the package's own kernels is the operators that they fuse"
+    return LayerGraph(form=LAYERS, library="AOTInductor", parameters=parameters, layers=package.layers, notes=(note,))
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for length in shape:
+        total *= length
+    return total
+
+
+def kept_metadata(facts: KeptFacts) -> dict[str, str]:
+    """Return the entry for a package's metadata."""
+    return {KEPT: json.dumps(to_json(facts))}

@@ -1,0 +1,277 @@
+"""PyTorch quantised to INT8 by torchao and compiled by inductor (`torchao`)."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dyno.worker import system
+from dyno.worker.backend import Maker, Session, artifact_of
+from dyno.worker.backends.pytorch import PyTorch, module_inputs
+from dyno.worker.backends.torch_compile import MODES, CompiledSession
+from dyno.worker.extras import install
+from dyno.worker.facts.engine import UNKNOWN, EngineFacts, Probe, precision_truth
+from dyno.worker.facts.files import MakerFacts
+from dyno.worker.inputs.calibration import calibration_data, calibration_of, missing_data
+from dyno.worker.nets import models, saved_modules
+from dyno.worker.option_values import Check, one_of, whole
+from dyno.worker.sessions.torch_support import (
+    first_line,
+    import_torch,
+    is_memory_error,
+    memory_errors,
+    named_outputs,
+    need_compiler,
+    positional,
+    silenced,
+)
+from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
+
+# Without these a processor adds products of eight bits in sixteen, which overflow: inductor's fused layers were off by
+# half of their largest output. Then a calibration leaves activations seven bits, as torchao advises, and other schemes
+# run unfused.
+WIDE_SUMS = {"avx512_vnni", "avx_vnni", "amx_int8"}
+STATIC, DYNAMIC, WEIGHTS = "static", "dynamic", "weights"
+NARROW = (
+    "without VNNI INT8 sums overflow, so activations were calibrated to seven bits",
+    "without VNNI INT8 sums overflow, so inductor's fused INT8 layers are not used",
+)
+CONFIGS = {DYNAMIC: "Int8DynamicActivationInt8WeightConfig", WEIGHTS: "Int8WeightOnlyConfig"}
+PROGRAM = "torch_export"  # the format of the quantised program
+QUANTISED = re.compile(r"::(?:qconv|qlinear|_int_mm|int8_|_scaled_int8)")
+PRODUCT = re.compile(r"conv|linear|mm\b|mm_|_mm|addmm|attention|lstm|gru|einsum")
+MOVES = re.compile(r"prepack|reorder|pack_weight|::t$|convert")
+
+
+class TorchAO(PyTorch):
+    """torchao's INT8 behind torch.compile; the weights and activations are quantised by torchao alone.
+
+    Options: `scheme` (static: by the X86InductorQuantizer, calibrated; dynamic: linear layers, activations as they
+    come; weights: linear layers, weights alone), `samples` of the calibration, and `mode` as of `compile`.
+    """
+
+    name = "torchao"
+    requires = ("torch", "torchao")
+    precisions = ("int8",)
+    profiled = ()
+    options = ("scheme", "samples", "mode")
+    values: Mapping[str, Check] = {
+        "scheme": one_of(STATIC, DYNAMIC, WEIGHTS), "samples": whole(1), "mode": one_of(*MODES),
+    }  # fmt: skip
+
+    def refuse(self, trial: Trial) -> str:
+        """See `Backend.refuse`; a static scheme is for CPUs and needs calibration data."""
+        if reason := super().refuse(trial):
+            return reason
+        if scheme_of(trial) != STATIC:
+            return "" if "samples" not in trial.options else "samples is for scheme=static, which is calibrated"
+        if trial.runtime.device != "cpu":
+            return "scheme=static is for CPUs (X86InductorQuantizer); give scheme=dynamic or scheme=weights"
+        return missing_data(trial)
+
+    def recipe(self, trial: Trial) -> Recipe | None:
+        """Return the recipe of the calibrated program at the trial's batch; other schemes need no file."""
+        if scheme_of(trial) != STATIC:
+            return None
+        options = {name: trial.options[name] for name in ("samples",) if name in trial.options}
+        runtime = Runtime(name=trial.runtime.name, python=trial.runtime.python, env=trial.runtime.env)
+        data = calibration_data(trial)
+        return Recipe(self.name, PROGRAM, "int8", trial.model, trial.dims, options, data, runtime=runtime)
+
+    def probe(self) -> Probe:
+        """Quantise one linear layer and run it."""
+        need_compiler()
+        torch, quantization = import_torch(), import_torchao()
+        layer = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
+        with torch.no_grad(), silenced():
+            quantization.quantize_(layer, getattr(quantization, CONFIGS[DYNAMIC])())
+            layer(torch.randn(2, 32))
+        devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        found = system.versions(("torchao",)).get("torchao", "")
+        return Probe(version=found, devices=tuple(devices), detail=f"with torch {torch.__version__}")
+
+    def prepare(self, trial: Trial) -> None:
+        """Import both libraries, and the one that has the model."""
+        super().prepare(trial)
+        import_torchao()
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """Compile the quantised module; its seconds are `build_s` in the session's facts."""
+        need_compiler()
+        with memory_errors():
+            return TorchAOSession(trial, self.checked(trial), artifact)
+
+    def checked(self, trial: Trial) -> dict[str, Any]:
+        """See `PyTorch.checked`."""
+        fused = trial.runtime.device == "cpu" and (scheme_of(trial) == STATIC or _has_wide_sums())
+        defaults = {"mode": "default", "freeze": fused, "scheme": scheme_of(trial)}
+        return {**defaults, **super().checked(trial), "channels_last": False}
+
+
+TORCHAO = TorchAO()
+
+
+def _has_wide_sums() -> bool:
+    """Return whether the processor adds products of eight bits in 32; True where it doesn't list its features."""
+    flags = system.cpu_flags()
+    return not flags or bool(flags & WIDE_SUMS)
+
+
+def scheme_of(trial: Trial) -> str:
+    """Return the trial's scheme: by default static on a CPU, and dynamic on a GPU."""
+    return str(trial.options.get("scheme", STATIC if trial.runtime.device == "cpu" else DYNAMIC))
+
+
+def import_torchao(module: str = "") -> Any:
+    """Import `torchao.quantization`, or a module below it; `Unavailable` with the version that fits this PyTorch."""
+    try:
+        with silenced():
+            return importlib.import_module(f"torchao.quantization{module}")
+    except (ImportError, OSError, AttributeError, RuntimeError) as e:  # the last three: one made for another PyTorch
+        torch = import_torch()
+        fitting = f"for torch {torch.__version__}: {install('torchao')}"
+        raise Unavailable(f"torchao can't be imported ({first_line(e)}); {fitting}") from e
+
+
+class TorchAOMaker(Maker):
+    """Calibrates a module with torchao's PT2E flow and stores the quantised program."""
+
+    name = "torchao"
+    requires = ("torch", "torchao", "torchvision", "timm", "ultralytics")
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Write FOLDER/model.pt2; a `UserError` for a module that torch.export or the quantiser refuses."""
+        began, torch = time.perf_counter(), import_torch()
+        pt2e = import_torchao(".pt2e.quantize_pt2e")
+        x86 = import_torchao(".pt2e.quantizer.x86_inductor_quantizer")
+        torch.set_num_threads(recipe.runtime.threads)
+        with memory_errors(), torch.no_grad(), silenced():
+            module = models.load(recipe.model, recipe.dims)
+            weights, parameters = models.weights_sha256(module), sum(p.numel() for p in module.parameters())
+            flat = positional(torch, module, recipe.model.inputs, flat=True)
+            inputs = module_inputs(recipe.model, recipe.dims)
+            data = calibration_of(recipe, Artifact(PROGRAM, "", "", 0, "fp32", inputs, (), 0.0))
+            first = _as_tensors(torch, inputs, next(data.feeds(0, 1)))
+            config = x86.get_default_x86_inductor_quantization_config(reduce_range=not _has_wide_sums())
+            quantiser = x86.X86InductorQuantizer().set_global(config)
+            # The quantiser finds layers by the sources that only a strict export keeps; without, it quantises nothing.
+            graph = pt2e.prepare_pt2e(_export(torch, flat, first, recipe, strict=True).module(), quantiser)
+            for feeds in data.feeds(0, len(data)):
+                graph(*_as_tensors(torch, inputs, feeds))
+            quantised = pt2e.convert_pt2e(graph)
+            program = _export(torch, quantised, first, recipe)
+            outputs = tuple(
+                Tensor(name, "float32", tuple(value.shape)) for name, value in named_outputs(quantised(*first)).items()
+            )
+            path = folder / "model.pt2"
+            torch.export.save(program, path)
+        made_by = MakerFacts(
+            backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires),
+            weights_sha256=weights, parameters=parameters,
+            calibration=replace(data.facts, method="histogram"), warnings=tuple(data.warnings),
+        )  # fmt: skip
+        return artifact_of(path, PROGRAM, "int8", (inputs, outputs), made_by, began)
+
+
+TORCHAO_MAKER = TorchAOMaker()
+
+
+def _as_tensors(torch: Any, inputs: tuple[Tensor, ...], feeds: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(torch.from_numpy(feeds[t.name].astype(t.dtype, copy=True)) for t in inputs)
+
+
+def _export(torch: Any, module: Any, example: tuple[Any, ...], recipe: Recipe, strict: bool = False) -> Any:
+    try:
+        return torch.export.export(module, example, strict=strict)
+    except Exception as e:  # its errors have no common type
+        if is_memory_error(e):
+            raise
+        raise UserError(f"torch.export can't export {recipe.model.name}: {first_line(e)}; give scheme=dynamic") from e
+
+
+class TorchAOSession(CompiledSession):
+    """A quantised module behind torch.compile; what ran in INT8 is read from one watched run."""
+
+    def __init__(self, trial: Trial, options: dict[str, Any], artifact: Artifact | None) -> None:
+        self._artifact = artifact
+        super().__init__(trial, options)
+
+    def _load_module(self) -> tuple[Any, str]:
+        if self._artifact is None:
+            return super()._load_module()
+        import_torchao(".pt2e.quantize_pt2e")  # registers the operators of quantised programs
+        return saved_modules.load(self._artifact.path), self._artifact.made_by.weights_sha256
+
+    def _make_callable(self, dtype: Any) -> Callable[..., Any]:
+        """Return the quantised module as a function of the slot's tensors; inductor fuses a program's Q/DQ pairs."""
+        torch, quantization, scheme = self._torch, import_torchao(), self._options["scheme"]
+        if self._artifact is not None:
+            program: Callable[..., Any] = self._module
+            return program
+        if not any(isinstance(part, torch.nn.Linear) for part in self._module.modules()):
+            raise UserError(f"{self._trial.model.name} has no linear layer, which scheme={scheme} quantises")
+        with torch.no_grad(), silenced():
+            quantization.quantize_(self._module, getattr(quantization, CONFIGS[scheme])())
+        called: Callable[..., Any] = super()._make_callable(dtype)
+        return called
+
+    def _compile_module(self, calls: int) -> None:
+        try:
+            super()._compile_module(calls)
+        except (Unavailable, UserError, MemoryError):
+            raise
+        except Exception as e:  # a tensor of torchao's has operators that dynamo doesn't trace everywhere
+            scheme = self._options["scheme"]
+            reason = (
+                f"{self._trial.model.name} can't be compiled as torchao's scheme={scheme} makes it: {first_line(e)}"
+            )
+            raise UserError(reason) from e
+
+    def facts(self) -> EngineFacts:
+        """Return the compilation's facts, and the types of the products that one run called."""
+        types = self._watch_types()
+        made_by = self._artifact.made_by if self._artifact else None
+        return replace(
+            super().facts(),
+            parameters=made_by.parameters if made_by else self._count_parameters(),
+            layers_by_type=types,
+            precision_truth=precision_truth("int8", types or {UNKNOWN: 1}, "torchao"),
+            calibration=made_by.calibration if made_by else None,
+            notes=() if _has_wide_sums() or self._on_gpu else (NARROW[self._artifact is None],),
+        )
+
+    def _count_parameters(self) -> int:
+        return sum(p.numel() for p in self._module.parameters())
+
+    def _watch_types(self) -> dict[str, int]:
+        """Return how many convolutions and matrix products a run calls in each type, outermost calls alone."""
+        profiler = self._torch.profiler
+        with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as watched:
+            self._run_once()
+        return count_types(watched.events())
+
+
+def count_types(events: Sequence[Any]) -> dict[str, int]:
+    """Return how many of the profiler's events are products in each type; of nested ones the outermost counts."""
+    found = [event for event in events if _is_product(event.name)]
+    outer = [event for event in found if not _is_inside(event, found)]
+    return dict(Counter("int8" if QUANTISED.search(event.name) else "float32" for event in outer))
+
+
+def _is_product(name: str) -> bool:
+    return "::" in name and bool(QUANTISED.search(name) or PRODUCT.search(name)) and not MOVES.search(name)
+
+
+def _is_inside(event: Any, found: list[Any]) -> bool:
+    parent = event.cpu_parent
+    while parent is not None:
+        if any(parent is other for other in found):
+            return True
+        parent = parent.cpu_parent
+    return False

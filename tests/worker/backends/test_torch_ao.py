@@ -1,0 +1,144 @@
+"""torchao's INT8: what is refused, what is calibrated, and what really ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno.study.interpreters import missing
+from dyno.worker import extras, registry
+from dyno.worker.backends import torch_ao
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, Option, Runtime, Trial, Unavailable, UserError
+
+pytest.importorskip("torch")
+TORCHAO = registry.find("torchao")
+NETS = """
+from torch import nn
+
+def mixed():
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 8, 8), nn.ReLU(), nn.Flatten(2), nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 64),
+        nn.Flatten(), nn.Linear(4096, 10),
+    )
+
+def convolutions():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
+"""
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Any:
+    (tmp_path / "nets.py").write_text(NETS)
+    folder, rng = tmp_path / "data", np.random.default_rng(0)
+    folder.mkdir()
+    np.save(folder / "images.npy", rng.integers(0, 256, (8, 3, 32, 32), np.uint8))
+    np.save(folder / "labels.npy", np.zeros(8, np.int64))
+    for split in ("calibration", "test"):
+        np.save(folder / f"{split}.npy", np.arange(8))
+
+    def trial(net: str = "mixed", **options: Option) -> Trial:
+        model = ModelSpec(net, f"{tmp_path}/nets.py:{net}")
+        data = DataSpec("noise", str(folder), "1")
+        return Trial(model, "torchao", "int8", Dims(2, 32, 32), options, data=data, runtime=Runtime(threads=1))
+
+    return trial
+
+
+def test_what_it_refuses_is_one_line(asked: Any) -> None:
+    trial = asked()
+    assert TORCHAO.refuse(trial) == ""
+    assert "needs real calibration images" in TORCHAO.refuse(replace(trial, data=DataSpec()))
+    assert TORCHAO.refuse(replace(trial, data=DataSpec(), options={"scheme": "dynamic"})) == ""
+    assert TORCHAO.refuse(asked(scheme="weights", samples=4)).startswith("samples is for scheme=static")
+    assert "torchao has no fp32 here" in TORCHAO.refuse(replace(trial, precision="fp32"))
+    on_gpu = replace(trial, runtime=Runtime(device="cuda:0"))
+    assert torch_ao.scheme_of(on_gpu) == "dynamic"
+    assert "is for CPUs" in TORCHAO.refuse(replace(on_gpu, options={"scheme": "static"}))
+
+
+@pytest.mark.parametrize(("flags", "fused"), [({"avx2"}, False), ({"avx2", "avx_vnni"}, True), (set[str](), True)])
+def test_layers_are_fused_where_sums_are_wide(
+    flags: set[str], fused: bool, asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_ao.system, "cpu_flags", lambda: flags)
+    assert TORCHAO.checked(asked(scheme="dynamic"))["freeze"] is fused  # type: ignore[attr-defined]
+    assert TORCHAO.checked(asked())["freeze"] is True, "its activations have seven bits"  # type: ignore[attr-defined]
+
+
+def test_the_static_scheme_alone_needs_a_file(asked: Any) -> None:
+    recipe = TORCHAO.recipe(asked(samples=4))
+    assert recipe is not None and recipe.data is not None
+    assert (recipe.maker, recipe.options, recipe.data.split) == ("torchao", {"samples": 4}, "calibration")
+    assert TORCHAO.recipe(asked(scheme="dynamic")) is None
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "wanted"),
+    [("2.7.1", "torchao==0.12.0"), ("2.8.0+cpu", "torchao==0.13.0"), ("2.9.0", "torchao==0.14.1"),
+     ("2.9.1", "torchao==0.15.0"), ("2.10.0", "torchao==0.16.0"), ("2.11.0+cu130", "'torchao>=0.17'"),
+     ("2.15.1", "'torchao>=0.17'")],
+)  # fmt: skip
+def test_the_version_that_fits_the_torch_at_hand_is_named(
+    torch_version: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "versions", lambda names: {"torch": torch_version})
+    assert extras.install("torchao") == f"pip install {wanted}"
+
+
+def test_a_missing_torchao_names_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torchao.quantization", None)
+    with pytest.raises(Unavailable, match=r"^torchao can't be imported \(.*\); for torch 2\..*: pip install .?torchao"):
+        torch_ao.import_torchao()
+
+
+@dataclass
+class Call:
+    """An event of PyTorch's profiler."""
+
+    name: str
+    cpu_parent: Any = None
+
+
+def test_what_a_run_called_is_counted_once_in_its_type() -> None:
+    outer = Call("aten::conv2d")
+    inner = Call("aten::convolution", outer)
+    calls = [outer, inner, Call("aten::mkldnn_convolution", inner), Call("onednn::qlinear_pointwise"),
+             Call("aten::_int_mm"), Call("aten::mm"), Call("aten::_weight_int8pack_mm"), Call("aten::add"),
+             Call("onednn::qconv_prepack"), Call("cpp_fused_mm_0")]  # fmt: skip
+    assert torch_ao.count_types(calls) == {"float32": 3, "int8": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "kinds"), [("static", {"int8"}), ("weights", {"float32"})])
+def test_what_ran_in_int8_is_seen(scheme: str, kinds: set[str], asked: Any, tmp_path: Path) -> None:
+    if lacks := missing("torchao"):
+        pytest.skip(f"{lacks} is not installed")
+    trial = asked(scheme=scheme)
+    recipe = TORCHAO.recipe(trial)
+    artifact = registry.maker("torchao").make(recipe, None, tmp_path) if recipe else None
+    session: Any = TORCHAO.load(trial, artifact)
+    eager: Any = registry.find("pytorch").load(replace(trial, backend="pytorch", precision="fp32", options={}), None)
+    x = np.random.default_rng(0).standard_normal((2, 3, 32, 32), np.float32)
+    for each in (session, eager):
+        each.bind({"input": x})
+        each.run()
+    (got,), (right,) = session.fetch().values(), eager.fetch().values()
+    off = np.abs(got - right).max() / np.abs(right).max()
+    assert 0 < off < 0.1, "quantised, and still the same network, also on a processor whose sums are narrow"
+    facts = session.facts()
+    assert set(facts.layers_by_type) == kinds
+    assert facts.precision_truth.refuted is (scheme == "weights"), facts.precision_truth.sentence
+    if artifact:
+        assert artifact.made_by.calibration and artifact.made_by.calibration.samples == 8
+
+
+@pytest.mark.slow
+def test_a_network_without_linear_layers_is_refused(asked: Any) -> None:
+    if lacks := missing("torchao"):
+        pytest.skip(f"{lacks} is not installed")
+    with pytest.raises(UserError, match="convolutions has no linear layer, which scheme=dynamic quantises"):
+        TORCHAO.load(asked("convolutions", scheme="dynamic"), None)
