@@ -14,7 +14,7 @@ from dyno.worker import extras, registry
 from dyno.worker.backends import torch_ao
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Option, Runtime, Trial, Unavailable, UserError
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 TORCHAO = registry.find("torchao")
 NETS = """
 from torch import nn
@@ -128,7 +128,10 @@ def test_what_ran_in_int8_is_seen(scheme: str, kinds: set[str], asked: Any, tmp_
         each.run()
     (got,), (right,) = session.fetch().values(), eager.fetch().values()
     off = np.abs(got - right).max() / np.abs(right).max()
-    assert 0 < off < 0.1, "quantised, and still the same network, also on a processor whose sums are narrow"
+    assert 0 < off < 0.2, "quantised, and still the same network"
+    if artifact:  # also on a processor whose sums are narrow
+        quantised = torch.export.load(artifact.path).module()(torch.from_numpy(x))[0].detach().numpy()
+        assert np.abs(got - quantised).max() < 0.02 * np.abs(quantised).max()
     facts = session.facts()
     assert set(facts.layers_by_type) == kinds
     assert facts.precision_truth.refuted is (scheme == "weights"), facts.precision_truth.sentence
