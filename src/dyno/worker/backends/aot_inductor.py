@@ -14,8 +14,8 @@ import numpy as np
 from dyno.worker import system
 from dyno.worker.backend import Backend, FileContents, FileFormat, LayerTimes, Maker, Session, artifact_of
 from dyno.worker.backends.aot_package import (
+    CompiledPackage,
     KeptFacts,
-    Package,
     describe,
     is_package,
     kept_metadata,
@@ -322,7 +322,7 @@ def _describe_given(recipe: Recipe) -> Artifact:
     return replace(artifact, seconds=0.0, made_by=replace(made_by, weights_sha256=weights))
 
 
-def _open_package(inductor: Any, package: Package, path: Path, device: Any, runners: int = 1) -> Any:
+def _open_package(inductor: Any, package: CompiledPackage, path: Path, device: Any, runners: int = 1) -> Any:
     """Return the loader of the package on that device; `Unavailable` where its code can't run."""
     if package.device != device.type:
         raise UserError(f"the package was compiled for {package.device}, not {device.type}; choose another --device")

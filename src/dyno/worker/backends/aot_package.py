@@ -87,7 +87,7 @@ class KeptFacts:
 
 
 @dataclass(frozen=True)
-class Package:
+class CompiledPackage:
     """A package's parts: the name of its model, the metadata, and its sources in C++."""
 
     name: str
@@ -174,7 +174,7 @@ def _read_input(text: str) -> PackageInput:
     return PackageInput(kind[1] if kind else "float32", shape, smallest.get(0, 1), largest.get(0, 0), last)
 
 
-def _iter_calls(body: str, package: Package) -> Iterator[Layer]:
+def _iter_calls(body: str, package: CompiledPackage) -> Iterator[Layer]:
     """Yield the function's calls, each with its operators, its results and, where it multiplies, its type."""
     types = {name: kind for name, (kind, _) in package.constants.items()}
     lengths: dict[str, str] = {}
@@ -236,7 +236,7 @@ def _first_type(given: str, types: Mapping[str, str]) -> str:
     return next((types[word] for word in WORD.findall(given) if word in types), "")
 
 
-def read_package(path: str) -> Package:
+def read_package(path: str) -> CompiledPackage:
     """Return the package's parts; raise a `UserError` for a missing or damaged file."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -254,10 +254,10 @@ def read_package(path: str) -> Package:
             metadata |= json.loads(text)
     code = [text for name, text in sorted(texts.items()) if name.endswith(".cpp")]
     source = next((text for text in code if "AOTInductorModel::run_impl" in text), "")
-    return Package(models[0], metadata, source, "\n".join(text for text in code if text is not source))
+    return CompiledPackage(models[0], metadata, source, "\n".join(text for text in code if text is not source))
 
 
-def describe(path: str, package: Package) -> FileContents:
+def describe(path: str, package: CompiledPackage) -> FileContents:
     """Return the package's inputs, outputs and precision; of another program's package, inputs by its code."""
     if kept := package.kept:
         purpose = file_facts.read_purpose(kept.purpose)
