@@ -38,7 +38,7 @@ from dyno.results import blocks, stats
 from dyno.results import ranking as results_ranking
 from dyno.results.correctness import distance
 from dyno.results.metrics.accuracy import OVER, UNDECIDED
-from dyno.results.metrics.precision import NO, UNCONFIRMED, YES
+from dyno.results.metrics.precision import truth
 from dyno.results.ranking import LATENCY, THROUGHPUT, Contest, Ranking, cpu_contention, winners
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
@@ -52,11 +52,6 @@ if TYPE_CHECKING:
 
 RESUME = "the same `dyno run` again goes on, unless it still measures"
 REASONS = "the reasons are below the table"
-RAN_AS = {
-    YES: "ran in the requested type",
-    NO: "did not run in the requested type",
-    UNCONFIRMED: "whether it ran in the requested type is not confirmed",
-}
 ENOUGH = 3  # rounds that a study has by default
 MOST_NAMED = 4  # rows of a set that a sentence names
 DECIDED = "decided"
@@ -245,8 +240,8 @@ def describe_correctness(ranking: Ranking, winner: pd.Series, run: RunData) -> s
     elif trial.oddity:
         parts.append(trial.oddity)
     parts += [_format_accuracy(ranking, winner)] * (not isnan(winner.get(ranking.metric.column, float("nan"))))
-    if winner["precision_ok"]:
-        parts.append(RAN_AS[winner["precision_ok"]])
+    if ran := truth(trial):
+        parts.append(ran.words)
     return "; ".join(parts)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 import time
@@ -18,19 +19,20 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
 from dyno.worker.extras import ONNX_RUNTIME_BUILDS, install
-from dyno.worker.facts.engine import STORED, EngineFacts, Probe, precision_truth
+from dyno.worker.facts.engine import STORED, EngineFacts, Probe, precision_truth, sum_operations
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.specs import Shape, static_shapes
 from dyno.worker.layers import graph
 from dyno.worker.makers.onnx_format import routed
 from dyno.worker.makers.precision import PREPARATION, VALUES
+from dyno.worker.nets import flops
 from dyno.worker.onnx_graph.check import HALF_CRASHES, error_line
-from dyno.worker.onnx_graph.graph_facts import accuracy_levels
+from dyno.worker.onnx_graph.graph_facts import accuracy_levels, kernel_shapes
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions import onnx_runtime_session as cuda
 from dyno.worker.sessions.onnx_runtime_session import OPTIONS as CUDA_OPTIONS
-from dyno.worker.sessions.onnx_runtime_session import PACKED, Profile, Request, by_run, events_in
+from dyno.worker.sessions.onnx_runtime_session import PACKED, Kernel, Profile, Request, by_run, events_in
 from dyno.worker.sessions.onnx_runtime_session import VALUES as CUDA_VALUES
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
 
@@ -43,6 +45,7 @@ OPTIMIZATION = {
     "disable": "ORT_DISABLE_ALL",
 }
 NUMPY_TYPES = {"float": "float32", "double": "float64"}
+GATES = {"LSTM": 4, "DynamicQuantizeLSTM": 4, "GRU": 3, "RNN": 1}  # matrices of each kind in a direction
 PROFILED_RUNS = 6
 DISCARDED = 3  # runs of a profile that don't count: the first packs weights
 # An ONNX file of one node, y = x + x on a float scalar, so that `probe` needs no onnx.
@@ -170,13 +173,15 @@ class OnnxFile:
         """Return layers, types, providers and time by operator, from the profile of a second, short session."""
         with tempfile.TemporaryDirectory() as scratch:
             nodes = self.read_profile(self._record_profile(providers, feeds, scratch))
+        operations = _sum_operations(nodes, self.path)
         return EngineFacts(
             layers=len(nodes.seen),
             layers_by_type=nodes.by_type(),
+            operations_by_type=operations,
             nodes_by_provider=nodes.by_provider(),
             operators=nodes.operators(),
             time_by_operator=nodes.time_by_operator(),
-            precision_truth=precision_truth(self.requested, nodes.by_type(), ENGINE),
+            precision_truth=precision_truth(self.requested, nodes.by_type(), ENGINE, operations),
             threads=self.settings["intra_op_threads"],
             options=dict(self.settings),
             notes=tuple(nodes.notes()),
@@ -205,6 +210,42 @@ class OnnxFile:
         for _ in range(PROFILED_RUNS):
             session.run(None, made | dict(feeds))
         return _end_profile(session)
+
+
+def _sum_operations(nodes: Profile, path: str) -> dict[str, int]:
+    """Return the operations of one run by type; {} if they aren't known, or if all layers have one type."""
+    if len(nodes.by_type()) < 2 or not nodes.seen.keys() <= nodes.outer.keys():  # a branch or a loop ran inside another
+        return {}
+    kernels = kernel_shapes(path)
+    return sum_operations((kind, _count_operations(key, nodes, kernels)) for key, kind in nodes.computed_in.items())
+
+
+def _count_operations(kernel: Kernel, nodes: Profile, kernels: Mapping[str, Shape]) -> int | None:
+    """Return the operations of a compute node, from the shapes in the profile; None if they aren't known.
+
+    The profile lacks weights that the library packed: those of products needn't be known, and those of convolutions
+    are the file's. Channels that the library fills up count, as it computes them.
+    """
+    args = nodes.seen[kernel]
+    operator, shapes, results = args["op_name"], _list_shapes(args, "input"), _list_shapes(args, "output")
+    if not shapes or not results:
+        return None
+    result = results[0]
+    if "Conv" in operator:
+        name = re.sub(r"_token_\d+$", "", kernel[0].removesuffix("_kernel_time"))
+        weights = kernels.get(name) or next((shape for shape in shapes[1:] if len(shape) > 2), (0,))
+        return flops.of_convolution(math.prod(weights), weights[0], shapes[0] if "Transpose" in operator else result)
+    if operator in GATES and len(result) > 2:  # [steps, batch, values] to [steps, directions, batch, hidden]
+        gates = GATES[operator] * result[-1] * result[-3]
+        return 2 * math.prod(shapes[0][:2]) * gates * (shapes[0][-1] + result[-1])
+    if "Gemm" in operator or "MatMul" in operator:
+        factors = [shape for shape in shapes[1:] if len(shape) > 1 and "Gemm" not in operator]
+        return flops.of_product(shapes[0], factors[0] if factors else (), result)
+    return None
+
+
+def _list_shapes(args: Mapping[str, Any], side: str) -> list[Shape]:
+    return [tuple(shape) for each in args.get(f"{side}_type_shape", ()) for shape in each.values()]
 
 
 class OnnxRuntimeSession(Session):

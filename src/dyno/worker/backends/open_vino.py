@@ -26,6 +26,7 @@ from dyno.worker.facts.engine import (
     EngineFacts,
     Probe,
     precision_truth,
+    sum_operations,
     why_not_faster,
 )
 from dyno.worker.facts.job import LAYERS, Layer, LayerGraph, Port
@@ -33,6 +34,7 @@ from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.specs import fitted, static_shapes
 from dyno.worker.makers.onnx_format import routed
 from dyno.worker.makers.precision import PREPARATION, VALUES
+from dyno.worker.nets import flops
 from dyno.worker.option_values import Check, flag, whole
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError, shorten
 
@@ -70,6 +72,13 @@ class ExecutionGraph:
     def by_type(self) -> dict[str, int]:
         """Compute layers by the type they ran in, 8-bit ones signed or not as `int8`."""
         return dict(Counter(_computed_in(layer) for layer in self.compute()))
+
+    def operations_by_type(self) -> dict[str, int]:
+        """Return the operations of one run by type; {} if they aren't known, or if all layers have one type."""
+        if len(self.by_type()) < 2:
+            return {}
+        layers = [pair for pair in zip(self._ops, self._infos, strict=True) if pair[1] in self.compute()]
+        return sum_operations((_computed_in(info), _count_operations(op, info["layerType"])) for op, info in layers)
 
     def time_by_operator(self) -> dict[str, float]:
         """Return each kind's share of the time in layers, largest first."""
@@ -118,6 +127,16 @@ class ExecutionGraph:
             skipped=_is_skipped(info),
             nodes=tuple(filter(None, info.get("originalLayersNames", "").split(","))),
         )
+
+
+def _count_operations(op: Any, kind: str) -> int | None:
+    """Return the operations of a convolution or a matrix product; None for another layer."""
+    first, second = (tuple(port.get_source_output().get_shape()) for port in op.inputs()[:2])
+    result = tuple(op.outputs()[0].get_shape())
+    if kind in ("Convolution", "Deconvolution"):
+        values = first if kind == "Deconvolution" else result
+        return flops.of_convolution(math.prod(second), values[1], values)
+    return flops.of_product(first, second, result) if kind in ("FullyConnected", "MatMul") else None
 
 
 def _count_weights(port: Any) -> int:
@@ -347,14 +366,16 @@ class OpenVinoSession(Session):
         """Return layers, types and times, from the execution graph of a second compilation with counters."""
         graph = ExecutionGraph(self.execution_graph(), self._requested)
         settings = {name: plain(self._compiled.get_property(name)) for name in SETTINGS}
+        operations = graph.operations_by_type()
         return EngineFacts(
             layers=len(graph.layers),
             layers_by_type=graph.by_type(),
+            operations_by_type=operations,
             nodes_by_provider={"CPU": len(graph.layers)},
             operators=dict(Counter(layer["layerType"] for layer in graph.layers).most_common()),
             kernels=dict(Counter(layer["primitiveType"] for layer in graph.compute()).most_common()),
             time_by_operator=graph.time_by_operator(),
-            precision_truth=precision_truth(self._requested, graph.by_type(), ENGINE),
+            precision_truth=precision_truth(self._requested, graph.by_type(), ENGINE, operations),
             threads=settings["INFERENCE_NUM_THREADS"],
             options=settings,
             notes=tuple(graph.notes()),
