@@ -38,11 +38,11 @@ def test_a_stored_run_is_measured_again_beside_a_file_with_other_outputs(call: A
     pytest.importorskip("onnxruntime")
     base, other = chain(tmp_path / "base.onnx", 2), chain(tmp_path / "other.onnx", 3)
     assert call("time", base, *QUICK, "--boundaries", "model", "--out", "base")[0] == 0
-    # Three rounds and a hundredfold limit: networks this small differ severalfold on a busy machine.
-    words = ("compare", "base", other, "--rounds", "3", "--fail-on", "slower=9900%")
+    # Three rounds and an elevenfold limit, the largest: networks this small differ severalfold on a busy machine.
+    words = ("compare", "base", other, "--rounds", "3", "--fail-on", "slower=1000%")
     code, out, _ = call(*words, "--out", "run")
     assert code == 3 and "wrong outputs" in out, "a speed that isn't judged passes no gate"
-    code, out, _ = call("compare", "run", "--fail-on", "slower=9900%", "--any-outputs")
+    code, out, _ = call("compare", "run", "--fail-on", "slower=1000%", "--any-outputs")
     assert code == 0 and "A is" in out
     chain(base, 4)
     code, _, err = call(*words, "--out", "again")

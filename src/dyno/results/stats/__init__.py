@@ -17,8 +17,11 @@ from dyno.results.stats.decisions import decide_family as decide_family
 from dyno.results.stats.decisions import paired_speedup as paired_speedup
 from dyno.results.stats.decisions import speedup as speedup
 from dyno.results.stats.evidence import ALONE as ALONE
+from dyno.results.stats.evidence import LEAST_SESSIONS as LEAST_SESSIONS
+from dyno.results.stats.evidence import SESSIONS as SESSIONS
 from dyno.results.stats.evidence import TURNS as TURNS
 from dyno.results.stats.evidence import Evidence as Evidence
+from dyno.results.stats.evidence import between_sessions as between_sessions
 from dyno.results.stats.evidence import paired as paired
 from dyno.results.stats.evidence import unpaired as unpaired
 from dyno.results.stats.intervals import CONFIDENCE as CONFIDENCE
