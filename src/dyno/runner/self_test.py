@@ -45,14 +45,15 @@ def place(device: str) -> Path:
     return cache_dir() / "self-tests" / f"{key}.json"
 
 
-def keep(stored: StoredSelfTest) -> None:
-    """Keep the self-test in place of an earlier one, with the latency of those that measured the same."""
+def keep(stored: StoredSelfTest) -> StoredSelfTest:
+    """Keep the self-test in place of an earlier one, and return it with the latency of those that measured the same."""
     path = place(stored.device)
     earlier = _read_test(path)
     if earlier is not None and earlier.is_like(stored):
         stored = replace(stored, sessions=SelfTest(earlier).sessions)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, to_json(stored))
+    return stored
 
 
 def find(device: str) -> tuple[SelfTest | None, str]:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from dyno.worker.onnx_graph.check import HALF_CRASHES, error_line
 from dyno.worker.onnx_graph.graph_facts import accuracy_levels, kernel_shapes
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions import onnx_runtime_session as cuda
+from dyno.worker.sessions import products
 from dyno.worker.sessions.onnx_runtime_session import OPTIONS as CUDA_OPTIONS
 from dyno.worker.sessions.onnx_runtime_session import PACKED, Kernel, Profile, Request, by_run, events_in
 from dyno.worker.sessions.onnx_runtime_session import VALUES as CUDA_VALUES
@@ -148,8 +150,8 @@ class OnnxFile:
         self._overrides = {} if self.free else overrides(known, self.shapes)
         self.settings = settings(trial)
 
-    def open(self, providers: Any, profile: str = "", optimised: str = "") -> Any:
-        """Return an InferenceSession.
+    def open(self, providers: Any, profile: str = "", optimised: str = "", network: bytes = b"") -> Any:
+        """Return an InferenceSession of the file, or of another `network` with the same settings.
 
         `profile` is the prefix of the profile's file, `optimised` the path at which the optimised graph is written.
         """
@@ -167,25 +169,37 @@ class OnnxFile:
         if optimised:
             options.optimized_model_filepath = optimised
         off = self.settings["disabled_optimizers"]
-        return self.ort.InferenceSession(self.path, options, providers=providers, disabled_optimizers=off)
+        source = network or self.path
+        return self.ort.InferenceSession(source, options, providers=providers, disabled_optimizers=off)
 
     def facts(self, providers: Any, feeds: Arrays) -> EngineFacts:
         """Return layers, types, providers and time by operator, from the profile of a second, short session."""
         with tempfile.TemporaryDirectory() as scratch:
             nodes = self.read_profile(self._record_profile(providers, feeds, scratch))
-        operations = _sum_operations(nodes, self.path)
+        operations, bits = _sum_operations(nodes, self.path), self._measure_bits(providers)
         return EngineFacts(
             layers=len(nodes.seen),
             layers_by_type=nodes.by_type(),
             operations_by_type=operations,
+            product_bits=bits,
             nodes_by_provider=nodes.by_provider(),
             operators=nodes.operators(),
             time_by_operator=nodes.time_by_operator(),
-            precision_truth=precision_truth(self.requested, nodes.by_type(), ENGINE, operations),
+            precision_truth=precision_truth(self.requested, nodes.by_type(), ENGINE, operations, bits),
             threads=self.settings["intra_op_threads"],
             options=dict(self.settings),
             notes=tuple(nodes.notes()),
         )
+
+    def _measure_bits(self, providers: Any) -> int | None:
+        """Return the bits that products of float32 keep with these settings; None for another type, or on an error."""
+        if self.requested not in ("fp32", "tf32"):
+            return None
+        with suppress(*_list_errors()):
+            return products.count_bits(
+                self.open(providers, network=products.NETWORK).run(None, products.make_factors())
+            )
+        return None
 
     def inside(self, providers: Any, feeds: Arrays) -> LayerGraph:
         """Return the optimised graph as the library writes it, with each node's entry in a profile of its run."""

@@ -32,6 +32,7 @@ COMPUTE = re.compile("Conv(?!ert)|Gemm|MatMul|Einsum|Attention|LSTM|GRU|RNN|MoE"
 # A lower precision keeps sensitive layers higher on purpose; IEEE FP32 has no such excuse.
 LEAST_SHARE = {"fp32": 1.0, "tf32": 1.0}
 LEAST_SHARE_LOWERED = 0.5
+BITS = {"fp32": 24, "tf32": 11, "fp16": 11, "bf16": 8}  # that products keep
 UNKNOWN = "unknown"  # in place of a type: a part of the graph that the engine doesn't describe
 # Below this share of the layers, or of the time, a cause is too small to be worth a sentence.
 NOTEWORTHY = 0.1
@@ -68,7 +69,11 @@ def sum_operations(layers: Iterable[tuple[str, int | None]]) -> dict[str, int]:
 
 
 def precision_truth(
-    requested: str, layers_by_type: Mapping[str, int], engine: str, operations_by_type: Mapping[str, int] | None = None
+    requested: str,
+    layers_by_type: Mapping[str, int],
+    engine: str,
+    operations_by_type: Mapping[str, int] | None = None,
+    bits: int | None = None,
 ) -> PrecisionTruth:
     """Judge the types that an engine reports for its compute layers: the only judge of precision.
 
@@ -76,19 +81,22 @@ def precision_truth(
     a lowered precision; `refuted` means that they ran in another type. Parts that the engine doesn't describe
     (`UNKNOWN`) count for neither. `ok` also needs an engine that reports the types of more than half of its compute
     layers. Weights of four bits and fewer are the file's own, and widened to the type that a layer computes in: that
-    type refutes nothing.
+    type refutes nothing. Products that keep fewer measured `bits` than the requested type has refute it.
     """
     counted = operations_by_type or layers_by_type
     total, wanted = sum(counted.values()), TYPES[requested]
     share = {kind: count / total for kind, count in sorted(counted.items())} if total else {}
     least = LEAST_SHARE.get(requested, LEAST_SHARE_LOWERED) * (total - counted.get(UNKNOWN, 0))
     held = counted.get(wanted, 0) >= least or requested in STORED
+    rounded = bits is not None and bits < BITS.get(requested, 0)
     ok = held and 2 * layers_by_type.get(UNKNOWN, 0) < sum(layers_by_type.values())
     weight = format_share(share.get(wanted, 0.0)) if operations_by_type else ""
     sentence = _describe_precision(requested, wanted, layers_by_type, engine, weight)
     if held and not ok:
         sentence += f", so {requested} is not confirmed"
-    return PrecisionTruth(requested, share, ok, not held, sentence)
+    if bits is not None:
+        sentence += f"; measured: products keep {bits} bits" + (f" of {BITS[requested]}" if rounded else "")
+    return PrecisionTruth(requested, share, ok and not rounded, rounded or not held, sentence)
 
 
 def format_share(share: float) -> str:
@@ -198,6 +206,7 @@ class Layers(Sparse):
     """The layers of an engine: how many, how many compute in each type, how many only change types or layouts.
 
     `operations_by_type` are those of one run, empty where a layer's aren't known or all layers have one type.
+    `product_bits` is how many bits products keep, as `worker.sessions.products` measured it with the engine's settings.
     `operators` counts all layers by kind, `kept_float32` names those that stayed in float32 where a lower precision was
     asked for, and `engine_parameters` is the number of weights that the engine itself has.
     """
@@ -208,6 +217,7 @@ class Layers(Sparse):
     reformats: int | None = None
     operators: dict[str, int] = field(default_factory=dict)
     precision_truth: PrecisionTruth | None = None
+    product_bits: int | None = None
     kept_float32: tuple[str, ...] = ()
     engine_parameters: int | None = None
 
