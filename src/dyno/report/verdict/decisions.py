@@ -234,7 +234,7 @@ def describe_correctness(ranking: Ranking, winner: pd.Series, run: RunData) -> s
     else:
         parts.append("its outputs were not compared with any")
     if winner.get("outputs_doubt"):
-        parts.append(f"{winner['outputs_doubt']}: give more with --compared or --data")
+        parts.append(f"{winner['outputs_doubt']}; give more with --compared or --data")
     if trial.facts.random_outputs:
         parts = [trial.oddity]
     elif trial.oddity:
@@ -319,7 +319,7 @@ def more_images(row: pd.Series) -> str:
     """Return the start of a sentence on the images that would decide a row under its budget; "" where none would."""
     more = row["more_images"]
     estimated = isinstance(more, (int, float)) and not isnan(more)
-    return f"about {int(more):,} more images would settle" if estimated else ""
+    return f"about {int(more):,} more images are needed to tell" if estimated else ""
 
 
 def wider_budget(ranking: Ranking, run: RunData) -> str:
@@ -647,8 +647,11 @@ def _left_out(ranking: Ranking, run: RunData) -> Iterator[Finding]:
         if row["budget"] == OVER:
             yield Finding(NOTE, f"{subject} but loses more than {budget} allows{loss}.")
         elif row["budget"] == UNDECIDED:
-            settle = more_images(row) or "more images would not settle"
-            yield Finding(WARNING, f"{subject} but whether it is within {budget} is undecided{loss}: {settle} it.")
+            needed = more_images(row).removesuffix(" to tell") or "more would not help"
+            text = (
+                f"{subject} but {row['images']:,.0f} images can't tell whether it is within {budget}{loss}: {needed}."
+            )
+            yield Finding(WARNING, text)
 
 
 def _most_images(ranking: Ranking, run: RunData) -> Decision:

@@ -26,7 +26,10 @@ from dyno.results.stats.evidence import paired as paired
 from dyno.results.stats.evidence import unpaired as unpaired
 from dyno.results.stats.intervals import CONFIDENCE as CONFIDENCE
 from dyno.results.stats.intervals import Interval as Interval
+from dyno.results.stats.intervals import exceeds as exceeds
 from dyno.results.stats.intervals import median_interval as median_interval
+from dyno.results.stats.intervals import needed as needed
+from dyno.results.stats.intervals import paired_chance as paired_chance
 from dyno.results.stats.intervals import paired_difference as paired_difference
 from dyno.results.stats.intervals import percentile_interval as percentile_interval
 from dyno.results.stats.intervals import percentile_of as percentile_of
