@@ -235,6 +235,9 @@ def test_onnx_runtime_on_the_gpu(net: str, ortgpu_python: str, tmp_path: Path) -
     outputs = {(t.backend, t.precision): next(iter(t.outputs().values())) for t in result.records}
     want = outputs["pytorch", "fp32"]
     assert abs(outputs["onnxruntime", "fp32"] - want).max() < 1e-4 * abs(want).max()
+    bits = {(t.backend, t.precision): t.facts.product_bits for t in result.records}
+    assert bits["pytorch", "fp32"] == bits["onnxruntime", "fp32"] == 24
+    assert bits["onnxruntime", "tf32"] == 11, "measured: TF32 rounds factors"
     for trial in result.records:
         if trial.backend == "onnxruntime":
             assert set(trial.facts.nodes_by_provider) == {"CUDAExecutionProvider"}, trial.facts

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ from dyno.regression import calibration as module
 from dyno.report import sections
 from dyno.report import self_test as report_self_test
 from dyno.results import stats
-from dyno.results.self_test import ProcessPair, StoredSelfTest, TestRound
+from dyno.results.self_test import ProcessPair, SelfTest, StoredSelfTest, TestRound
+from dyno.results.trial_result import Results, TrialResult
 from dyno.runner import self_test
 from dyno.runner.execute import execute
 from dyno.worker import registry
@@ -127,6 +128,27 @@ def test_the_report_has_it(fake_study: Any, tmp_path: Path) -> None:
     self_test.keep(known())
     page = dyno.load(tmp_path / "run").report(tmp_path / "with").read_text()
     assert page.count("This run can see") == 2, "below the verdict and in the method"
+
+
+def test_self_tests_that_measured_the_same_are_sessions() -> None:
+    first = known()
+    for factor in (1.0, 1.02, 0.99):
+        rounds = tuple(replace(one, first_s=one.first_s * factor) for one in first.rounds)
+        self_test.keep(replace(first, rounds=rounds))
+    found, _ = self_test.find("cpu")
+    assert found is not None
+    logs = np.log([1.0, 1.02, 0.99])
+    assert found.sessions == pytest.approx([*(np.log(1.015e-3) + logs)], abs=1e-4)
+    assert found.session_spread == pytest.approx(logs.std(ddof=1))
+    assert "The 3 self-tests of this kind differ by 1.5 %" in " ".join(report_self_test.list_sentences(found))
+    trials = [cast(TrialResult, SimpleNamespace(device="cpu"))]
+    early = Results(Path("run"), trials, self_test=to_json(SelfTest(first).summary()))
+    assert self_test.renew(early).self_test["sessions"] == 3
+    elsewhere = Results(Path("run"), trials, self_test={**early.self_test, "machine": {}, "sessions": 1})
+    assert self_test.renew(elsewhere).self_test["sessions"] == 1
+    self_test.keep(replace(first, configuration="another net"))
+    found, _ = self_test.find("cpu")
+    assert found is not None and len(found.sessions) == 1
 
 
 @pytest.mark.usefixtures("preloaded")

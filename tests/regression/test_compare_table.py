@@ -18,10 +18,11 @@ from dyno.regression import compare_table, comparison
 from dyno.regression.compare_table import COLUMNS, LOST, judge_accuracies
 from dyno.regression.rules import CONDITIONS, FAIL_ON, TOLERANCE, GateRules
 from dyno.results import stats
+from dyno.results.self_test import SelfTestSummary
 from dyno.results.trial_result import Results, load_run
 from dyno.table import Table
 from dyno.worker.record import write_json
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, to_json
 from synthetic import Way
 
 ALIKE = {stats.EQUIVALENT, stats.UNDECIDED}
@@ -87,11 +88,15 @@ def test_slower_by_a_fifth_fails(judge: Any) -> None:
     assert any("slower, 1.200x [" in s for s in comparison.list_comparison(table))
 
 
+def measured_later(run: Path) -> None:
+    for path in run.glob("trials/*/r*/record.json"):
+        path.write_text(path.read_text().replace("2026-01-02T03:04:05", "2026-01-02T09:04:05"))
+
+
 def test_two_sessions_are_never_called_faster_or_slower(tmp_path: Path, call: Any) -> None:
     """Six identical runs within four minutes gave 6 of 15 pairs a direction, where 5 % are promised."""
     a, b = write(tmp_path / "a"), write(tmp_path / "b", *changed(seconds=0.0048))
-    for path in b.glob("trials/*/r*/record.json"):
-        path.write_text(path.read_text().replace("2026-01-02T03:04:05", "2026-01-02T09:04:05"))
+    measured_later(b)
     code, out, _ = call(a, b)
     assert code == 0 and "two sessions" in out and "--remeasure" in out and "slower" not in out.replace("or slower", "")
     code, out, _ = call(a, b, "--fail-on", "slower=10%")
@@ -100,6 +105,29 @@ def test_two_sessions_are_never_called_faster_or_slower(tmp_path: Path, call: An
     assert set(rows["verdict"]) == {"two sessions"} and rows["ratio"][0] == pytest.approx(1.2)
     assert rows[["ratio_low", "ratio_high", "smallest"]].isna().all(axis=None)
     assert call(a, b, "--fail-on", "status")[0] == 0, "what isn't a speed is judged as ever"
+
+
+def test_self_tests_of_the_machine_tell_what_differs_between_sessions(tmp_path: Path, call: Any) -> None:
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", *changed(seconds=0.0048))
+    c = write(tmp_path / "c", *changed(seconds=0.00406))
+    kept = SelfTestSummary("2026-01-01", "A", "net", 0.8, 0.1, {}, {}, {"host": "here"}, 5, 0.01)
+    for run in (a, b, c):
+        write_json(run / "self-test.json", to_json(kept))
+    measured_later(b)
+    measured_later(c)
+    rows = dyno.compare(a, b).table.to_pandas()
+    assert rows["verdict"][0] == "slower" and rows["ratio"][0] == pytest.approx(1.2)
+    assert rows["ratio_high"][0] / rows["ratio_low"][0] > 1.05, "five sessions that differ by 1 % (t: 2.78)"
+    assert set(rows["measured"]) == {"in two sessions"}
+    code, out, _ = call(a, b, "--fail-on", "slower=5%")
+    assert code == 1 and "what differs between this machine's self-tests" in out
+    assert call(a, c, "--fail-on", "slower=2%")[0] == 3, "1.5 % is less than sessions differ by"
+    for other in (replace(kept, machine={"host": "there"}), replace(kept, sessions=2), replace(kept, machine={})):
+        write_json(b / "self-test.json", to_json(other))
+        if other.sessions == 2:
+            write_json(a / "self-test.json", to_json(other))
+        assert set(dyno.compare(a, b).table.to_pandas()["verdict"]) == {"two sessions"}
+        write_json(a / "self-test.json", to_json(kept))
 
 
 def test_the_ratio_is_that_of_the_rounds_medians(judge: Any, tmp_path: Path) -> None:

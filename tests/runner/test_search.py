@@ -1,15 +1,17 @@
 """Searches: layers that stay in float where int8 fails the budget, and other routes to a file that is faster."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dyno import Study, UserError
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
-from dyno.results import trial_result
+from dyno.results import stats, trial_result
 from dyno.results.notes import FAILED, KEPT, Attempt, attempts
 from dyno.runner import search
 from dyno.study.plan import expand
@@ -78,8 +80,28 @@ def test_the_fewest_layers_are_found_by_doubling_and_halving(
     needed: int, layers: int, fewest: int | None, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, seen = steps_of(needed, layers, monkeypatch)
-    assert seen == tried[: search.MOST]
+    assert seen == tried[: search.MOST_TRIED]
     assert found == (fewest if needed < 300 else 350), "at the limit the last one that holds counts"
+
+
+def test_a_choice_among_many_is_no_likelier_wrong_than_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,000 images, and a loss of just the budget, a point, however many layers are kept."""
+    rng, images, limit = np.random.default_rng(0), 2000, -0.01
+    chances: dict[int, float] = {}
+    monkeypatch.setattr(search._PrecisionSearch, "_find_chance", lambda self, layers: chances[layers])
+    monkeypatch.setattr(search._PrecisionSearch, "_count_layers", lambda self: 100)
+    wrong, alone = 0, 0
+    for _ in range(1000):
+        common, changed = rng.binomial(images, 0.01), rng.binomial(images, 0.02, (51, 2))
+        for k, (lost, gained) in enumerate(changed.tolist()):
+            chances[k] = stats.paired_chance(gained, common + lost, images, limit)
+        one = search._PrecisionSearch(Study(models=("fake:x",)), Path(), None, [], [], lambda *_: None)  # type: ignore[arg-type]
+        one.tried = {}
+        one._find_fewest()
+        wrong += bool(one.list_confirmed())
+        alone += any(chances[k] <= 0.025 for k in one.tried)
+    assert wrong <= 25 + 3 * math.sqrt(25), "2.5 %"
+    assert alone > 60, "each by itself"
 
 
 def test_only_what_has_layers_to_keep_is_tried(hostile: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from dyno.jobs.launcher import launch
 from dyno.worker import record as module
-from dyno.worker.facts.engine import precision_truth, why_not_faster
+from dyno.worker.facts.engine import precision_truth, sum_operations, why_not_faster
 from dyno.worker.facts.job import Facts
 from dyno.worker.inspection import Inspection
 from dyno.worker.record import Measurement, Record, read_record, save_arrays, write_json, write_record
@@ -196,8 +196,34 @@ def test_fp32_bears_no_exception_and_a_lowered_precision_needs_half(
 
 def test_the_sentence_counts_every_type() -> None:
     truth = precision_truth("int8", {"int8": 19, "float32": 2}, "OpenVINO")
-    assert truth.sentence == "asked for int8: OpenVINO ran 19 of 21 compute layers in int8, 2 in float32"
+    ran = "asked for int8: OpenVINO ran 19 of 21 compute layers in int8, 2 in float32"
+    assert truth.sentence == f"{ran} (each layer counted as one)"
     assert truth.share == {"float32": pytest.approx(2 / 21), "int8": pytest.approx(19 / 21)}
+
+
+@pytest.mark.parametrize(
+    ("operations", "ok", "share"),
+    [
+        ({"int8": 94, "float32": 6}, True, "94%"),
+        ({"int8": 6, "float32": 94}, False, "6%"),
+        ({"int8": 999, "float32": 1}, True, ">99%"),
+    ],
+)
+def test_operations_decide_and_not_layers(operations: dict[str, int], ok: bool, share: str) -> None:
+    layers = {"int8": 1, "float32": 9} if ok else {"int8": 9, "float32": 1}
+    truth = precision_truth("int8", layers, "an engine", operations)
+    assert (truth.ok, truth.refuted) == (ok, not ok)
+    assert truth.share["int8"] == operations["int8"] / sum(operations.values())
+    assert truth.sentence.endswith(f": {share} of the arithmetic in int8")
+
+
+def test_fp32_bears_no_operation_in_another_type() -> None:
+    assert not precision_truth("fp32", {"float32": 9, "bfloat16": 1}, "an engine", {"float32": 999, "bfloat16": 1}).ok
+
+
+def test_operations_add_up_only_if_all_are_known() -> None:
+    assert sum_operations([("int8", 4), ("float32", 2), ("int8", 1), ("unknown", None)]) == {"int8": 5, "float32": 2}
+    assert sum_operations([("int8", 4), ("float32", None)]) == {}
 
 
 def test_what_is_not_known_is_not_confirmed() -> None:

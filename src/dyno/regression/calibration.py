@@ -104,7 +104,7 @@ def calibrate(
         versions(trial.runtime, registry.find(trial.backend).requires), builds=rebuild,
     )  # fmt: skip
     if keep and not rebuild:
-        self_test.keep(stored)
+        stored = self_test.keep(stored)
     return CalibrationResult(stored)
 
 

@@ -24,6 +24,7 @@ from dyno.results.metrics import accuracy, agreement
 from dyno.results.metrics.metric import Metric, in_percent
 from dyno.results.ranking import cpu_contention
 from dyno.results.rounds import LATENCIES
+from dyno.results.self_test import read_summary
 from dyno.results.trial_result import Results, TrialResult, clock_of
 from dyno.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, missing
 from dyno.worker.spec import UserError
@@ -66,7 +67,7 @@ COLUMNS = (
     *(Column(f"ratio_{end}", f"{end} limit of its 95 % interval", kind=FINE) for end in ENDS),
     Column("verdict", "slower, faster, equivalent, undecided, two sessions, wrong outputs …", kind=TEXT, cell=verdict),
     Column("p_value", "of no difference, adjusted for all pairs"),
-    Column("measured", "in turns, or one after the other", kind=TEXT),
+    Column("measured", "in turns, one after the other, or in two sessions", kind=TEXT),
     Column("smallest", "smallest slow-down that would fail with 80 % power", "%", PERCENT, "catches from, %"),
     Column("undecided", "why the gate can't decide whether B is slower than allowed", kind=TEXT),
     Column("rounds_a", "of A that succeeded", kind=COUNT),
@@ -131,7 +132,7 @@ def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked
     elsewhere = other_machine(a, b)
     outputs = [(checked[0].get(x.id, ""), checked[1].get(y.id, "")) for x, y in shared]
     looks = 2 if rules.gate and any(x.side for x, _ in shared) else 1  # what doesn't pass is measured again, once
-    speeds = _compare_speeds(shared, outputs, stats.Rule(rules.tolerance, looks=looks))
+    speeds = _compare_speeds(shared, outputs, stats.Rule(rules.tolerance, looks=looks), known_sessions(a, b))
     accuracies = _compare_accuracies(shared, rules.loss)
     rows = [_apply_gate(row(x, y, rules, both, speed | accuracy), x, y, rules, elsewhere)
             for (x, y), both, speed, accuracy in zip(shared, outputs, speeds, accuracies, strict=True)]  # fmt: skip
@@ -140,6 +141,17 @@ def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked
     several = ("device",) if len({r["device"] for r in rows}) > 1 else ()
     return COMPARE.of(COLUMNS, rows, notes=(*_find_notes(a, b, shared), *left_out), printed=PRINTED,
                       group=("model", "size", "batch", *several), below=trial_table.list_reasons)  # fmt: skip
+
+
+def known_sessions(a: Results, b: Results) -> tuple[int, float]:
+    """Return how many self-tests of the runs' machine were kept, and how much their log latencies spread.
+
+    (0, 0.0) where the runs don't name one machine: those of another say nothing.
+    """
+    tests = [test for run in (a, b) if (test := read_summary(run.self_test)) is not None and test.machine]
+    if len(tests) < 2 or tests[0].machine != tests[1].machine:
+        return 0, 0.0
+    return max((test.sessions, test.session_spread) for test in tests)
 
 
 def other_machine(a: Results, b: Results) -> str:
@@ -282,12 +294,18 @@ def _identify_weights(t: TrialResult) -> str:
 
 
 def _compare_speeds(
-    shared: Sequence[tuple[TrialResult, TrialResult]], checked: Sequence[tuple[str, str]], rule: stats.Rule
+    shared: Sequence[tuple[TrialResult, TrialResult]],
+    checked: Sequence[tuple[str, str]],
+    rule: stats.Rule,
+    known: tuple[int, float],
 ) -> list[dict[str, Any]]:
-    """Return the columns on speed of each pair: those that may be compared are judged as one family."""
+    """Return the columns on speed of each pair: those that may be compared are judged as one family.
+
+    Two sessions are compared by what is `known` of the machine's, as `known_sessions` returns it.
+    """
     rows: list[dict[str, Any]] = []
     family: list[stats.Evidence | None] = []
-    two_sessions: set[int] = set()
+    unknown: set[int] = set()
     for (a, b), outputs in zip(shared, checked, strict=True):
         boundary = "" if refusal(a, b) else trial_table.compared_boundary(b, a)
         clock = clock_of(boundary, a, b)
@@ -302,14 +320,14 @@ def _compare_speeds(
         # A's speed-up over B is the ratio of B's latency to A's.
         evidence = None if wrong else ranking.gather_evidence(a, b, boundary, clock)
         if evidence is not None and not evidence.single and _are_two_sessions(a, b):  # each is one observation
-            evidence = replace(evidence, error=math.nan, freedom=math.nan)
-            two_sessions.add(len(family))
+            evidence = stats.between_sessions(evidence, *known)
+            unknown |= {len(family)} if evidence.single else set()
         family.append(evidence)
     count = sum(1 for e in family if e is not None and not e.single)
     for place, (row, e, (s, verdict)) in enumerate(zip(rows, family, judge_family(family, rule), strict=True)):
         if e is not None:
             row |= {"ratio": s.value, "ratio_low": s.low, "ratio_high": s.high, "p_value": s.p,
-                    "verdict": TWO_SESSIONS if place in two_sessions else verdict, "measured": s.measured}  # fmt: skip
+                    "verdict": TWO_SESSIONS if place in unknown else verdict, "measured": s.measured}  # fmt: skip
             row["smallest"] = 100 * smallest_slowdown(
                 e.error, e.freedom, stats.ALPHA / max(count, 1) / rule.looks, rule.margin
             )

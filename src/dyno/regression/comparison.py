@@ -22,6 +22,7 @@ from dyno.results import stats
 from dyno.results.correctness import INCOMPARABLE, WRONG
 from dyno.results.ranking import configuration_of
 from dyno.results.trial_result import Results, load_run
+from dyno.runner import self_test
 from dyno.runner.execute import execute
 from dyno.runner.run_folder import earlier, overwritten, stored
 from dyno.study import commits
@@ -146,7 +147,7 @@ def compare(
         raise UserError(f"a comparison doesn't take {refused}; {LIMITS}")
     runs = [_load_run(source) for source in sources]
     if None not in runs and not (remeasure or baseline_python or commits or settings):
-        loaded = [run for run in runs if run is not None]
+        loaded = [self_test.renew(run) for run in runs if run is not None]
         if len(loaded) == 1:
             return Comparison(tables.of_sides(loaded[0], rules), loaded[0].folder)
         both = tables.pair_trials(loaded[0], loaded[1])
@@ -261,9 +262,10 @@ def _at_commits(model: str, span: str) -> tuple[str, str]:
 GOOD, REGRESSION, UNDECIDED = 0, 1, 3  # exit codes
 APART = "Two stored runs, measured one after the other; --remeasure measures both here in turns."
 SESSIONS = (
-    "Two stored runs are two sessions. Their rounds don't show what differs between sessions, so no row is called "
-    "faster or slower: --remeasure measures both here in turns."
+    "Not comparable: measured in two sessions, and rounds don't show what differs between sessions. Measure them again "
+    "side by side (dyno compare A B --remeasure), or keep three self-tests of this machine (dyno selftest)."
 )
+WIDENED = "Measured in two sessions: intervals contain what differs between this machine's self-tests."
 
 
 def list_comparison(table: Table, stored: bool = True) -> list[str]:
@@ -289,7 +291,8 @@ def _describe_method(rows: list[Row], stored: bool) -> list[str]:
     if not methods:
         return []
     rounds = max((min(r["rounds_a"], r["rounds_b"]) for r in rows), default=0)
-    apart = SESSIONS if any(r["verdict"] == TWO_SESSIONS for r in rows) else APART
+    apart = WIDENED if stats.SESSIONS in methods else APART
+    apart = SESSIONS if any(r["verdict"] == TWO_SESSIONS for r in rows) else apart
     sentences = [apart if stored else f"Measured {' or '.join(sorted(methods))}, {counting(rounds, 'round')}."]
     builds = [int(r["builds"]) for r in rows if not missing(r["builds"])]
     if 1 in builds:

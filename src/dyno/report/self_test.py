@@ -11,10 +11,9 @@ from typing import Any
 from dyno.formatting import counting, significant
 from dyno.results import stats
 from dyno.results.ranking import make_rule
-from dyno.results.self_test import CURVE, GRADES, POWER, WORST, Rate, SelfTest, SelfTestSummary, Verdicts, visible
+from dyno.results.self_test import CURVE, GRADES, POWER, WORST, Rate, SelfTest, Verdicts, read_summary, visible
 from dyno.results.trial_result import Results
 from dyno.table import COUNT, Column, Row, Table
-from dyno.worker.spec import UserError, from_json
 
 POOR = 0.05  # of false alarms; beyond it for certain, and the intervals can't be trusted
 HINT = "not known: `dyno selftest` tests the instrument on this machine"
@@ -57,8 +56,8 @@ def grade_self_test(test: SelfTest) -> str:
 def list_sentences(test: SelfTest) -> list[str]:
     """Return the self-test's findings as sentences, the grade first."""
     bound = OF_BUILDS if test.stored.builds and test.bound_by == "process" else BOUND[test.bound_by]
-    return [grade_self_test(test), bound, _describe_spread(test), _describe_load(test),
-            *_describe_apart(test), _describe_equal(test), *_describe_surprises(test)]  # fmt: skip
+    return [grade_self_test(test), bound, _describe_spread(test), _describe_load(test), *_describe_apart(test),
+            *_describe_sessions(test), _describe_equal(test), *_describe_surprises(test)]  # fmt: skip
 
 
 def describe_self_test(test: SelfTest) -> dict[str, Any]:
@@ -107,6 +106,12 @@ def _describe_apart(test: SelfTest) -> list[str]:
     return [f"Measured one after the other they would differ by {percent(test.apart)}: {gain} times as much."]
 
 
+def _describe_sessions(test: SelfTest) -> list[str]:
+    if (count := len(test.sessions)) < stats.LEAST_SESSIONS:
+        return []
+    return [f"The {count} self-tests of this kind differ by {percent(test.session_spread)}: two stored runs may, too."]
+
+
 def _describe_equal(test: SelfTest) -> str:
     same, alarms, held = test.equal, test.false_alarms(), test.coverage
     return (
@@ -139,9 +144,8 @@ def _is_unlike(one: Verdicts) -> bool:
 
 def of_run(results: Results) -> str:
     """Describe the differences that a run can see, by the self-test that it keeps; "" where it keeps none."""
-    try:
-        summary = from_json(SelfTestSummary, results.self_test)
-    except UserError:  # there is none, or another Dyno's
+    summary = read_summary(results.self_test)
+    if summary is None:
         return ""
     timed = [t for t in results if t.good]
     rounds = max((len(t.good) for t in timed), default=0)

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from dyno.formatting import show, significant
+from dyno.results import stats
 from dyno.results.metrics import agreement
 from dyno.results.metrics.precision import truth
 from dyno.results.trial_result import Results, TrialResult, load_run
@@ -184,8 +185,9 @@ class Correctness:
     """How far a trial's outputs are from its reference's: the relative `error` (NaN where all outputs are labels), the
     share of answers that `changed` (None where there are no answers to compare), and the tolerance.
 
-    `labels_changed` is the largest share of an output's labels that differ (NaN: none has labels), and `inputs` the
-    number of inputs with an answer each (0: an input has none or several)."""
+    `labels_changed` is the largest share of an output's labels that differ (NaN: none has labels), and `answers` the
+    number of answers. Of `inputs` inputs `far` are beyond the limit, in the output that has most of them. Shares count
+    as beyond what is allowed only where the lower limit of Clopper and Pearson's interval is."""
 
     error: float
     changed: float | None
@@ -193,31 +195,50 @@ class Correctness:
     precision: str
     mismatch: str = ""  # what is wrong whatever the error: other shapes, too many other boxes or labels
     labels_changed: float = math.nan
+    answers: int = 0
+    far: int = 0
     inputs: int = 0
 
     @property
     def ok(self) -> bool:
         """Whether the outputs are within the tolerance."""
-        if self.mismatch or self.error > self.tolerance.limit:
+        if self.mismatch or self._is_far:
             return False
         if math.isnan(self.error):
             return True
-        return self.error <= self.tolerance.close or not self._is_beyond()
+        return self.error <= self.tolerance.close or not self._has_changed
 
-    def _is_beyond(self) -> bool:
-        """Whether more answers changed than may; a single one of MANY inputs may do so by chance."""
-        if self.changed is None or self.changed <= self.tolerance.changed:
-            return False
-        return self.inputs < MANY or round(self.changed * self.inputs) > 1
+    @property
+    def _is_far(self) -> bool:
+        """Whether more inputs are beyond the limit than may be."""
+        if not self.inputs:
+            return self.error > self.tolerance.limit
+        return stats.exceeds(self.far, self.inputs, 1 - self.tolerance.quantile)
+
+    @property
+    def _changed_count(self) -> int:
+        return round((self.changed or 0) * self.answers)
+
+    @property
+    def _has_changed(self) -> bool:
+        """Whether more answers changed than may."""
+        return stats.exceeds(self._changed_count, self.answers, self.tolerance.changed)
 
     @property
     def doubt(self) -> str:
-        """Why it isn't known whether more answers changed than may; "" where it is."""
-        if not self.ok or not self.error > self.tolerance.close or not (self.changed or 0) > self.tolerance.changed:
+        """Why it isn't known whether more inputs or answers are beyond the tolerance than may be; "" where it is."""
+        if not self.ok or not self.error > self.tolerance.close:
             return ""
+        if self.error > self.tolerance.limit:
+            return self._describe_doubt(self.far, self.inputs, "inputs are off", 1 - self.tolerance.quantile)
+        if not (self.changed or 0) > self.tolerance.changed:
+            return ""
+        return self._describe_doubt(self._changed_count, self.answers, "answers change", self.tolerance.changed)
+
+    def _describe_doubt(self, hits: int, count: int, what: str, allowed: float) -> str:
         return (
-            f"1 of {self.inputs} answers changed; so few inputs can't tell whether more than "
-            f"{self.tolerance.changed:.0%} do, which {self.precision} allows"
+            f"can't tell with {count} whether more than {allowed:.0%} of the {what}, which {self.precision} allows "
+            f"({hits} did): about {stats.needed(hits, count, allowed):,} are needed"
         )
 
     @property
@@ -227,7 +248,7 @@ class Correctness:
             return self.mismatch
         allowed = self.tolerance
         text = f"off by {significant(self.error, 2)} of their size"
-        if self.error > allowed.limit:
+        if self._is_far:
             return f"{text} ({self.precision} allows {allowed.limit:g})"
         return f"{text} and {self.changed:.1%} of the answers changed ({self.precision} allows {allowed.changed:.0%})"
 
@@ -284,13 +305,14 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
         return Correctness(np.inf, None, tolerance, precision, text)
     errors = [distances(a, b, channels) for a, b in values]
     worst = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors), default=math.nan)
-    changed, inputs = None, 0
+    changed, answers = None, 0
     if worst > tolerance.close:
-        changed, inputs = _compute_changed(trial, reference, own[0], other[0], tolerance)
+        changed, answers = _compute_changed(trial, reference, own[0], other[0], tolerance)
     labels = [_compare_labels(*pair, values, tolerance, precision) for pair in pairs if is_labels(pair[1])]
     mismatch = next((wrong for _, wrong in labels if wrong), "")
     share = max((share for share, _ in labels), default=math.nan)
-    return Correctness(worst, changed, tolerance, precision, mismatch, share, inputs)
+    far, inputs = max(((int((e > tolerance.limit).sum()), len(e)) for e in errors), default=(0, 0))
+    return Correctness(worst, changed, tolerance, precision, mismatch, share, answers, far, inputs)
 
 
 def _compare_not_finite(values: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
@@ -376,16 +398,18 @@ def _judge_boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Co
         f"({precision} allows {tolerance.changed:.0%})"
     )
     error = float(errors[~beyond].max(initial=0.0))
-    return Correctness(error, share, tolerance, precision, text if share > tolerance.changed else "")
+    is_wrong = stats.exceeds(int(beyond.sum()), beyond.size, tolerance.changed)
+    return Correctness(error, share, tolerance, precision, text if is_wrong else "", answers=beyond.size)
 
 
 def _compute_changed(
     trial: TrialResult, reference: TrialResult, own: np.ndarray, other: np.ndarray, tolerance: Tolerance
 ) -> tuple[float | None, int]:
     """Return the share of the reference's answers that the trial doesn't give, None where there are no answers; and how
-    many inputs have one answer each, 0 where they have none or several."""
+    many answers there are."""
     if boxes := agreement.compare_boxes(trial, reference):
-        return 1 - min(boxes.share, boxes.own_share if boxes.own_share is not None else 0.0), 0
+        own_share = boxes.own_share if boxes.own_share is not None else 0.0
+        return 1 - min(boxes.share, own_share), boxes.expected if boxes.share <= own_share else max(boxes.own, 1)
     if trial.task.labels != "classes" or is_labels(other) or own.ndim != 2 or own.shape[1] < 2:
         return None, 0
     count = min(len(own), len(other))

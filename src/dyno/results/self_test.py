@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -164,7 +164,7 @@ class StoredSelfTest:
     `machine` is what identifies the machine; `versions` the libraries; `configuration` the model and how it was run;
     `threads`, `seconds` of each process and of each `block` how it was measured, and `study_rounds` the rounds that a
     study has unless told. With `builds` the two processes of a pair ran different builds of the
-    engine, of their round's own.
+    engine, of their round's own. `sessions` holds the log latency of earlier self-tests of the same kind.
     """
 
     date: str
@@ -180,6 +180,12 @@ class StoredSelfTest:
     versions: dict[str, str] = field(default_factory=dict)
     builds: bool = False
     schema: int = SCHEMA
+    sessions: tuple[float, ...] = ()
+
+    def is_like(self, other: StoredSelfTest) -> bool:
+        """Return whether both measured the same, so that their latencies differ by their sessions alone."""
+        names = ("machine", "device", "configuration", "threads", "versions", "builds")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 def read(content: dict[str, Any]) -> StoredSelfTest | None:
@@ -272,7 +278,8 @@ class PairVariances:
 class SelfTestSummary:
     """What a run keeps of the machine's self-test: the smallest visible slow-downs by the number of rounds, in `turns`
     and `apart` (one after the other), of processes that measured for `seconds`; `block` is the share of the variance
-    that comes from blocks."""
+    that comes from blocks. `sessions` self-tests of this `machine` differed by `session_spread`, the standard deviation
+    of their log latencies."""
 
     date: str
     grade: str
@@ -281,6 +288,17 @@ class SelfTestSummary:
     block: float
     turns: dict[str, float]
     apart: dict[str, float]
+    machine: dict[str, Any] = field(default_factory=dict)
+    sessions: int = 1
+    session_spread: float = 0.0
+
+
+def read_summary(content: Mapping[str, Any]) -> SelfTestSummary | None:
+    """Return the summary that a run keeps; None if it keeps none, or another Dyno's."""
+    try:
+        return from_json(SelfTestSummary, content)
+    except UserError:
+        return None
 
 
 def visible(
@@ -361,6 +379,16 @@ class SelfTest:
     def apart(self) -> float:
         """The spread one after the other."""
         return math.sqrt(float(np.mean(self.steps**2)))
+
+    @property
+    def sessions(self) -> tuple[float, ...]:
+        """The log latency of each self-test of this kind, this one's last."""
+        return (*self.stored.sessions, statistics.median(math.log(one.first_s) for one in self.rounds))
+
+    @property
+    def session_spread(self) -> float:
+        """The standard deviation of `sessions`; 0 with one."""
+        return statistics.stdev(self.sessions) if len(self.sessions) > 1 else 0.0
 
     @cached_property
     def equal(self) -> stats.Speedup:
@@ -459,7 +487,10 @@ class SelfTest:
         turns = {str(n): find_smallest(self.noise.ravel(), n) for n in SUMMED_UP}
         apart = {str(n): self.visible_apart(n) for n in SUMMED_UP}
         share = self.levels.block / total if total else 0.0
-        return SelfTestSummary(stored.date, self.grade, stored.configuration, stored.seconds, share, turns, apart)
+        return SelfTestSummary(
+            stored.date, self.grade, stored.configuration, stored.seconds, share, turns, apart,
+            stored.machine, len(self.sessions), self.session_spread,
+        )  # fmt: skip
 
 
 def _compute_mean(values: Iterable[float]) -> float:

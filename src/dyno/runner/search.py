@@ -10,6 +10,7 @@ from pathlib import Path
 from dyno.jobs.progress import Progress
 from dyno.results import ranking, stats
 from dyno.results.correctness import AGREE
+from dyno.results.metrics.accuracy import KEEP, MOST_TRIED, confirm
 from dyno.results.notes import BEATEN, FAILED, KEPT, NOT_FASTER, WRONG, Attempt, RouteAttempt, attempts, store
 from dyno.results.trial_result import TrialResult
 from dyno.study.interpreters import placed
@@ -22,8 +23,6 @@ from dyno.worker.spec import FIXED, Artifact, DataSpec, ModelSpec, Recipe, Trial
 
 # Where int8 or fp16 alone fails the budget: the fewest sensitive layers that must stay in a higher precision.
 
-KEEP = "keep"
-MOST = 10  # candidates for one configuration
 
 MeasurePrecisions = Callable[[list[Trial], list[Trial]], None]  # all rounds of the first, compared with the second
 
@@ -77,13 +76,15 @@ class _PrecisionSearch:
 
     def run(self) -> list[Trial]:
         """Return the measured candidates: those within the budget in all rounds, the best one at all batches."""
-        self.tried: dict[int, bool] = {}
-        fewest = self._find_fewest()
-        good = [self._make_candidate(self.plain, layers) for layers, holds in self.tried.items() if holds]
+        self.tried: dict[int, float] = {}  # each candidate's chance of a loss beyond the budget
+        self._find_fewest()
+        holding = self.list_confirmed()
+        fewest = min(holding, default=None)
+        good = [self._make_candidate(self.plain, layers) for layers in self.tried if layers in holding]
         if fewest is not None:
             good += [self._make_candidate(other, fewest) for other in self.batches if other.id != self.plain.id]
             self.measure(good, self.others)
-        failed = [self._make_candidate(self.plain, layers) for layers, holds in self.tried.items() if not holds]
+        failed = [self._make_candidate(self.plain, layers) for layers in self.tried if layers not in holding]
         return [*good, *(replace(t, plan=replace(t.plan, rounds=1)) for t in failed)]
 
     def _find_fewest(self) -> int | None:
@@ -94,26 +95,32 @@ class _PrecisionSearch:
         low, high = 1, min(2, most)
         while high > low and not self._is_within_budget(high):
             low, high = high, min(2 * high, most)
-            if len(self.tried) >= MOST:
+            if len(self.tried) >= MOST_TRIED:
                 return None
         if high <= low:
             return None
-        while high - low > 1 and len(self.tried) < MOST:
+        while high - low > 1 and len(self.tried) < MOST_TRIED:
             middle = (low + high) // 2
             low, high = (low, middle) if self._is_within_budget(middle) else (middle, high)
         return high
 
+    def list_confirmed(self) -> set[int]:
+        """Return the numbers of layers whose candidates are within the budget, as many as were tried."""
+        return {layers for layers, holds in zip(self.tried, confirm([*self.tried.values()]), strict=True) if holds}
+
     def _is_within_budget(self, layers: int) -> bool:
-        """Return whether the candidate is within the budget with confidence; one round answers all images."""
+        self.tried[layers] = self._find_chance(layers)
+        return layers in self.list_confirmed()
+
+    def _find_chance(self, layers: int) -> float:
+        """Return the candidate's chance of a loss beyond the budget; one round answers all images."""
         from dyno.report.tables import trial_table
-        from dyno.results.metrics.accuracy import WITHIN
 
         candidate = self._make_candidate(self.plain, layers)
         self.measure([replace(candidate, plan=replace(candidate.plan, rounds=1))], [])
         frame = trial_table.read_trials(self.folder).frame
         row = frame[frame["trial"] == candidate.id]
-        self.tried[layers] = bool(((row["budget"] == WITHIN) & (row["status"] == "ok")).any())
-        return self.tried[layers]
+        return float(row["budget_p"].min()) if (row["status"] == "ok").any() and row["budget_p"].notna().any() else 1.0
 
     def _count_layers(self) -> int:
         """Return how many layers can be kept in higher precision; 0 if the first candidate could not be made."""

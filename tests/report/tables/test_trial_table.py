@@ -16,6 +16,7 @@ from dyno.formatting import markdown, plain, points, show, significant
 from dyno.report import tables
 from dyno.report.export import export
 from dyno.report.tables import trial_table
+from dyno.results.metrics.precision import truth
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import SCHEMA, UserError
@@ -140,6 +141,20 @@ def test_the_workers_judgement_of_precision_wins(tmp_path: Path) -> None:
     found = run(tmp_path, Way("pytorch"), Way("compile", facts=judged))
     assert one(found.frame, "compile fp32")["precision_ok"] == "unconfirmed"
     assert "fp32 (unconfirmed)" in printed.trials(found)
+
+
+def test_operations_and_not_layers_tell_how_much_ran_as_requested(tmp_path: Path) -> None:
+    most, least = ({"layers_by_type": {"int8": a, "float32": b}, "operations_by_type": {"int8": c, "float32": d}}
+                   for a, b, c, d in ((2, 19, 94, 6), (19, 2, 6, 94)))  # fmt: skip
+    ways = Way("openvino", "int8", 0.004, facts=most), Way("onnxruntime", "int8", 0.005, facts=least)
+    found = run(tmp_path, Way("pytorch"), *ways)
+    few, many = one(found.frame, "openvino int8"), one(found.frame, "onnxruntime int8")
+    assert (few["ran_as"], few["asked_share"], few["precision_ok"]) == ("2 int8 (94%), 19 fp32 (6%)", 0.94, "yes")
+    assert (many["ran_as"], many["asked_share"], many["precision_ok"]) == ("2 fp32 (94%), 19 int8 (6%)", 0.06, "no")
+    assert "int8 (6% int8)" in printed.trials(found) and "int8 (94% int8)" not in printed.trials(found)
+    words = {t.backend: ran.words for t in found.trials.values() if (ran := truth(t))}
+    assert words["openvino"] == "ran mostly in the requested type (94% of its arithmetic)"
+    assert words["onnxruntime"] == "did not run in the requested type (6% of its arithmetic)"
 
 
 def test_an_engine_that_hides_half_of_its_layers_is_neither_right_nor_wrong(tmp_path: Path) -> None:

@@ -95,8 +95,29 @@ def test_the_promised_images_settle_it(gained: int, lost: int, points: float) ->
     assert decide_accuracy(later, budget).verdict != "undecided"
 
 
+@pytest.mark.parametrize("images", [32, 100, 300])
+@pytest.mark.parametrize(("points", "both"), [(0.5, 0.02), (5, 0.02), (10, 0.05)])
+def test_a_loss_that_is_the_budget_is_rarely_within_however_few_images(images: int, points: float, both: float) -> None:
+    """At most 2.5 % of 4,000 studies in which `both` of the images change either way besides."""
+    chances = [points / 100 + both, both, 1 - points / 100 - 2 * both]
+    counts = np.random.default_rng(0).multinomial(images, chances, 4000)[:, :2]
+    pairs, studies = np.unique(counts, axis=0, return_counts=True)
+    verdicts = [decide_accuracy(pair(gained, lost, images), Budget("top1", points)).verdict
+                for lost, gained in pairs.tolist()]  # fmt: skip
+    for verdict in ("within", "over"):
+        share = sum(n for n, each in zip(studies, verdicts, strict=True) if each == verdict) / 4000
+        assert share <= 0.025 + (0.0075 if verdict == "within" else 0.015)
+
+
+def test_candidates_of_one_search_share_the_error() -> None:
+    """The k-th may spend 1 / (k (1 + 1/2 + … + 1/10)) of 2.5 %: 0.85 %, 0.43 %, 0.28 %."""
+    assert accuracy.confirm([0.0085, 0.0085, 0.0028, 0.0]) == [True, False, True, True]
+    assert sum(0.025 / (k * sum(1 / n for n in range(1, 11))) for k in range(1, 11)) == pytest.approx(0.025)
+
+
 def test_a_loss_that_is_the_budget_is_never_settled() -> None:
-    assert decide_accuracy(pair(0, 2, 400), Budget("top1", 0.5)) == BudgetDecision("undecided", None)
+    decision = decide_accuracy(pair(0, 2, 400), Budget("top1", 0.5))
+    assert decision == BudgetDecision("undecided", None, pytest.approx(0.5))
 
 
 def test_budgets_are_read_from_a_table() -> None:

@@ -195,6 +195,9 @@ def test_undecided_says_how_many_more_images(truth: Truth) -> None:
     few, enough = (mean_ap.JackknifedChange(n, Interval(-0.002, -0.004, -0.001)) for n in (32, 300))
     assert accuracy.decide_accuracy(few, budget) == accuracy.BudgetDecision(accuracy.UNDECIDED, 268)
     assert accuracy.decide_accuracy(enough, budget).verdict == accuracy.WITHIN
+    near, far = (mean_ap.JackknifedChange(32, Interval(*i)) for i in ((-0.03, -0.05, -0.012), (-0.06, -0.08, -0.04)))
+    assert accuracy.decide_accuracy(near, budget) == accuracy.BudgetDecision(accuracy.UNDECIDED, 268)
+    assert accuracy.decide_accuracy(far, budget).verdict == accuracy.OVER
     same = mean_ap.JackknifedChange(32, Interval(0.0, 0.0, 0.0))
     assert accuracy.decide_accuracy(same, budget).verdict == accuracy.WITHIN, "nothing changed at all"
     assert [str(b) for b in accuracy.make_budgets({"mAP": 0.5, "top1": 1.0})] == ["mAP=0.5", "top1=1"]

@@ -226,3 +226,31 @@ def test_turns_see_what_drift_hides(count: int) -> None:
     alone, turns = (min(effect for effect, each in found.items() if each[i] >= 0.8) for i in (0, 1))
     assert turns < 0.65 * alone
     assert found[turns][0] < 0.5
+
+
+@pytest.mark.parametrize("sessions", [3, 5, 10])
+def test_two_sessions_of_one_speed_rarely_get_a_direction(sessions: int) -> None:
+    """Sessions spread by 1 %, rounds by 0.3 %: five rounds each, and self-tests of ten rounds in other sessions."""
+    rng = np.random.default_rng(sessions)
+
+    def measure(count: int, rounds: int) -> np.ndarray:
+        return np.asarray(0.01 * rng.standard_normal((count, 1)) + 0.003 * rng.standard_normal((count, rounds)))
+
+    by_rounds, by_sessions, larger = list[str](), list[str](), list[str]()
+    for _ in range(STUDIES):
+        a, b = np.exp(measure(2, 5))
+        spread = float(measure(sessions, 10).mean(axis=1).std(ddof=1))
+        for found, own in ((by_sessions, a), (larger, a * 1.15)):
+            evidence = stats.between_sessions(stats.unpaired(own, b), sessions, spread)
+            found.append(stats.decide(evidence).verdict)
+        by_rounds.append(stats.speedup(a, b).verdict)
+    assert share_of(by_rounds, *DIFFERENT) > 0.5, "rounds don't know what differs between sessions"
+    assert share_of(by_sessions, *DIFFERENT) <= 0.05 + NOISE
+    assert share_of(larger, stats.SLOWER) > 0.9 and stats.FASTER not in larger
+
+
+def test_fewer_than_three_sessions_tell_nothing() -> None:
+    evidence = stats.unpaired([1.0, 1.01], [2.0, 2.01])
+    assert evidence is not None
+    for sessions, spread in ((0, 0.0), (2, 0.01), (3, 0.0)):
+        assert stats.between_sessions(evidence, sessions, spread).single

@@ -25,6 +25,25 @@ def stored(path: Path, nodes: list[Any], weights: dict[str, tuple[int, ...]], sh
     return str(path)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "result", "length"),
+    [
+        ((4, 3), (3, 5), (4, 5), 3),
+        ((2, 4, 3), (5, 3), (2, 4, 5), 3),  # the second as OpenVINO stores it
+        ((2, 4, 3), (), (2, 4, 5), 3),  # packed weights
+        ((3, 4), (3, 5), (4, 5), 3),  # the first transposed
+        ((5, 1, 2, 3), (5, 1, 2, 3), (1, 2, 5, 5), 3),  # the batch moved, as in ONNX Runtime's FusedMatMul
+        ((6, 3), (2, 3, 5), (2, 6, 5), 3),  # the first without a batch
+        ((4, 3), (7, 5), (4, 5), 0),
+        ((4, 0), (), (4, 5), 0),
+        ((3,), (3, 5), (5,), 0),
+    ],
+)
+def test_a_product_is_counted_from_shapes_alone(first: Any, second: Any, result: Any, length: int) -> None:
+    expected = 2 * int(np.prod(result)) * length if length else None
+    assert flops.of_product(first, second, result) == expected
+
+
 def test_a_convolution_and_a_linear_layer_are_counted_as_by_hand() -> None:
     net = torch.nn.Sequential(
         torch.nn.Conv2d(3, 8, 3, stride=2, padding=1, groups=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3, groups=8),

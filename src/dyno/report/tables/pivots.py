@@ -367,7 +367,7 @@ FLOPS_COLUMNS = (
     *TRIAL,
     Column("gflop", "operations of one image", title="GFLOP per image"),
     Column("tflops", "operations per second at the median latency", title="TFLOPS"),
-    Column("ran_in", "the type that most layers ran in", kind=TEXT, title="ran mostly in"),
+    Column("ran_in", "the type that most of the arithmetic ran in", kind=TEXT, title="ran mostly in"),
     Column("peak", "the measured peak in that type", title="peak TFLOPS"),
     Column("share", "of that peak", "%", PERCENT, "of the peak, %"),
 )

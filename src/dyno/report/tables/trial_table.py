@@ -166,14 +166,15 @@ COLUMNS = (
     Column("images", "that the accuracy is from", kind=COUNT),
     Column("budget", "within, over or undecided", kind=TEXT, rank=3),
     Column("more_images", "about how many more would decide it", kind=COUNT),
-    Column("ran_as", "compute layers by the type they ran in", kind=TEXT, title="ran as", rank=7),
-    Column("asked_share", "of compute layers that ran as requested, 0 to 1"),
+    Column("budget_p", "of a loss beyond the budget, one-sided, for this trial alone"),
+    Column("ran_as", "compute layers by type, with its share of the arithmetic", kind=TEXT, title="ran as", rank=7),
+    Column("asked_share", "of the arithmetic (if unknown, of compute layers) that ran as requested, 0 to 1"),
     Column("precision_ok", "whether it ran in the requested type: yes, no, or unconfirmed", kind=TEXT),
     *(Column(f"latency_{b}_ms_trimmed_std", f"standard deviation behind latency_{b}_ms_trimmed", "ms")
       for b in BOUNDARIES),
     Column("gflops", "operations of one image, in 1e9", "GFLOP"),
     Column("tflops", "operations per second at latency_model_ms_median, in 1e12", "TFLOPS"),
-    Column("peak_tflops", "the measured peak in the type that most layers ran in", "TFLOPS"),
+    Column("peak_tflops", "the measured peak in the type that most of the arithmetic ran in", "TFLOPS"),
     Column("peak_share", "tflops over peak_tflops, 0 to 1"),
     Column("load_s", "time to load", "s"),
     Column("memory_mb", "peak memory of the process", "MB"),
@@ -291,6 +292,7 @@ def read_trials(
     ]
     rule = ranking.make_rule(results.settings, equivalent)
     _judge_families(results.trials, rows, chosen, rule)
+    _confirm_mixed(results.trials, rows)
     peaks = metrics_precision.find_peaks(results)
     meter = Meter(results.folder)
     rows = [
@@ -303,6 +305,22 @@ def read_trials(
     if budget:
         _check_budget(limits, table)
     return RunData(results, table, limits, chosen, rule, others)
+
+
+def _confirm_mixed(trials: Sequence[TrialResult], rows: Sequence[dict[str, Any]]) -> None:
+    """Judge the mixed precisions of one trial in the order in which they were tried: see `accuracy.confirm`."""
+    families: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for t, row in sorted(zip(trials, rows, strict=True), key=lambda pair: _find_start(pair[0])):
+        if accuracy.KEEP in t.options and row.get("budget"):
+            families[t.batch, accuracy.make_series_key(t)].append(row)
+    for family in families.values():
+        for row, holds in zip(family, accuracy.confirm([row.get("budget_p", 0.0) for row in family]), strict=True):
+            if row["budget"] == accuracy.WITHIN and not holds:
+                row["budget"] = accuracy.UNDECIDED
+
+
+def _find_start(t: TrialResult) -> str:
+    return min((r.record.started for r in t.good), default="")
 
 
 def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:
@@ -495,7 +513,7 @@ def _compute_accuracy(t: TrialResult, against: ComparisonBasis) -> dict[str, Any
     for metric, change in changes.values():
         columns |= in_percent(metric.diff, change.difference)
     if decision := accuracy.decide_all({name: change for name, (_, change) in changes.items()}, against.budgets):
-        columns |= {"budget": decision.verdict, "more_images": decision.more}
+        columns |= {"budget": decision.verdict, "more_images": decision.more, "budget_p": decision.chance}
     return columns
 
 

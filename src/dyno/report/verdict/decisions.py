@@ -38,7 +38,7 @@ from dyno.results import blocks, stats
 from dyno.results import ranking as results_ranking
 from dyno.results.correctness import distance
 from dyno.results.metrics.accuracy import OVER, UNDECIDED
-from dyno.results.metrics.precision import NO, UNCONFIRMED, YES
+from dyno.results.metrics.precision import truth
 from dyno.results.ranking import LATENCY, THROUGHPUT, Contest, Ranking, cpu_contention, winners
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
@@ -53,11 +53,6 @@ if TYPE_CHECKING:
 
 RESUME = "the same `dyno run` again goes on, unless it still measures"
 REASONS = "the reasons are below the table"
-RAN_AS = {
-    YES: "ran in the requested type",
-    NO: "did not run in the requested type",
-    UNCONFIRMED: "whether it ran in the requested type is not confirmed",
-}
 ENOUGH = 3  # rounds that a study has by default
 MOST_NAMED = 4  # rows of a set that a sentence names
 DECIDED = "decided"
@@ -240,14 +235,14 @@ def describe_correctness(ranking: Ranking, winner: pd.Series, run: RunData) -> s
     else:
         parts.append("its outputs were not compared with any")
     if winner.get("outputs_doubt"):
-        parts.append(f"{winner['outputs_doubt']}: give more with --compared or --data")
+        parts.append(f"{winner['outputs_doubt']}; give more with --compared or --data")
     if trial.facts.random_outputs:
         parts = [trial.oddity]
     elif trial.oddity:
         parts.append(trial.oddity)
     parts += [_format_accuracy(ranking, winner)] * (not isnan(winner.get(ranking.metric.column, float("nan"))))
-    if winner["precision_ok"]:
-        parts.append(RAN_AS[winner["precision_ok"]])
+    if ran := truth(trial):
+        parts.append(ran.words)
     return "; ".join(parts)
 
 
@@ -346,7 +341,7 @@ def more_images(row: pd.Series) -> str:
     """Return the start of a sentence on the images that would decide a row under its budget; "" where none would."""
     more = row["more_images"]
     estimated = isinstance(more, (int, float)) and not isnan(more)
-    return f"about {int(more):,} more images would settle" if estimated else ""
+    return f"about {int(more):,} more images are needed to tell" if estimated else ""
 
 
 def wider_budget(ranking: Ranking, run: RunData) -> str:
@@ -677,8 +672,11 @@ def _left_out(ranking: Ranking, run: RunData) -> Iterator[Finding]:
         if row["budget"] == OVER:
             yield Finding(NOTE, f"{subject} but loses more than {budget} allows{loss}.")
         elif row["budget"] == UNDECIDED:
-            settle = more_images(row) or "more images would not settle"
-            yield Finding(WARNING, f"{subject} but whether it is within {budget} is undecided{loss}: {settle} it.")
+            needed = more_images(row).removesuffix(" to tell") or "more would not help"
+            text = (
+                f"{subject} but {row['images']:,.0f} images can't tell whether it is within {budget}{loss}: {needed}."
+            )
+            yield Finding(WARNING, text)
 
 
 def _most_images(ranking: Ranking, run: RunData) -> Decision:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.formatting import UNCLEAR, limits, points, ratio, show, significant
 from dyno.results import ranking, remarks, stats
 from dyno.results.metrics import accuracy, known, quality
-from dyno.results.metrics.accuracy import OVER, UNDECIDED, WITHIN
+from dyno.results.metrics.accuracy import KEEP, OVER, UNDECIDED, WITHIN
 from dyno.results.notes import KEPT, AnchorDevices, Attempt, RouteAttempt, attempts, center, devices, percent_slower
 from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
@@ -131,7 +131,6 @@ def _format_slowdowns(speedups: Mapping[str, stats.Speedup]) -> str:
 
 # Lowered precisions that fail the budget, and the effect of keeping a few of their layers higher.
 
-KEEP = "keep"
 LOWERED = ("int8", "fp16")
 HIGHER = ("fp32", "tf32")
 NAMED = 3  # kept layers that a sentence names
@@ -148,7 +147,7 @@ def list_failing(run: RunData) -> list[str]:
     smallest: dict[Any, TrialResult] = {}
     for t in sorted(run.records, key=lambda t: t.batch):
         if t.precision in LOWERED and KEEP not in t.options and t.status == "ok":
-            smallest.setdefault(_make_series_key(t), t)
+            smallest.setdefault(accuracy.make_series_key(t), t)
     chosen = []
     for t in smallest.values():
         row = rows[t.id]
@@ -168,19 +167,13 @@ def _has_enough_images(row: pd.Series, budgets: Sequence[accuracy.Budget]) -> bo
     return all(known()[limit.metric].unchanged(row["images"]).low >= limit.limit for limit in budgets)
 
 
-def _make_series_key(t: TrialResult) -> tuple[Any, ...]:
-    """Return everything that must be equal, except the batch and the number of layers kept."""
-    options = tuple(sorted((k, str(v)) for k, v in t.options.items() if k != KEEP))
-    return t.model, t.backend, t.precision, t.size, t.device, t.runtime, options
-
-
 def list_precision_findings(run: RunData) -> Iterator[Finding]:
     """Yield the layers that were kept higher for each lowered precision, and their cost."""
     mixed: dict[Any, list[TrialResult]] = {}
     for t in run.records:
         if KEEP in t.options:
-            mixed.setdefault(_make_series_key(t), []).append(t)
-    plain = {(_make_series_key(t), t.batch): t for t in run.records if KEEP not in t.options}
+            mixed.setdefault(accuracy.make_series_key(t), []).append(t)
+    plain = {(accuracy.make_series_key(t), t.batch): t for t in run.records if KEEP not in t.options}
     rows = {row["trial"]: row for _, row in run.frame.iterrows()} if run.budgets and mixed else {}
     for series, trials in mixed.items() if rows else ():
         batch = min(t.batch for t in trials)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from dyno.formatting import csv_cell
 from dyno.results.metrics import known, measured
 from dyno.results.metrics.metric import Change, Metric, MetricValue
-from dyno.results.stats import Interval, paired_difference, wilson
+from dyno.results.stats import CONFIDENCE, Interval, paired_chance, paired_difference, wilson
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.job import AnsweredImages
 from dyno.worker.record import write_text
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WITHIN, OVER, UNDECIDED = "within", "over", "undecided"
+KEEP = "keep"  # the option of a mixed precision: how many layers stay in a higher one
+MOST_TRIED = 10  # candidates of mixed precision for one trial
 MOST_IMAGES = 10_000_000  # beyond this "more images" isn't advice
 
 
@@ -44,10 +46,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class BudgetDecision:
-    """`within`, `over` or `undecided`; `more` is roughly how many more images would settle it (None: none would)."""
+    """`within`, `over` or `undecided`; `more` is roughly how many more images would settle it (None: none would).
+
+    `chance` is the one-sided p of a loss beyond the budget.
+    """
 
     verdict: str
     more: int | None = None
+    chance: float = 1.0
 
 
 def make_budgets(wanted: Mapping[str, float]) -> tuple[Budget, ...]:
@@ -60,6 +66,12 @@ def make_budgets(wanted: Mapping[str, float]) -> tuple[Budget, ...]:
         if not 0 <= points <= 100:
             raise UserError(f"budget {metric}={points:g} must be between 0 and 100 points, e.g. {metric}=0.5")
     return tuple(Budget(metric, points) for metric, points in wanted.items())
+
+
+def make_series_key(t: TrialResult) -> tuple[Any, ...]:
+    """Return everything that mixed precisions of one trial share, except the batch."""
+    options = tuple(sorted((k, str(v)) for k, v in t.options.items() if k != KEEP))
+    return t.model, t.backend, t.precision, t.size, t.device, t.runtime, options
 
 
 def judged(trial: TrialResult) -> bool:
@@ -103,16 +115,18 @@ def decide_accuracy(change: Change, budget: Budget) -> BudgetDecision:
     """Decide whether the loss against the reference stays within the budget, with confidence.
 
     `within` and `over` only when the whole 95 % interval of the change lies on that side of the budget. Otherwise
-    `undecided`, with the number of further images after which the same rates would settle it. A loss is `within` only
-    from the metric's least number of images on, unless nothing changed at all.
+    `undecided`, with the number of further images after which the same rates would settle it. From fewer images than
+    the metric needs, a loss is `within` only if nothing changed at all, and `over` only if twice the interval is.
     """
     verdict, found = side(change.difference, budget.limit), change.difference
-    if verdict == WITHIN and change.images < change.least_images and not found.low == found.value == found.high == 0:
-        return BudgetDecision(UNDECIDED, change.least_images - change.images)
-    if verdict != UNDECIDED:
-        return BudgetDecision(verdict)
-    count = change.enough(budget.limit)
-    return BudgetDecision(UNDECIDED, None if count is None or count > MOST_IMAGES else _round_up(count - change.images))
+    if change.images < change.least_images and not found.low == found.value == found.high == 0:
+        wider = side(Interval(found.value, found.low, 2 * found.high - found.value), budget.limit)
+        if verdict == WITHIN or wider != verdict:
+            return BudgetDecision(UNDECIDED, change.least_images - change.images)
+    count = change.enough(budget.limit) if verdict == UNDECIDED else None
+    settled = count is not None and count <= MOST_IMAGES
+    more = _round_up(max(count or 0, change.least_images) - change.images) if settled else None
+    return BudgetDecision(verdict, more, change.chance(budget.limit))
 
 
 def decide_all(changes: Mapping[str, Change], budgets: Sequence[Budget]) -> BudgetDecision | None:
@@ -122,7 +136,18 @@ def decide_all(changes: Mapping[str, Change], budgets: Sequence[Budget]) -> Budg
     """
     decisions = [decide_accuracy(changes[budget.metric], budget) for budget in budgets if budget.metric in changes]
     order = (WITHIN, UNDECIDED, OVER)
-    return max(decisions, key=lambda d: (order.index(d.verdict), d.more or 0), default=None)
+    strictest = max(decisions, key=lambda d: (order.index(d.verdict), d.more or 0), default=None)
+    return strictest and replace(strictest, chance=max(each.chance for each in decisions))
+
+
+def confirm(chances: Sequence[float]) -> list[bool]:
+    """Return which of several candidates are within a budget, by their `chance` in the order in which they were tried.
+
+    The k-th may spend the share 1 / (k (1 + 1/2 + … + 1/10)) of 2.5 %, so over MOST_TRIED the chance that any one that
+    loses more is called within is at most that of a single trial (Bonferroni's inequality).
+    """
+    whole = sum(1 / k for k in range(1, MOST_TRIED + 1))
+    return [chance <= (1 - CONFIDENCE) / 2 / (k * whole) for k, chance in enumerate(chances, 1)]
 
 
 def side(difference: Interval, limit: float) -> str:
@@ -145,6 +170,9 @@ class PairedChange(Change):
 
     gained: int
     lost: int
+
+    def chance(self, limit: float) -> float:
+        return paired_chance(self.gained, self.lost, self.images, limit)
 
     def enough(self, limit: float) -> int | None:
         """Estimate as `Change.enough` does, but with the interval itself, which isn't symmetric."""

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from dyno.results.stats import Interval
+from dyno.results.stats import CONFIDENCE, Interval
 from dyno.results.trial_result import TrialResult
 from dyno.table import PERCENT, POINTS, Column
 
@@ -40,6 +40,15 @@ class Change:
 
     images: int
     difference: Interval
+
+    def chance(self, limit: float) -> float:
+        """Return the chance of so good a result or a better one, if the change were `limit`, from the interval."""
+        from scipy.special import ndtr, ndtri
+
+        value, reach = self.difference.value, self.difference.value - self.difference.low
+        if not reach > 0:
+            return float(not value > limit) if reach == 0 else 1.0
+        return float(ndtr(ndtri((1 - CONFIDENCE) / 2) * (value - limit) / reach))
 
     def enough(self, limit: float) -> int | None:
         """Estimate how many images would put the whole interval on one side of `limit`, None where no number would.

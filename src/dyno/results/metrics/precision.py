@@ -10,7 +10,7 @@ from typing import Any
 from dyno.results import timeline
 from dyno.results.rounds import Round
 from dyno.results.trial_result import Results, TrialResult
-from dyno.worker.facts.engine import STORED, TYPES, precision_truth
+from dyno.worker.facts.engine import STORED, TYPES, format_share, precision_truth
 
 # Engines' names of types, under the precision that they stand for.
 ALIASES = {
@@ -30,13 +30,15 @@ NAMES = {alias: precision for precision, aliases in ALIASES.items() for alias in
 
 @dataclass(frozen=True)
 class Truth:
-    """Compute layers by the precision they ran in, most first, and the share that ran as requested.
+    """Compute layers by the precision they ran in, most arithmetic first, and the share that ran as requested.
 
-    `ok`, `refuted` and `sentence` are the judgement of `worker.facts.precision`.
+    `work` has each precision's share of the arithmetic; where that isn't known it is empty, and `share` is of the
+    layers. `ok`, `refuted` and `sentence` are the judgement of `worker.facts.precision`.
     """
 
     share: float
     types: dict[str, int]
+    work: dict[str, float]
     ok: bool
     refuted: bool
     sentence: str
@@ -51,28 +53,47 @@ class Truth:
         """Whether it ran in the requested type, in a word."""
         return YES if self.ok else NO if self.refuted else UNCONFIRMED
 
+    @property
+    def words(self) -> str:
+        """Whether it ran in the requested type, with the share of a mixed engine."""
+        if self.answer == UNCONFIRMED:
+            return "whether it ran in the requested type is not confirmed"
+        mixed = 0 < self.share < 1
+        part = f" ({format_share(self.share)} of its {'arithmetic' if self.work else 'layers'})" if mixed else ""
+        ran = "did not run" if self.answer == NO else "ran mostly" if mixed else "ran"
+        return f"{ran} in the requested type{part}"
+
     def __str__(self) -> str:
-        return ", ".join(f"{n} {name}" for name, n in self.types.items())
+        shares = {name: f" ({format_share(share)})" for name, share in self.work.items()}
+        return ", ".join(f"{n} {name}{shares.get(name, '')}" for name, n in self.types.items())
 
 
 def truth(t: TrialResult) -> Truth | None:
     """Return the stored facts about the types that compute layers ran in, None when there are none."""
+    counts, operations = (_by_precision(t, found) for found in (t.facts.layers_by_type, t.facts.operations_by_type))
+    if not counts and t.facts.precision_truth is None:
+        return None
+    counted = operations or counts
+    total = sum(counted.values())
+    types = dict(sorted(counts.items(), key=lambda item: -counted.get(item[0], 0)))
+    work = {name: count / total for name, count in operations.items()}
+    judged = t.facts.precision_truth
+    if judged is None:  # a plug-in's engine, which only counted its layers
+        layers, work_done = ({TYPES.get(k, k): n for k, n in each.items()} for each in (counts, operations))
+        judged = precision_truth(t.precision, layers, t.backend, work_done)
+    share = counted.get(t.precision, 0) / total if total else 0.0
+    return Truth(share, types, work, judged.ok, judged.refuted, judged.sentence)
+
+
+def _by_precision(t: TrialResult, by_type: Mapping[str, int]) -> dict[str, int]:
+    """Return numbers by an engine's names of types as numbers by precision."""
     counts: dict[str, int] = {}
-    for name, number in t.facts.layers_by_type.items():
+    for name, number in by_type.items():
         precision = NAMES.get(str(name).lower(), str(name))
         # TF32 is how FP32 data is multiplied, so an engine that lists data types has float32 for both.
         precision = "tf32" if precision == "fp32" and t.precision == "tf32" else precision
         counts[precision] = counts.get(precision, 0) + int(number)
-    total = sum(counts.values())
-    if not total and t.facts.precision_truth is None:
-        return None
-    share = counts.get(t.precision, 0) / total if total else 0.0
-    types = dict(sorted(counts.items(), key=lambda item: -item[1]))
-    judged = t.facts.precision_truth
-    if judged is None:  # a plug-in's engine, which only counted its layers
-        by_type = {TYPES.get(name, name): number for name, number in counts.items()}
-        judged = precision_truth(t.precision, by_type, t.backend)
-    return Truth(share, types, judged.ok, judged.refuted, judged.sentence)
+    return counts
 
 
 def named(row: Mapping[str, Any]) -> str:
@@ -82,12 +103,13 @@ def named(row: Mapping[str, Any]) -> str:
         return f"{precision} (computed in {types.split()[1].strip(',')})" if precision in STORED else precision
     if row["precision_ok"] == UNCONFIRMED or not types:
         return f"{precision} ({UNCONFIRMED})"
-    return f"{precision} ({share:.0%} {precision})" if share else f"{precision} (ran {types.split()[1].strip(',')})"
+    ran = f"{format_share(share)} {precision}" if share else f"ran {types.split()[1].strip(',')}"
+    return f"{precision} ({ran})"
 
 
 # Arithmetic: operations per image, TFLOPS achieved, and their share of the peak that was measured on the device (R36).
 #
-# A share is of the peak in the type that most of the trial's layers really ran in, not in the requested one.
+# A share is of the peak in the type that most of the trial's arithmetic really ran in, not in the requested one.
 
 
 @dataclass(frozen=True)
@@ -126,7 +148,7 @@ def explain_missing_work(results: Results) -> str:
 
 
 def ran_in(t: TrialResult) -> str:
-    """Return the type that most layers ran in, "" where the engine doesn't report it."""
+    """Return the type that most of the arithmetic ran in, "" where the engine doesn't report it."""
     precision_truth = truth(t)
     return next(iter(precision_truth.types), "") if precision_truth else ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from dyno.results.stats import rejection
 from dyno.results.stats.intervals import t_quantile
 from dyno.results.stats.summaries import deviation
 
-ALONE, TURNS = "one after the other", "in turns"
+ALONE, TURNS, SESSIONS = "one after the other", "in turns", "in two sessions"
 
 
 @dataclass(frozen=True)
@@ -108,3 +108,20 @@ def unpaired(own: Sequence[float], reference: Sequence[float]) -> Evidence | Non
     freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
     parts = sum(each) ** 2 / (each[0] ** 2 + each[1] ** 2)
     return Evidence(difference, math.sqrt(va + vb), freedom, rounds, ALONE, math.sqrt(sum(each)), parts)
+
+
+LEAST_SESSIONS = 3  # of a machine, for a variance between them
+
+
+def between_sessions(e: Evidence, sessions: int, spread: float) -> Evidence:
+    """Return the evidence on trials of two sessions of a machine, of which `sessions` differed by `spread`.
+
+    Each trial's mean has its session's deviation besides its rounds': a session is the highest level, and one
+    observation (Kalibera and Jones 2013). `spread` is the standard deviation of a session's log latency; degrees of
+    freedom are Satterthwaite's (1946). With fewer than LEAST_SESSIONS nothing is known, and nothing is judged.
+    """
+    if e.single or sessions < LEAST_SESSIONS or not spread > 0:
+        return replace(e, error=math.nan, freedom=math.nan, measured=SESSIONS)
+    within, between = e.error**2, 2 * spread**2
+    freedom = (within + between) ** 2 / (within**2 / e.freedom + between**2 / (sessions - 1))
+    return replace(e, error=math.sqrt(within + between), freedom=freedom, rejected=None, measured=SESSIONS)

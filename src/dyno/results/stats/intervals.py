@@ -12,6 +12,8 @@ import numpy as np
 from dyno.results.stats.summaries import at
 
 CONFIDENCE = 0.95
+ROUNDING = 1e-12
+MOST_SAMPLES = 1_000_000  # beyond this a number of samples isn't advice
 WINDOW = 5  # autocorrelation times after which correlations are noise
 FLOOR_CONFIDENCE = 0.99  # of MLPerf's early stopping
 
@@ -123,6 +125,27 @@ def wilson(hits: int, count: int) -> Interval:
     return Interval(share, min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half)))
 
 
+def exceeds(hits: int, count: int, share: float) -> bool:
+    """Return whether more than a share are hits, with 95 % confidence, by Clopper and Pearson's lower limit (1934)."""
+    from scipy.special import bdtrc
+
+    chance = float(bdtrc(hits - 1, count, share)) if hits else 1.0  # of so many hits at least, if the share were true
+    return hits > share * count and chance <= 1 - CONFIDENCE + ROUNDING
+
+
+def needed(hits: int, count: int, share: float) -> int:
+    """Estimate how many samples with this part of hits would show that more than the share are hits."""
+    low, high = count, 2 * count
+    while not exceeds(round(high * hits / count), high, share):
+        low, high = high, 2 * high
+        if high > MOST_SAMPLES:
+            return MOST_SAMPLES
+    while high - low > max(1, low // 20):
+        middle = (low + high) // 2
+        low, high = (low, middle) if exceeds(round(middle * hits / count), middle, share) else (middle, high)
+    return high
+
+
 def paired_difference(gained: float, lost: float, count: float) -> Interval:
     """Compute the difference of two shares over the same samples, with Tango's score interval (1998).
 
@@ -141,6 +164,13 @@ def paired_difference(gained: float, lost: float, count: float) -> Interval:
     low = _find_root(lambda d: _compute_tango(gained, lost, count, d) - z, -1.0, value)
     high = _find_root(lambda d: _compute_tango(gained, lost, count, d) + z, value, 1.0)
     return Interval(value, low, high)
+
+
+def paired_chance(gained: float, lost: float, count: float, limit: float) -> float:
+    """Return the chance of so small a loss or a smaller one, if the difference were the limit: Tango's one-sided p."""
+    from scipy.special import ndtr
+
+    return float(ndtr(-_compute_tango(gained, lost, count, limit)))
 
 
 def _compute_tango(gained: float, lost: float, count: float, difference: float) -> float:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import tempfile
 import time
@@ -21,19 +22,21 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
 from dyno.worker.extras import ONNX_RUNTIME_BUILDS, install
-from dyno.worker.facts.engine import STORED, EngineFacts, Probe, precision_truth
+from dyno.worker.facts.engine import STORED, EngineFacts, Probe, precision_truth, sum_operations
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.specs import Shape, static_shapes
 from dyno.worker.layers import graph
 from dyno.worker.makers.onnx_format import routed
 from dyno.worker.makers.precision import PREPARATION, VALUES
+from dyno.worker.nets import flops
 from dyno.worker.onnx_graph.check import HALF_CRASHES, error_line
-from dyno.worker.onnx_graph.graph_facts import accuracy_levels
+from dyno.worker.onnx_graph.graph_facts import accuracy_levels, kernel_shapes
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions import onnx_runtime_session as cuda
+from dyno.worker.sessions import products
 from dyno.worker.sessions.onnx_runtime_session import OPTIONS as CUDA_OPTIONS
-from dyno.worker.sessions.onnx_runtime_session import PACKED, Profile, Request, by_run, events_in
+from dyno.worker.sessions.onnx_runtime_session import PACKED, Kernel, Profile, Request, by_run, events_in
 from dyno.worker.sessions.onnx_runtime_session import VALUES as CUDA_VALUES
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
 
@@ -48,6 +51,7 @@ OPTIMIZATION = {
     "disable": "ORT_DISABLE_ALL",
 }
 NUMPY_TYPES = {"float": "float32", "double": "float64"}
+GATES = {"LSTM": 4, "DynamicQuantizeLSTM": 4, "GRU": 3, "RNN": 1}  # matrices of each kind in a direction
 PROFILED_RUNS = 6
 DISCARDED = 3  # runs of a profile that don't count: the first packs weights
 # An ONNX file of one node, y = x + x on a float scalar, so that `probe` needs no onnx.
@@ -157,8 +161,10 @@ class OnnxFile:
         self._overrides = {} if self.free else overrides(known, self.shapes)
         self.settings = settings(trial)
 
-    def open(self, providers: Any, profile: str = "", optimised: str = "", assigned: bool = False) -> Any:
-        """Return an InferenceSession.
+    def open(
+        self, providers: Any, profile: str = "", optimised: str = "", assigned: bool = False, network: bytes = b""
+    ) -> Any:
+        """Return an InferenceSession of the file, or of another `network` with the same settings.
 
         `profile` is the prefix of the profile's file, `optimised` the path at which the optimised graph is written;
         `assigned` has the library keep which provider each node went to.
@@ -182,21 +188,25 @@ class OnnxFile:
         if self.provider and self.provider.devices:
             options.add_provider_for_devices([*self.provider.devices], {})
             providers = None
-        return self.ort.InferenceSession(self.path, options, providers=providers, disabled_optimizers=off)
+        source = network or self.path
+        return self.ort.InferenceSession(source, options, providers=providers, disabled_optimizers=off)
 
     def facts(self, providers: Any, feeds: Arrays) -> EngineFacts:
         """Return layers, types, providers and time by operator, from the profile of a second, short session."""
         with tempfile.TemporaryDirectory() as scratch:
             nodes = self.read_profile(self._record_profile(providers, feeds, scratch))
         placed = self._count_assigned(providers)
+        operations, bits = _sum_operations(nodes, self.path), self._measure_bits(providers)
         return EngineFacts(
             layers=len(nodes.seen),
             layers_by_type=nodes.by_type(),
+            operations_by_type=operations,
+            product_bits=bits,
             nodes_by_provider=placed or nodes.by_provider(),
             fallback=describe_fallback(_first_provider(providers), placed),
             operators=nodes.operators(),
             time_by_operator=nodes.time_by_operator(),
-            precision_truth=precision_truth(self.requested, nodes.by_type(), ENGINE),
+            precision_truth=precision_truth(self.requested, nodes.by_type(), ENGINE, operations, bits),
             threads=self.settings["intra_op_threads"],
             options=dict(self.settings),
             notes=tuple(nodes.notes()),
@@ -215,6 +225,16 @@ class OnnxFile:
         for part in self.open(providers, assigned=True).get_provider_graph_assignment_info():
             counts[part.ep_name] += len(part.get_nodes())
         return dict(counts)
+
+    def _measure_bits(self, providers: Any) -> int | None:
+        """Return the bits that products of float32 keep with these settings; None for another type, or on an error."""
+        if self.requested not in ("fp32", "tf32"):
+            return None
+        with suppress(*_list_errors()):
+            return products.count_bits(
+                self.open(providers, network=products.NETWORK).run(None, products.make_factors())
+            )
+        return None
 
     def inside(self, providers: Any, feeds: Arrays) -> LayerGraph:
         """Return the optimised graph as the library writes it, with each node's entry in a profile of its run."""
@@ -239,6 +259,42 @@ class OnnxFile:
         for _ in range(PROFILED_RUNS):
             session.run(None, made | dict(feeds))
         return _end_profile(session)
+
+
+def _sum_operations(nodes: Profile, path: str) -> dict[str, int]:
+    """Return the operations of one run by type; {} if they aren't known, or if all layers have one type."""
+    if len(nodes.by_type()) < 2 or not nodes.seen.keys() <= nodes.outer.keys():  # a branch or a loop ran inside another
+        return {}
+    kernels = kernel_shapes(path)
+    return sum_operations((kind, _count_operations(key, nodes, kernels)) for key, kind in nodes.computed_in.items())
+
+
+def _count_operations(kernel: Kernel, nodes: Profile, kernels: Mapping[str, Shape]) -> int | None:
+    """Return the operations of a compute node, from the shapes in the profile; None if they aren't known.
+
+    The profile lacks weights that the library packed: those of products needn't be known, and those of convolutions
+    are the file's. Channels that the library fills up count, as it computes them.
+    """
+    args = nodes.seen[kernel]
+    operator, shapes, results = args["op_name"], _list_shapes(args, "input"), _list_shapes(args, "output")
+    if not shapes or not results:
+        return None
+    result = results[0]
+    if "Conv" in operator:
+        name = re.sub(r"_token_\d+$", "", kernel[0].removesuffix("_kernel_time"))
+        weights = kernels.get(name) or next((shape for shape in shapes[1:] if len(shape) > 2), (0,))
+        return flops.of_convolution(math.prod(weights), weights[0], shapes[0] if "Transpose" in operator else result)
+    if operator in GATES and len(result) > 2:  # [steps, batch, values] to [steps, directions, batch, hidden]
+        gates = GATES[operator] * result[-1] * result[-3]
+        return 2 * math.prod(shapes[0][:2]) * gates * (shapes[0][-1] + result[-1])
+    if "Gemm" in operator or "MatMul" in operator:
+        factors = [shape for shape in shapes[1:] if len(shape) > 1 and "Gemm" not in operator]
+        return flops.of_product(shapes[0], factors[0] if factors else (), result)
+    return None
+
+
+def _list_shapes(args: Mapping[str, Any], side: str) -> list[Shape]:
+    return [tuple(shape) for each in args.get(f"{side}_type_shape", ()) for shape in each.values()]
 
 
 class OnnxRuntimeSession(Session):

@@ -26,6 +26,7 @@ from dyno.worker.facts.engine import (
     EngineFacts,
     Probe,
     precision_truth,
+    sum_operations,
     why_not_faster,
 )
 from dyno.worker.facts.job import LAYERS, Layer, LayerGraph, Port
@@ -33,7 +34,9 @@ from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.specs import fitted, static_shapes
 from dyno.worker.makers.onnx_format import routed
 from dyno.worker.makers.precision import PREPARATION, VALUES
+from dyno.worker.nets import flops
 from dyno.worker.option_values import Check, flag, whole
+from dyno.worker.sessions import products
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError, shorten
 
 # OpenVINO's execution graph: fused layers with the type, the layout and the kernel that each one runs in.
@@ -70,6 +73,13 @@ class ExecutionGraph:
     def by_type(self) -> dict[str, int]:
         """Compute layers by the type they ran in, 8-bit ones signed or not as `int8`."""
         return dict(Counter(_computed_in(layer) for layer in self.compute()))
+
+    def operations_by_type(self) -> dict[str, int]:
+        """Return the operations of one run by type; {} if they aren't known, or if all layers have one type."""
+        if len(self.by_type()) < 2:
+            return {}
+        layers = [pair for pair in zip(self._ops, self._infos, strict=True) if pair[1] in self.compute()]
+        return sum_operations((_computed_in(info), _count_operations(op, info["layerType"])) for op, info in layers)
 
     def time_by_operator(self) -> dict[str, float]:
         """Return each kind's share of the time in layers, largest first."""
@@ -118,6 +128,16 @@ class ExecutionGraph:
             skipped=_is_skipped(info),
             nodes=tuple(filter(None, info.get("originalLayersNames", "").split(","))),
         )
+
+
+def _count_operations(op: Any, kind: str) -> int | None:
+    """Return the operations of a convolution or a matrix product; None for another layer."""
+    first, second = (tuple(port.get_source_output().get_shape()) for port in op.inputs()[:2])
+    result = tuple(op.outputs()[0].get_shape())
+    if kind in ("Convolution", "Deconvolution"):
+        values = first if kind == "Deconvolution" else result
+        return flops.of_convolution(math.prod(second), values[1], values)
+    return flops.of_product(first, second, result) if kind in ("FullyConnected", "MatMul") else None
 
 
 def _count_weights(port: Any) -> int:
@@ -347,18 +367,34 @@ class OpenVinoSession(Session):
         """Return layers, types and times, from the execution graph of a second compilation with counters."""
         graph = ExecutionGraph(self.execution_graph(), self._requested)
         settings = {name: plain(self._compiled.get_property(name)) for name in SETTINGS}
+        operations, bits = graph.operations_by_type(), self._measure_bits()
         return EngineFacts(
             layers=len(graph.layers),
             layers_by_type=graph.by_type(),
+            operations_by_type=operations,
+            product_bits=bits,
             nodes_by_provider={"CPU": len(graph.layers)},
             operators=dict(Counter(layer["layerType"] for layer in graph.layers).most_common()),
             kernels=dict(Counter(layer["primitiveType"] for layer in graph.compute()).most_common()),
             time_by_operator=graph.time_by_operator(),
-            precision_truth=precision_truth(self._requested, graph.by_type(), ENGINE),
+            precision_truth=precision_truth(self._requested, graph.by_type(), ENGINE, operations, bits),
             threads=settings["INFERENCE_NUM_THREADS"],
             options=settings,
             notes=tuple(graph.notes()),
         )
+
+    def _measure_bits(self) -> int | None:
+        """Return the bits that products of float32 keep with these settings; None where other types are wanted too."""
+        if self._requested in QUANTISED:
+            return None
+        ov, factors = self._ov.opset13, products.make_factors()
+        rows, image = (ov.parameter(factors[name].shape, np.float32) for name in "ai")
+        product = ov.matmul(rows, ov.constant(factors["m"]), False, False)
+        convolved = ov.convolution(image, ov.constant(factors["k"]), [1, 1], [0, 0], [0, 0], [1, 1])
+        model = self._ov.Model([product, convolved], [rows, image])
+        request = _create_core().compile_model(model, "CPU", self._settings).create_infer_request()
+        found = request.infer([factors["a"], factors["i"]])
+        return products.count_bits(found[port] for port in range(2))
 
     def execution_graph(self) -> Any:
         """Return the runtime model of a second compilation, after runs with performance counters."""

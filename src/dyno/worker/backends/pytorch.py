@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from dyno.worker.layers import graph
 from dyno.worker.layers import module as layers_module
 from dyno.worker.nets import models
 from dyno.worker.option_values import Check, flag, one_of
+from dyno.worker.sessions import products
 from dyno.worker.sessions.torch_support import (
     Copies,
     allocator_peaks,
@@ -347,8 +348,19 @@ class TorchSession(Session):
         The number of layers is None if none was seen, as in TorchScript, whose parts can't be watched.
         """
         layers, kinds = self._count_layers()
-        truth = precision_truth(self._trial.precision, kinds, "PyTorch")
-        return replace(self._read_common_facts(), layers=layers or None, layers_by_type=kinds, precision_truth=truth)
+        bits = self._measure_bits()
+        truth = precision_truth(self._trial.precision, kinds, "PyTorch", bits=bits)
+        own = EngineFacts(layers=layers or None, layers_by_type=kinds, precision_truth=truth, product_bits=bits)
+        return self._read_common_facts().joined(own)
+
+    def _measure_bits(self) -> int | None:
+        """Return the bits that products keep with PyTorch's settings on the device; None if it lacks the operator."""
+        torch, tensors = self._torch, products.make_factors()
+        with suppress(RuntimeError), torch.no_grad(), self._use_stream(self._queue):
+            a, m, i, k = (torch.from_numpy(tensors[name]).to(self._device, self._dtype) for name in "amik")
+            results = torch.matmul(a, m), torch.nn.functional.conv2d(i, k)
+            return products.count_bits(each.float().cpu().numpy() for each in results)
+        return None
 
     def _read_common_facts(self) -> EngineFacts:
         cuda = self._torch.backends.cuda.matmul

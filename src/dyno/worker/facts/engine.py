@@ -32,6 +32,7 @@ COMPUTE = re.compile("Conv(?!ert)|Gemm|MatMul|Einsum|Attention|LSTM|GRU|RNN|MoE"
 # A lower precision keeps sensitive layers higher on purpose; IEEE FP32 has no such excuse.
 LEAST_SHARE = {"fp32": 1.0, "tf32": 1.0}
 LEAST_SHARE_LOWERED = 0.5
+BITS = {"fp32": 24, "tf32": 11, "fp16": 11, "bf16": 8}  # that products keep
 UNKNOWN = "unknown"  # in place of a type: a part of the graph that the engine doesn't describe
 # Below this share of the layers, or of the time, a cause is too small to be worth a sentence.
 NOTEWORTHY = 0.1
@@ -39,9 +40,10 @@ NOTEWORTHY = 0.1
 
 @dataclass(frozen=True)
 class PrecisionTruth:
-    """What an engine ran as: `share` of its compute layers by type (0 to 1), and one sentence.
+    """What an engine ran as, and one sentence.
 
-    `ok`: they ran in the requested type, as far as the engine reports it; `refuted`: they ran in another.
+    `share` is of the operations by type, or of the compute layers where operations aren't known (0 to 1). `ok`: they
+    ran in the requested type, as far as the engine reports it; `refuted`: they ran in another.
     """
 
     requested: str = field(default="", metadata={EARLIER: "asked"})
@@ -51,27 +53,60 @@ class PrecisionTruth:
     sentence: str = ""
 
 
-def precision_truth(requested: str, layers_by_type: Mapping[str, int], engine: str) -> PrecisionTruth:
+def sum_operations(layers: Iterable[tuple[str, int | None]]) -> dict[str, int]:
+    """Sum up the operations of compute layers by type; {} if those of a layer aren't known.
+
+    Layers that the engine doesn't describe (`UNKNOWN`) are left out.
+    """
+    totals: dict[str, int] = {}
+    for kind, operations in layers:
+        if kind == UNKNOWN:
+            continue
+        if not operations:
+            return {}
+        totals[kind] = totals.get(kind, 0) + operations
+    return totals
+
+
+def precision_truth(
+    requested: str,
+    layers_by_type: Mapping[str, int],
+    engine: str,
+    operations_by_type: Mapping[str, int] | None = None,
+    bits: int | None = None,
+) -> PrecisionTruth:
     """Judge the types that an engine reports for its compute layers: the only judge of precision.
 
-    `ok` needs every compute layer for fp32 and at least half of them for a lowered precision; `refuted` means that they
-    ran in another type. Parts that the engine doesn't describe (`UNKNOWN`) count for neither. `ok` also needs an engine
-    that reports the types of more than half of its compute layers. Weights of four bits and fewer are the file's own,
-    and widened to the type that a layer computes in: that type refutes nothing.
+    A layer counts by its operations, or as one where those aren't known. `ok` needs all for fp32 and at least half for
+    a lowered precision; `refuted` means that they ran in another type. Parts that the engine doesn't describe
+    (`UNKNOWN`) count for neither. `ok` also needs an engine that reports the types of more than half of its compute
+    layers. Weights of four bits and fewer are the file's own, and widened to the type that a layer computes in: that
+    type refutes nothing. Products that keep fewer measured `bits` than the requested type has refute it.
     """
-    total, wanted = sum(layers_by_type.values()), TYPES[requested]
-    share = {kind: count / total for kind, count in sorted(layers_by_type.items())} if total else {}
-    reported = total - layers_by_type.get(UNKNOWN, 0)
-    held = layers_by_type.get(wanted, 0) >= LEAST_SHARE.get(requested, LEAST_SHARE_LOWERED) * reported
-    held = held or requested in STORED
-    ok = held and 2 * reported > total
-    sentence = _describe_precision(requested, wanted, layers_by_type, engine)
+    counted = operations_by_type or layers_by_type
+    total, wanted = sum(counted.values()), TYPES[requested]
+    share = {kind: count / total for kind, count in sorted(counted.items())} if total else {}
+    least = LEAST_SHARE.get(requested, LEAST_SHARE_LOWERED) * (total - counted.get(UNKNOWN, 0))
+    held = counted.get(wanted, 0) >= least or requested in STORED
+    rounded = bits is not None and bits < BITS.get(requested, 0)
+    ok = held and 2 * layers_by_type.get(UNKNOWN, 0) < sum(layers_by_type.values())
+    weight = format_share(share.get(wanted, 0.0)) if operations_by_type else ""
+    sentence = _describe_precision(requested, wanted, layers_by_type, engine, weight)
     if held and not ok:
         sentence += f", so {requested} is not confirmed"
-    return PrecisionTruth(requested, share, ok, not held, sentence)
+    if bits is not None:
+        sentence += f"; measured: products keep {bits} bits" + (f" of {BITS[requested]}" if rounded else "")
+    return PrecisionTruth(requested, share, ok and not rounded, rounded or not held, sentence)
 
 
-def _describe_precision(requested: str, wanted: str, layers: Mapping[str, int], engine: str) -> str:
+def format_share(share: float) -> str:
+    """Format a share (0 to 1) in whole percent: only all of it is 100 %, and only nothing 0 %."""
+    if share in (0, 1):
+        return f"{share:.0%}"
+    return "<1%" if share < 0.01 else ">99%" if share > 0.99 else f"{share:.0%}"
+
+
+def _describe_precision(requested: str, wanted: str, layers: Mapping[str, int], engine: str, weight: str) -> str:
     unknown = layers.get(UNKNOWN, 0)
     total = sum(layers.values()) - unknown
     if not total and unknown:
@@ -85,6 +120,8 @@ def _describe_precision(requested: str, wanted: str, layers: Mapping[str, int], 
         others = "".join(f", {kind}" for kind in kinds)
         counts = f"{layers.get(wanted, 0)} of {total} compute layers in {wanted}"
         ran = f"asked for {requested}: {engine} ran {counts}{others}"
+        if kinds and layers.get(wanted):
+            ran += f": {weight} of the arithmetic in {wanted}" if weight else " (each layer counted as one)"
     return f"{ran}; parts of the graph that it doesn't open: {unknown}" if unknown else ran
 
 
@@ -168,15 +205,19 @@ ORIGIN = tuple(f.name for f in fields(Origin) if f.name != "other")  # what a fi
 class Layers(Sparse):
     """The layers of an engine: how many, how many compute in each type, how many only change types or layouts.
 
+    `operations_by_type` are those of one run, empty where a layer's aren't known or all layers have one type.
+    `product_bits` is how many bits products keep, as `worker.sessions.products` measured it with the engine's settings.
     `operators` counts all layers by kind, `kept_float32` names those that stayed in float32 where a lower precision was
     asked for, and `engine_parameters` is the number of weights that the engine itself has.
     """
 
     layers: int | None = None
     layers_by_type: dict[str, int] = field(default_factory=dict)
+    operations_by_type: dict[str, int] = field(default_factory=dict)
     reformats: int | None = None
     operators: dict[str, int] = field(default_factory=dict)
     precision_truth: PrecisionTruth | None = None
+    product_bits: int | None = None
     kept_float32: tuple[str, ...] = ()
     engine_parameters: int | None = None
 

@@ -179,12 +179,38 @@ def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
     if 0 in first:
         return None
     if node.op_type == "ConvTranspose":  # each input value meets its whole kernel: [C, M / group, kernel…]
-        return 2 * math.prod(first) * math.prod(second[1:])
+        return of_convolution(math.prod(second), second[0], first)
     if node.op_type == "Einsum":
         return _of_einsum(node, first, second)
     if node.op_type == "Attention":
         return _of_attention(node, first, second, result)
-    return 2 * math.prod(result) * math.prod(second[1:])  # a value is a sum over its kernel: [M, C / group, kernel…]
+    return of_convolution(math.prod(second), second[0], result)  # whose kernel is [M, C / group, kernel…]
+
+
+def of_convolution(weights: int, channels: int, values: Sequence[int]) -> int | None:
+    """Return the operations of a layer in which each value belongs to a channel, and meets all weights of that.
+
+    The values are a convolution's results, or the inputs of a transposed one; so are the channels. Return None if a
+    shape isn't known.
+    """
+    known = weights > 0 and channels > 0 and values and min(values) > 0
+    return 2 * math.prod(values) * weights // channels if known else None
+
+
+def of_product(first: Sequence[int], second: Sequence[int], result: Sequence[int]) -> int | None:
+    """Return the operations of a matrix product, whichever axes of its factors are transposed or moved.
+
+    The second factor may be () for weights without a shape, which have no axis of the batch. Return None if the length
+    that is summed over can't be told.
+    """
+    if min(len(first), len(result)) < 2 or min(*first, *second, *result) <= 0:
+        return None
+    rows, columns = result[-2:]
+    # Of a factor with all axes of the batch: for another this is too small, and no length of both.
+    lengths = [math.prod(first) * columns // math.prod(result), math.prod(second) * rows // math.prod(result)]
+    length = lengths[0] if not second else max(lengths)
+    fits = length in first and (not second or length in second)
+    return 2 * math.prod(result) * length if fits else None
 
 
 def _of_einsum(node: Any, first: tuple[int, ...], second: tuple[int, ...]) -> int | None:

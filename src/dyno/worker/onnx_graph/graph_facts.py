@@ -100,7 +100,7 @@ class Scope:
         """
         found = []
         for place, name in enumerate(node.input):
-            constant = self._find_constant(name) if behind else self.constants.get(name)
+            constant = self.find_constant(name) if behind else self.constants.get(name)
             weight = _match_weight(node, place, name, constant) if constant is not None else None
             found += [weight] if weight is not None else []
         return found
@@ -126,12 +126,13 @@ class Scope:
             for scope in self.inner(node):
                 yield from scope.walk()
 
-    def _find_constant(self, name: str) -> Constant | None:
+    def find_constant(self, name: str) -> Constant | None:
+        """Return the constant of that name, or the one behind casts, transpositions and dequantisations."""
         return self._behind.get(name) or self.constants.get(name)
 
     def _trace_constant(self, node: Any) -> Constant | None:
         """Return the constant behind the node's result, in the type that it has there; None for another result."""
-        read = [self._find_constant(name) for name in node.input]
+        read = [self.find_constant(name) for name in node.input]
         first = next(iter(read), None)
         if node.op_type in SCALED and all(read):
             return next((each for each in read if each is not None and each.kind in QUANTISED), None)
@@ -207,6 +208,23 @@ def accuracy_levels(path: str) -> dict[str, int] | None:
         for graph in graphs
         for place, node in enumerate(graph.node)
         if node.op_type == "MatMulNBits"
+    }
+
+
+def kernel_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a file's convolution kernels, by the node's name or operator and place; {} without onnx."""
+    try:
+        import onnx
+    except ImportError:
+        return {}
+    model = onnx.load(path, load_external_data=False)
+    scope = open_graph(model)
+    return {
+        node.name or f"{node.op_type}_{place}": constant.dims
+        for place, node in enumerate(model.graph.node)
+        if "Conv" in node.op_type
+        for name in node.input
+        if (constant := scope.find_constant(name)) is not None and len(constant.dims) > 2
     }
 
 

@@ -67,6 +67,29 @@ def test_summary_counts_compute_layers_and_what_stayed_wide() -> None:
     assert layers.summary(older(OLDER[2:3]), "fp32").precision_truth.ok
 
 
+def test_operations_of_mixed_types_are_counted_from_shapes_and_weights() -> None:
+    def sized(kind: str, form: str, *shapes: list[int], **more: Any) -> dict[str, Any]:
+        *read, written = [tensor("t", form) | {"Dimensions": shape} for shape in shapes]
+        return {"Name": kind, "LayerType": kind, "Inputs": read, "Outputs": [written], **more}
+
+    def weights(count: int) -> dict[str, Any]:
+        return {"Weights": {"Type": "Half", "Count": count}}
+
+    listed = [
+        sized("CaskConvolution", BYTE, [1, 3, 8, 8], [1, 64, 8, 8], Weights={"Type": "Int8", "Count": 64 * 3 * 9}),
+        sized("CaskDeconvolution", HALF, [1, 64, 8, 8], [1, 3, 16, 16], **weights(64 * 3 * 4)),
+        sized("MatrixMultiply", HALF, [2, 4, 5, 16], [2, 4, 16, 7], [2, 4, 5, 7]),
+        sized("gemm", HALF, [2, 5, 16], [2, 5, 7], **weights(16 * 7)),
+    ]
+    found = layers.summary(older(listed), "int8")
+    floats = 2 * (64 * 64 * 3 * 4 + 8 * 5 * 7 * 16 + 2 * 5 * 7 * 16)
+    assert found.operations_by_type == {"int8": 2 * 64 * 64 * 27, "float16": floats}
+    assert found.precision_truth.ok and found.precision_truth.sentence.endswith("67% of the arithmetic in int8")
+    attention = sized("MultiHeadAttention", HALF, [2, 4, 5, 16], [2, 4, 16, 7], [2, 4, 5, 7])
+    unknown = layers.summary(older([*listed, attention]), "int8")
+    assert unknown.operations_by_type == {} and unknown.precision_truth.refuted, "one of five layers"
+
+
 def test_a_convolution_without_bias_counts() -> None:
     bare = convolution("conv", HALF, "Half") | {"Bias": {"Type": "Half", "Count": 0}}
     assert layers.summary(older([bare]), "fp16").engine_parameters == 9408

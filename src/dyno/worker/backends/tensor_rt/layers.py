@@ -20,8 +20,18 @@ import numpy as np
 
 from dyno.worker import spec
 from dyno.worker.facts import job as facts
-from dyno.worker.facts.engine import COMPUTED, NOTEWORTHY, UNKNOWN, Layers, SlowLayer, precision_truth, why_not_faster
+from dyno.worker.facts.engine import (
+    COMPUTED,
+    NOTEWORTHY,
+    UNKNOWN,
+    Layers,
+    SlowLayer,
+    precision_truth,
+    sum_operations,
+    why_not_faster,
+)
 from dyno.worker.facts.job import LayerGraph, Port
+from dyno.worker.nets import flops
 from dyno.worker.spec import UserError
 
 ENGINE = "TensorRT"
@@ -43,6 +53,7 @@ BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float8": 8, "int8": 8, "i
 COMPUTE = re.compile(
     r"conv|correlation|gemm|matmul|matrix_?multiply|fullyconnected|mha|attention|lstm|gru|rnn|einsum|moe", re.I
 )
+ATTENTION = re.compile("mha|attention", re.I)
 # The compiler names a fused kernel by what it does: __myl_FcAdd_myl0_25, __myl_CastMulConv…
 KERNEL = re.compile(r"^__my[el]l?\w*?_([A-Z][A-Za-z0-9]*)_my")
 COMPUTE_PARTS = {"Fc", "Mm", "Bmm", "Gemm", "Conv", "Corr", "Mha", "Attn", "Dot", "Einsum"}
@@ -84,6 +95,18 @@ class EngineLayer:
         if COMPUTE.search(self.type):
             return True
         return bool(COMPUTE_PARTS & set(self._parts))
+
+    @property
+    def operations(self) -> int | None:
+        """The operations of a convolution or a matrix product; None where shapes and weights aren't listed."""
+        if not (self.inputs and self.outputs):
+            return None
+        first, result = self.inputs[0].shape, self.outputs[0].shape
+        if self.weights and result:
+            values = first if "deconv" in self.type.lower() else result
+            return flops.of_convolution(self.weights.count, values[1 if len(values) > 3 else -1], values)
+        is_product = len(self.inputs) == 2 and not ATTENTION.search(self.type)
+        return flops.of_product(first, self.inputs[1].shape, result) if is_product else None
 
     @property
     def moves(self) -> bool:
@@ -257,12 +280,17 @@ def summary(listed: Sequence[EngineLayer], requested: str) -> Layers:
     They include the layers in float32 of a lower precision, and the number of weights and biases if the library counts
     them.
     """
+    types = by_type(listed)
+    operations = (
+        sum_operations((each.computed_in, each.operations) for each in compute(listed)) if len(types) > 1 else {}
+    )
     return Layers(
         layers=len(listed),
-        layers_by_type=by_type(listed),
+        layers_by_type=types,
+        operations_by_type=operations,
         reformats=sum(layer.moves for layer in listed),
         operators=dict(Counter(layer.type for layer in listed if layer.type).most_common()),
-        precision_truth=precision_truth(requested, by_type(listed), ENGINE),
+        precision_truth=precision_truth(requested, types, ENGINE, operations),
         kept_float32=() if requested in ("fp32", "tf32") else tuple(kept_wide(listed)),
         engine_parameters=sum(layer.parameters for layer in listed) or None,
     )
