@@ -86,7 +86,7 @@ WORKER = {
 PURE = "facts spec record option_values extras plugins system tasks jobs.turns numerics.closeness serve.rates"
 BESIDES = {
     "dyno.results": PURE,
-    "dyno.report": PURE,
+    "dyno.report": f"{PURE} registry",  # the precisions of backends, of which some were not tried
     "dyno.trtexec": PURE,
     "dyno.table": PURE,
     "dyno.formatting": PURE,
@@ -94,8 +94,8 @@ BESIDES = {
     "dyno.regression": f"{BORDER} numerics.closeness",
     "dyno.data": "facts.json_values spec record extras plugins inputs.specs",
     "dyno.cli": f"{BORDER} snippets",  # `dyno doctor` names what is broken of every kind that a plug-in may bring
-    "dyno.study": f"{BORDER} nets.models nets.saved_modules nets.checkpoint inputs.specs inputs.modules "
-    "sessions.torch_support",
+    "dyno.study": f"{BORDER} nets.models nets.saved_modules nets.checkpoint nets.huggingface inputs.specs "
+    "inputs.modules sessions.torch_support",
 }
 
 
