@@ -193,18 +193,29 @@ def conducted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Slow, Inte
 
 
 def test_waiting_is_in_no_measurement(fake_trial: Any, tmp_path: Path, conducted: Any) -> None:
-    slow, made = conducted("go", "go", "end", "end")
+    slow, made = conducted("go", "go", "go", "end", "end")
     trial = fake_trial()
     trial = replace(trial, plan=replace(trial.plan, blocks=3))
     job = Job("run", trial.runtime, trial, options={"turns": {"set": "s", "place": 0}})
     record = perform(job, Journal(tmp_path, job), made)
     assert record.status == "ok", record.reason
     *words, delay, before_last, last = slow.heard
-    assert [*words, before_last, last] == "ready import ready model done ready all".split() and float(delay) >= 0
-    assert made.waited_s >= 4 * AGES
+    assert [*words, before_last, last] == "ready import ready load ready model done ready all".split()
+    assert float(delay) >= 0 and made.waited_s >= 5 * AGES
     seconds = {m.tag: m.value for m in record.measurements if m.unit == "s" and m.value is not None}
     assert {"import", "load", "first_call"} <= {*seconds}
     assert all(value < AGES for value in seconds.values()), seconds
+
+
+def test_seconds_of_loading_are_shared_by_those_that_load_at_the_same_time(conducted: Any) -> None:
+    slow, made = conducted("go", "go")
+    made.together, before = 4, slow.perf_counter()
+    made.imported()
+    waited = made.waited_s
+    slow.waited += 8.0  # loading
+    own = slow.perf_counter() - before - waited
+    made.loaded()
+    assert made.waited_s - waited - AGES == pytest.approx(0.75 * own, abs=0.2)
 
 
 def test_who_has_no_conductor_any_more_does_not_load(fake_trial: Any, tmp_path: Path, conducted: Any) -> None:
