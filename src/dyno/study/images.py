@@ -77,7 +77,9 @@ def calibrates(study: Study) -> bool:
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in registry.names()]
     for choice in choices:
         engine = registry.find(choice.name)
-        asked = choice.precisions or study.precisions or (CALIBRATED if study.adds_precisions else ())
+        reads = any(engine.reads(source) for source in study.models if registry.format_of(source))
+        added = study.adds_precisions and (reads or not all(map(registry.format_of, study.models)))
+        asked = choice.precisions or study.precisions or (CALIBRATED if added else ())
         precisions = set(asked) & set(engine.precisions)
         keeps = "keep" in choice.options or (study.searches and "keep" in engine.options)
         if precisions & CALIBRATED or (keeps and precisions & RANKED):
