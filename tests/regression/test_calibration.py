@@ -46,8 +46,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {name: FAKE[name] for name in ("seconds", "warmup", "block", "threads", "layout")}
     whole = module.calibrate
 
-    def short(model: str, *, minutes: float, backend: str, **more: Any) -> dyno.SelfTest:
-        return whole(model, minutes=minutes, backend=backend, **{**given, **more})
+    def short(model: str, **more: Any) -> dyno.SelfTest:
+        return whole(model, **{**given, **more})
 
     monkeypatch.setattr(module, "calibrate", short)
     monkeypatch.setattr(registry, "names", lambda: ["fake"])  # the others would be asked by `dyno doctor`
