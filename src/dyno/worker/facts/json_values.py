@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, TypeVar, Union, cast
 
+import numpy as np
+
 # Records of which only the set fields are stored, and which a plug-in may add to.
 
 S = TypeVar("S", bound="Sparse")
@@ -31,12 +33,17 @@ class Sparse:
         return {
             name: value
             for name, default in defaults(cls).items()
-            if (not chosen or name in chosen) and (value := getattr(self, name)) != default
+            if (not chosen or name in chosen) and _differs(value := getattr(self, name), default)
         }
 
     def joined(self: S, later: Sparse) -> S:
         """Return this record, updated by the set fields of `later`, which has the same fields or fewer."""
         return replace(self, **{**later.set_fields(), "other": {**self.other, **later.other}})
+
+
+def _differs(value: Any, default: Any) -> bool:
+    """Return whether a value isn't the default; one of numpy would be compared with each part of a tuple."""
+    return (isinstance(default, tuple) and isinstance(value, np.ndarray | np.generic)) or bool(value != default)
 
 
 @lru_cache(maxsize=64)
