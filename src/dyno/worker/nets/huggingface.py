@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ FRAMES = "input_features"  # of a speech encoder's spectrogram
 
 def is_folder(source: str) -> bool:
     """Return whether a model's source names a folder of transformers."""
-    return source.partition(":")[0] == NETWORK_FOLDER or Path(source, CONFIG).is_file()
+    return source.partition(":")[0] == NETWORK_FOLDER or os.path.isfile(f"{source}/{CONFIG}")  # noqa: PTH113 - a name may be too long for a path
 
 
 def locate(name: str, pretrained: bool) -> Path:
