@@ -103,7 +103,7 @@ def demo(
     minutes: Annotated[
         float, typer.Option(help="Minutes of measuring after which no further round begins, until decided.")
     ] = DEMO_MINUTES,
-    quick: Annotated[bool, typer.Option("--quick", help="One short round, without AOTInductor.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One short round, without torch.compile.")] = False,
 ) -> None:
     """Train, quantise, measure and compare on handwritten digits. No download, and a processor is enough."""
     from dyno.cli import demo as module

@@ -33,7 +33,7 @@ BACKENDS = (
     "pytorch@precision=fp32+bf16",  # bf16 only on a processor that computes in it: see `_list_backends`
     "onnxruntime@precision=fp32+int8",
     "openvino@precision=fp32+bf16+int8",
-    "aoti@precision=fp32",  # as fast as compile, but compiled once and not in each process
+    "compile@precision=fp32",  # aoti would be compiled before the first answer, for over a minute
 )
 
 
