@@ -17,7 +17,7 @@ from dyno.serving import commands as serving_commands
 from dyno.study.defaults import DEMO_MINUTES
 from dyno.training import commands as training_commands
 from dyno.videos import commands as video_commands
-from dyno.worker.spec import UserError
+from dyno.worker.spec import ROUNDS, UserError
 
 # Groups in which `dyno --help` lists commands.
 MEASURE, RESULTS, FILES, INSPECT, MACHINE = "Measure", "Results", "Files", "Inspect", "Machine"
@@ -98,7 +98,7 @@ def demo(
     out: Annotated[str, typer.Option("--out", "-o", help="Run folder.")] = "runs/demo",
     rounds: Annotated[
         int | None,
-        typer.Option(help="Exactly this many rounds.", show_default="3, then more until decided"),
+        typer.Option(help="Exactly this many rounds.", show_default=f"{ROUNDS}, then more until decided"),
     ] = None,
     minutes: Annotated[
         float, typer.Option(help="Minutes of measuring after which no further round begins, until decided.")

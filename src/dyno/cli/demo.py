@@ -19,21 +19,20 @@ from dyno.training.session import TrainingResult, train
 from dyno.worker import system
 from dyno.worker.extras import lacking
 from dyno.worker.record import lock
-from dyno.worker.spec import DECIDED, Runtime, UserError, digest
+from dyno.worker.spec import Runtime, UserError, digest
 
 PLACE = RUNS / "demo"
 MODEL = "dyno.worker.nets.digits:resnet18"
 SIZE = 64
 TRAINING: dict[str, Any] = {"epochs": 8, "lr": 0.005, "augment": "shift"}
-# Three rounds of every row; further rounds are for what decides between the winner, its runner-up and the reference.
-MEASURED: dict[str, Any] = {"rounds": 3, "until": DECIDED, "seconds": 0.4, "warmup": 0.3}
 NEEDS = ("torch", "torchvision", "scikit-learn")
 SHOWS = ("onnxruntime", "openvino", "matplotlib")  # without these there is little to compare, and no report
 BACKENDS = (
     "pytorch@precision=fp32+bf16",  # bf16 only on a processor that computes in it: see `_list_backends`
     "onnxruntime@precision=fp32+int8",
     "openvino@precision=fp32+bf16+int8",
-    "compile@precision=fp32",  # aoti would be compiled before the first answer, for over a minute
+    # Each of its processes takes as long as ten others; aoti would be compiled for a minute before the first answer.
+    "compile@precision=fp32@rounds=3",
 )
 
 
@@ -81,7 +80,7 @@ def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
         weights=str(result.weights),
         data="digits",
         budget={"top1": 1.0},
-        **(QUICK if quick else MEASURED | {"minutes": minutes} | ({"rounds": rounds, "until": None} if rounds else {})),
+        **(QUICK if quick else {"rounds": rounds, "minutes": minutes, "seconds": 0.4, "warmup": 0.3}),
     )
     if out == PLACE:
         out, notice = choose_folder(study, out)

@@ -105,7 +105,7 @@ T = TypeVar("T")
 OWN = (ENDPOINT, "fake:")  # prefixes of models that nothing but the backend of that name has
 ONE_ROUND: dict[str, Any] = {"rounds": 1, "turns": False}
 SELF_TEST_MINUTES = 5.0
-DEMO_MINUTES = 4.0
+DEMO_MINUTES = 4.5
 QUICK: dict[str, Any] = {
     "rounds": 1,
     "confirm": 0,
