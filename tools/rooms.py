@@ -86,7 +86,7 @@ WORKER = {
 PURE = "facts spec record option_values extras plugins system tasks jobs.turns numerics.closeness serve.rates"
 BESIDES = {
     "dyno.results": PURE,
-    "dyno.report": f"{PURE} registry",  # the precisions of backends, of which some were not tried
+    "dyno.report": PURE,
     "dyno.trtexec": PURE,
     "dyno.table": PURE,
     "dyno.formatting": PURE,

@@ -45,12 +45,16 @@ from dyno.results.run_data import RunData
 from dyno.results.stats import EQUIVALENT, FASTER, MOST_ROUNDS, ONE_ROUND, Speedup
 from dyno.results.trial_result import UNFINISHED, TrialResult, by_build
 from dyno.table import missing
-from dyno.worker.registry import find, names
 from dyno.worker.spec import LOOKS
 
 if TYPE_CHECKING:
     import pandas as pd
 
+# Backends that run a precision which a study adds only where it can: where one of them ran, it could be tried.
+LOWERING = {
+    "int8": {"onnxruntime", "openvino", "tensorrt", "tensorrt_rtx"},
+    "bf16": {"pytorch", "compile", "aoti", "tensorrt", "tensorrt_rtx"},
+}
 RESUME = "the same `dyno run` again goes on, unless it still measures"
 REASONS = "the reasons are below the table"
 ENOUGH = 3  # rounds that a study has by default
@@ -292,8 +296,8 @@ def list_untried(run: RunData) -> str:
         added["int8"] = "--data" if values == "--data" else added["int8"]
     if all(t.device.partition(":")[0] == "cpu" for t in trials):
         del added["bf16"]  # where the processor computes in it, it was tried
-    able = {name for t in trials if t.backend in names() for name in find(t.backend).precisions}
-    untried = [name for name in added if name in able - {t.precision for t in trials}]
+    used, tried = {t.backend for t in trials}, {t.precision for t in trials}
+    untried = [name for name in added if used & LOWERING[name] and name not in tried]
     return ", ".join(f"{name} (add {added[name]})" for name in untried)
 
 

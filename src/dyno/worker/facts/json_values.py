@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, TypeVar, Union, cast
 
-import numpy as np
-
 # Records of which only the set fields are stored, and which a plug-in may add to.
 
 S = TypeVar("S", bound="Sparse")
@@ -43,7 +41,7 @@ class Sparse:
 
 def _differs(value: Any, default: Any) -> bool:
     """Return whether a value isn't the default; one of numpy would be compared with each part of a tuple."""
-    return (isinstance(default, tuple) and isinstance(value, np.ndarray | np.generic)) or bool(value != default)
+    return (isinstance(default, tuple) and not isinstance(value, tuple)) or bool(value != default)
 
 
 @lru_cache(maxsize=64)
