@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 from dyno import Study, UserError
 from dyno.results.trial_result import load_run
 from dyno.study.model_info import inspect_model, model_spec
-from dyno.worker.nets import models
+from dyno.worker.nets import huggingface, models
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
+REVISION = "0123456789abcdef0123456789abcdef01234567"
 SMALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
 PROCESSOR = {
     "do_resize": True, "size": {"shortest_edge": 40}, "do_center_crop": True, "crop_size": {"height": 32, "width": 32},
@@ -116,22 +118,46 @@ def test_a_name_that_the_hub_cannot_give_is_one_line(
     assert code == 2 and err.count("\n") == 1 and "can't be downloaded: no network; give a local folder" in err
     code, _, err = call("run", "hf:nothing", "--dry-run")
     assert code == 2 and "neither a folder nor ORG/NAME" in err
+    code, _, err = call("run", "hf:", "--dry-run")
+    assert code == 2 and "neither a folder nor ORG/NAME" in err
     (tmp_path / "empty").mkdir()
     code, _, err = call("run", f"hf:{tmp_path / 'empty'}", "--dry-run")
     assert code == 2 and "has no config.json" in err
 
 
-def test_the_hubs_cache_is_enough(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
+def test_the_hubs_cache_is_enough(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
 
-    asked = []
-
-    def from_cache(name: str, **options: Any) -> str:
-        asked.append((name, options["local_files_only"], "*.safetensors" in options["allow_patterns"]))
-        return str(folders / "bert")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", from_cache)
+    place = tmp_path / "models--some--bert"
+    shutil.copytree(folders / "bert", place / "snapshots" / REVISION)
+    (place / "refs").mkdir()
+    (place / "refs/main").write_text(REVISION)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     study = Study(models=("hf:some/bert",), pretrained=True)
     spec = model_spec(study, study.models[0])
-    assert spec.pretrained and spec.name == "bert" and asked == [("some/bert", True, True)]
+    assert spec.pretrained and spec.name == "bert" and spec.source.endswith(REVISION)
     assert not model_spec(Study(models=("hf:some/bert",)), "hf:some/bert").pretrained, "random without --pretrained"
+    with pytest.raises(UserError, match="hf:some/other is not in the hub's cache"):
+        model_spec(study, "hf:some/other")
+
+
+@pytest.mark.parametrize(
+    ("processor", "resize", "interpolation"),
+    [
+        ({"size": {"shortest_edge": 32}, "crop_pct": 0.875, "resample": None}, 1 / 0.875, "bilinear"),
+        ({"size": {"shortest_edge": 384}, "crop_pct": 0.875, "resample": 3}, 1.0, "bicubic"),
+        ({"size": 32, "resample": 2}, 0.0, "bilinear"),
+        ({"size": {"height": 32, "width": 48}}, 0.0, "bilinear"),
+    ],
+)
+def test_processors_as_others_write_them(
+    processor: dict[str, Any], resize: float, interpolation: str, folders: Path, tmp_path: Path
+) -> None:
+    shutil.copy(folders / "vit/config.json", tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    found, _ = huggingface.image_config(str(tmp_path))
+    assert found is not None and (found.resize, found.interpolation) == (pytest.approx(resize), interpolation)
+    (tmp_path / "preprocessor_config.json").write_text("{")
+    with pytest.raises(UserError, match="can't be read"):
+        huggingface.image_config(str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import zipfile
 from collections import Counter
@@ -135,7 +136,7 @@ class CompiledPackage:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """The calls of the compiled function: kernels of its own, and of PyTorch's libraries."""
+        """Calls in the compiled function: to generated kernels and to PyTorch's operators."""
         body = BODY.search(self.source)
         return tuple(_iter_calls(body[1], self)) if body else ()
 
@@ -246,12 +247,11 @@ def read_package(path: str) -> CompiledPackage:
                 raise UserError(f"{path} has no compiled code of AOTInductor")
             own = [name for name in names if f"data/aotinductor/{models[0]}/" in name]
             texts = {n: archive.read(n).decode() for n in own if n.endswith((".cpp", "_metadata.json"))}
-    except (OSError, zipfile.BadZipFile, UnicodeDecodeError) as e:
+        metadata: dict[str, Any] = {}
+        for name, text in texts.items():
+            metadata |= json.loads(text) if name.endswith("_metadata.json") else {}
+    except (OSError, zipfile.BadZipFile, ValueError, TypeError) as e:  # text or JSON that is none is a ValueError
         raise UserError(f"{path} is not a package that can be read: {e}") from e
-    metadata: dict[str, Any] = {}
-    for name, text in texts.items():
-        if name.endswith("_metadata.json"):
-            metadata |= json.loads(text)
     code = [text for name, text in sorted(texts.items()) if name.endswith(".cpp")]
     source = next((text for text in code if "AOTInductorModel::run_impl" in text), "")
     return CompiledPackage(models[0], metadata, source, "\n".join(text for text in code if text is not source))
@@ -286,16 +286,9 @@ def list_layers(path: str) -> LayerGraph:
     if not package.layers:
         raise UserError(f"{path} was stored without its C++ code, so its layers can't be listed")
     shapes = {name: shape for name, (_, shape) in package.constants.items()}
-    parameters = sum(_count(shape) for shape in shapes.values())
+    parameters = sum(map(math.prod, shapes.values()))
     note = "the type of the package's own kernels is the operators that they fuse"
     return LayerGraph(form=LAYERS, library="AOTInductor", parameters=parameters, layers=package.layers, notes=(note,))
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total
 
 
 def kept_metadata(facts: KeptFacts) -> dict[str, str]:

@@ -17,6 +17,7 @@ from dyno.worker.spec import NETWORK_FOLDER, ModelSpec, Preprocess, Unavailable,
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
 INTERPOLATIONS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # of Pillow, by number
+UNCROPPED = 384  # pixels from which ConvNeXt's processor resizes to the size, without its `crop_pct`
 TOKENS, SAMPLES = 128, 16_000  # of an example, where the model takes as many
 FRAMES = "input_features"  # of a speech encoder's spectrogram
 
@@ -31,7 +32,7 @@ def locate(name: str, pretrained: bool) -> Path:
 
     Weights are fetched with `pretrained` only. Raises `UserError` if the hub can't be reached or has no such model.
     """
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         if not Path(name, CONFIG).is_file():
             raise UserError(f"{name} has no {CONFIG}, so it is no model of transformers; save it with save_pretrained")
         return Path(name).absolute()
@@ -113,8 +114,10 @@ def image_config(folder: str) -> tuple[Preprocess | None, tuple[int, int] | None
     path, size = Path(folder, PROCESSOR), _read_pair(getattr(_read_config(folder), "image_size", None))
     if not path.is_file():
         return None, size
-    with path.open(encoding="utf-8") as file:
-        given = json.load(file)
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(f"{path} can't be read: {e}") from e
     resized = given.get("size") or {}
     resized = {"height": resized, "width": resized} if isinstance(resized, int) else resized
     shortest = resized.get("shortest_edge")
@@ -123,7 +126,9 @@ def image_config(folder: str) -> tuple[Preprocess | None, tuple[int, int] | None
     normalises = given.get("do_normalize", True) and given.get("image_mean") and given.get("image_std")
     mean, std = (given["image_mean"], given["image_std"]) if normalises else ([0.0] * 3, [1.0] * 3)
     resize = shortest / min(size) if shortest and size else 0.0
-    how = INTERPOLATIONS.get(int(given.get("resample", 2)), "bilinear")
+    if shortest and shortest < UNCROPPED and given.get("crop_pct"):
+        resize = 1 / given["crop_pct"]
+    how = INTERPOLATIONS.get(given.get("resample"), "bilinear")
     return Preprocess(tuple(map(float, mean)), tuple(map(float, std)), float(resize), how), size
 
 
