@@ -45,18 +45,18 @@ demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
 test: setup  ## the tests, but for those that take long and rarely fail
 	@$(MAKE) --no-print-directory test-all PYTEST='$(USUAL) $(PYTEST)'
 
-test-all: setup  ## every test, in three processes in parallel; each shows what it did when it ends
+test-all: setup  ## every test, in three processes in parallel; up to three failures of each run again, alone
 	@$(BIN)/python tests/one_server.py $(MAKE) --no-print-directory -j3 --output-sync=line --keep-going \
 	  test-program test-engines test-jobs
 
 test-program:
-	$(BIN)/python -m pytest $(PYTEST) $(PROGRAM)
+	$(BIN)/python tests/one_server.py group program $(PYTEST) $(PROGRAM)
 
 test-engines:
-	$(BIN)/python -m pytest $(PYTEST) $(ENGINES)
+	$(BIN)/python tests/one_server.py group engines $(PYTEST) $(ENGINES)
 
 test-jobs:
-	$(BIN)/python -m pytest $(PYTEST) $(JOBS)
+	$(BIN)/python tests/one_server.py group jobs $(PYTEST) $(JOBS)
 
 check: setup  ## format, lint, types and the fast tests
 	@$(MAKE) --no-print-directory -j4 --output-sync=line --keep-going PYTEST='$(FAST)' style test-program test-engines test-jobs
