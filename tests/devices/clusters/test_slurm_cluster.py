@@ -31,10 +31,13 @@ LOCAL = "slurm=2,cluster=local"
 two_cores = pytest.mark.skipif(system.physical_cores() < 2, reason="two jobs need two physical cores")
 FAKE = {
     "srun": "",
+    # The first job runs, from a copy of the script, as Slurm does it: submitit moves its own meanwhile.
     "sbatch": """
 n=$(ls "$FAKE_SLURM"/*.sbatch 2>/dev/null | wc -l); n=$((n + 1)); cp "$1" "$FAKE_SLURM/$n.sbatch"
-if [ $n = 1 ]; then
-  SLURM_JOB_ID=$n OMP_NUM_THREADS=3 setsid bash "$1" >/dev/null 2>&1 & echo $! > "$FAKE_SLURM/$n.pid"
+if [ $n = 1 ] && [ -z "$FAKE_DEAF" ]; then
+  log=$(sed -n 's/^#SBATCH --error=//p' "$1")
+  SLURM_JOB_ID=$n OMP_NUM_THREADS=3 setsid bash "$FAKE_SLURM/$n.sbatch" >>"${log//%j/$n}" 2>&1 &
+  echo $! > "$FAKE_SLURM/$n.pid"
 fi
 echo "Submitted batch job $n"
 """,
@@ -42,12 +45,27 @@ echo "Submitted batch job $n"
 echo . >> "$FAKE_SLURM/asked"
 [ $(wc -l < "$FAKE_SLURM/asked") -lt 3 ] && two="PENDING|Resources" || two="CANCELLED|None"
 case "$*" in *--jobs=2*|*,2*) echo "2|$two";; esac
-case "$*" in *--jobs=1*) echo "1|RUNNING|None";; esac
+[ -n "$FAKE_DEAF" ] || kill -0 $(cat "$FAKE_SLURM/1.pid") 2>/dev/null && one=RUNNING || one=FAILED
+case "$*" in *--jobs=1*) echo "1|$one|None";; esac
 """,
     "scancel": """
 echo "$*" >> "$FAKE_SLURM/cancelled"
 """,
 }
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a Slurm whose commands are scripts."""
+    fake = tmp_path / "slurm"
+    fake.mkdir()
+    for name, text in FAKE.items():
+        (fake / name).write_text(f"#!/bin/bash\n{text}")
+        (fake / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SLURM", str(fake))
+    monkeypatch.setattr(slurm_cluster, "QUEUE_S", 0.2)
+    return fake
 
 
 @pytest.mark.slow
@@ -167,16 +185,8 @@ def _unfinished(folder: Path) -> dict[str, int]:
 @pytest.mark.rare
 @pytest.mark.usefixtures("undisturbed")
 def test_a_job_that_waits_is_spoken_of_and_one_that_never_starts_is_left_out(
-    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, fake_slurm: Path
 ) -> None:
-    fake = tmp_path / "slurm"
-    fake.mkdir()
-    for name, text in FAKE.items():
-        (fake / name).write_text(f"#!/bin/bash\n{text}")
-        (fake / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{fake}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_SLURM", str(fake))
-    monkeypatch.setattr(slurm_cluster, "QUEUE_S", 0.2)
     log = Log()
     study = fake_study(on="slurm=2,partition=fast,time=30,reservation=mine", rounds=2)
     spread.run(study, tmp_path / "run", log)
@@ -184,14 +194,26 @@ def test_a_job_that_waits_is_spoken_of_and_one_that_never_starts_is_left_out(
     assert "job 2 waits in the queue (Resources)" in said
     assert "job 2 did not start: it is cancelled (it wrote no log" in said
     assert len(records(tmp_path / "run")) == 2
-    given = (fake / "1.sbatch").read_text()
+    given = (fake_slurm / "1.sbatch").read_text()
     for option in ("--partition=fast", "--time=30", "--reservation=mine", "--exclusive", "--no-requeue"):
         assert f"#SBATCH {option}\n" in given
-    assert {"1", "2"} <= set((fake / "cancelled").read_text().split())
-    pid = int((fake / "1.pid").read_text())
+    assert {"1", "2"} <= set((fake_slurm / "cancelled").read_text().split())
+    pid = int((fake_slurm / "1.pid").read_text())
     with suppress(psutil.NoSuchProcess):  # it has ended
         job = psutil.Process(pid)
         assert job.status() == psutil.STATUS_ZOMBIE or not psutil.wait_procs([job], timeout=300)[1]
+
+
+def test_a_job_that_runs_but_says_nothing_does_not_keep_the_study(
+    fake_study: Any, tmp_path: Path, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DEAF", "1")
+    monkeypatch.setattr(slurm_cluster, "MINUTE_S", 0.01)
+    with pytest.raises(
+        UserError, match=r"no job .* has started: job 1 gave no sign of life within 2 min \(it wrote no"
+    ):
+        spread.run(fake_study(on="slurm=1,wait=2"), tmp_path / "run", Progress(quiet=True))
+    assert "1" in (fake_slurm / "cancelled").read_text().split()
 
 
 def test_a_job_ends_when_nothing_is_heard_of_its_driver_or_slurm_ends_it(tmp_path: Path) -> None:

@@ -247,6 +247,7 @@ def states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
 # Waiting for Slurm jobs to start: messages meanwhile, and the jobs that the study goes on without.
 
 POLL_S = 0.2
+MINUTE_S = 60.0
 
 
 class Queue:
@@ -257,15 +258,18 @@ class Queue:
         self._waiting, self._running = list(jobs), list[SlurmHost]()
         self._states: dict[str, tuple[str, str]] = {}
         self._asked = self._first = 0.0
+        self._awaited = dict[str, float]()  # since when a job by its id, which isn't in the queue, is awaited
         self._why, self._said = "", list[str]()
 
     def started(self, wait_s: float) -> list[SlurmHost]:
         """Wait until each job has started or never will, and return those that have started.
 
-        After the first start, the others have `wait_s` seconds. Raises `UserError` if no job starts.
+        After the first start, the others have `wait_s` seconds; and as many has each job that is no longer in Slurm's
+        queue, or about which Slurm doesn't answer. Raises `UserError` if no job starts.
         """
         while self._waiting:
             self._sort_jobs()
+            self._leave_out(self._list_silent(wait_s), f"gave no sign of life within {wait_s / MINUTE_S:g} min")
             if self._running:
                 self._first = self._first or time.monotonic()
                 if time.monotonic() - self._first > wait_s:
@@ -287,7 +291,17 @@ class Queue:
         for host in ended:
             if host in self._waiting:
                 state = self._find_state(host)[0].lower() or "ended"
-                self._leave_out([host], f"did not start: it is {state} ({host.last_words()})")
+                self._leave_out([host], f"did not start: it is {state}")
+
+    def _list_silent(self, wait_s: float) -> list[SlurmHost]:
+        """Return the jobs that should have started by now: out of the queue for `wait_s` seconds, and silent."""
+        now, silent = time.monotonic(), []
+        for host in self._waiting:
+            if self._find_state(host)[0] in WAITING:
+                self._awaited.pop(host.id, None)
+            elif now - self._awaited.setdefault(host.id, now) > wait_s:
+                silent.append(host)
+        return silent
 
     def _find_state(self, host: SlurmHost) -> tuple[str, str]:
         return self._states.get(host.id, ("", ""))
@@ -298,8 +312,8 @@ class Queue:
             host.gone = True
             host.cancel()
             state, reason = self._find_state(host)
-            reason = "" if over(state) else reason
-            self._why = f"{host.name} {why}" + (f" ({reason})" if reason else "")
+            known = state in WAITING and reason
+            self._why = f"{host.name} {why}" + (f" ({reason})" if known else f" ({host.last_words()})")
             self.progress.note(f"{self._why}; the study goes on without it")
 
     def _show_reasons(self) -> None:
@@ -347,7 +361,7 @@ def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> It
         with _keep_beating(mail):
             for number in range(wanted.jobs):
                 jobs.append(_submit_job(submitit, wanted, device, mail, number))
-            yield _list_places(Queue(jobs, progress).started(wanted.minutes["wait"] * 60), device, progress)
+            yield _list_places(Queue(jobs, progress).started(wanted.minutes["wait"] * MINUTE_S), device, progress)
     finally:
         _end_jobs(jobs, mail)
         shutil.rmtree(base, ignore_errors=True)
