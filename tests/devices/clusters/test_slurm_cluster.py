@@ -4,9 +4,11 @@ commands are scripts."""
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,8 +18,9 @@ import spreading
 from dyno import UserError
 from dyno.devices import blocks, spread
 from dyno.devices.clusters import slurm_cluster
-from dyno.devices.clusters.slurm_cluster import parse
-from dyno.devices.clusters.slurm_job import DRIVER, NODE, Mail, Pilot, write
+from dyno.devices.clusters.node import Node, NodeLost
+from dyno.devices.clusters.slurm_cluster import SlurmHost, parse
+from dyno.devices.clusters.slurm_job import BEGUN, DRIVER, LEFT, Mail, Pilot
 from dyno.devices.places import RunningBlock
 from dyno.jobs.progress import Progress
 from dyno.results import remarks
@@ -210,7 +213,7 @@ def test_a_job_that_runs_but_says_nothing_does_not_keep_the_study(
     monkeypatch.setenv("FAKE_DEAF", "1")
     monkeypatch.setattr(slurm_cluster, "MINUTE_S", 0.01)
     with pytest.raises(
-        UserError, match=r"no job .* has started: job 1 gave no sign of life within 2 min \(it wrote no"
+        UserError, match=r"no job .* can take part: job 1 gave no sign of life within 2 min \(it wrote no"
     ):
         spread.run(fake_study(on="slurm=1,wait=2"), tmp_path / "run", Progress(quiet=True))
     assert "1" in (fake_slurm / "cancelled").read_text().split()
@@ -219,15 +222,35 @@ def test_a_job_that_runs_but_says_nothing_does_not_keep_the_study(
 def test_a_job_ends_when_nothing_is_heard_of_its_driver_or_slurm_ends_it(tmp_path: Path) -> None:
     folder = tmp_path / "0"
     folder.mkdir()
-    write(tmp_path / DRIVER, {"beat": 1})
+    Mail(tmp_path).send(DRIVER, 0, 1)
     Pilot(folder, 0.3, 0).serve()
-    assert "no sign of life" in str(Mail(folder).beat(NODE))
+    assert "no sign of life" in str(Mail(folder).read(LEFT))
     stopped = Pilot(folder, 100.0, 0)
     stopped.interrupt(signal.SIGTERM, None)
     stopped.serve()
-    assert "ended by SIGTERM" in str(Mail(folder).beat(NODE))
+    assert "ended by SIGTERM" in str(Mail(folder).read(LEFT))
     shutil.rmtree(folder)
     Pilot(folder, 100.0, 0).serve()  # ends, as its study has removed the folder
+
+
+def test_a_lost_job_is_noticed_while_it_has_nothing_to_do(
+    tmp_path: Path, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fake_slurm / "1.pid").write_text("none")  # so that Slurm says that it failed
+    monkeypatch.setattr(slurm_cluster, "QUEUE_S", 0.0)
+    host = SlurmHost(SimpleNamespace(job_id=1), Mail(tmp_path), "cpu", local=False)
+    assert not host.gone, "what became of a job that hasn't started, the queue says"
+    host.about = Node().describe("cpu")
+    with pytest.raises(NodeLost, match="job 1: Slurm says that it is failed"):
+        host.answer()
+    assert host.gone
+
+
+def test_a_second_start_of_a_job_does_nothing(tmp_path: Path) -> None:
+    (tmp_path / BEGUN).touch()
+    code = f"from dyno.devices.clusters import slurm_job; slurm_job.main({str(tmp_path)!r}, {{'silent_s': 100.0}})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+    assert [path.name for path in tmp_path.iterdir()] == [BEGUN]
 
 
 def test_what_is_asked_of_slurm() -> None:
