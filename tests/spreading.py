@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import psutil
 
@@ -19,6 +20,7 @@ from dyno.results.trial_result import Results, TrialResult, load_run
 from dyno.study.plan import expand
 from logged import Log
 
+PATIENCE_S = 600  # for what takes a few seconds on a machine with little else to do
 MODULE = "dyno.devices.blocks"
 MARK = "DYNO_TESTS_OF_SPREADING"
 TWO_BLOCKS = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}
@@ -68,6 +70,20 @@ def find_moved(folder: Path, rounds: int) -> TrialResult:
     return moved
 
 
+def wait_for(find: Callable[[], object], command: subprocess.Popen[Any], what: str) -> None:
+    """Wait until the command has something; fail if it ends before, or in ten minutes hasn't."""
+    until = time.monotonic() + PATIENCE_S
+    while not find():
+        assert command.poll() is None, f"the command ended without {what}"
+        assert time.monotonic() < until, f"the command had no {what} in {PATIENCE_S} s"
+        time.sleep(0.05)
+
+
+def list_measured(folder: Path) -> list[Path]:
+    """The records of blocks that aren't at their end."""
+    return [*folder.glob("blocks/*/trials/*/*/record.json")]
+
+
 def stop(study: Study, folder: Path, send: Callable[[subprocess.Popen[str]], None]) -> str:
     """Send a signal to `dyno run` once something is measured: it ends with one line; what it wrote."""
     (folder.parent / "study.toml").write_text(study.to_toml())
@@ -76,11 +92,9 @@ def stop(study: Study, folder: Path, send: Callable[[subprocess.Popen[str]], Non
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    while not [*folder.glob("blocks/*/trials/*/*/record.json")]:
-        assert command.poll() is None, "something is measured first"
-        time.sleep(0.05)
+    wait_for(lambda: list_measured(folder), command, "a first record")
     send(command)
-    _, said = command.communicate(timeout=600)
+    _, said = command.communicate(timeout=PATIENCE_S)
     assert command.returncode == 130
     assert said.splitlines()[-1].startswith("dyno: stopped; what was measured is stored") and "Traceback" not in said
     return said
@@ -124,20 +138,25 @@ def environments() -> Iterator[list[dict[str, str]]]:
         del os.environ[MARK]
 
 
-def kill_a_driver(study: Study, folder: Path) -> Collection[str]:
+def kill_a_driver(
+    study: Study, folder: Path, before: Callable[[subprocess.Popen[bytes]], None] = lambda _: None
+) -> dict[str, int]:
     """Run the study in a process that is killed once a block has something measured, and see that nothing of it goes
-    on; what was measured by then, by trial and round."""
+    on; when what was measured by then was written, by trial and round. `before` is called with the stopped process."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.parent / "study.toml"
     file.write_text(study.to_toml())
-    before = {p.pid for p in blocks()}
+    others = {p.pid for p in blocks()}
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(file), str(folder)])
-    while not (kept := [*folder.glob("blocks/*/trials/*/*/record.json")]):
-        assert driver.poll() is None, "the driver has a block measured first"
-        time.sleep(0.05)
-    measuring = [p for p in blocks() if p.pid not in before]
-    assert measuring
-    os.kill(driver.pid, signal.SIGKILL)
-    driver.wait()
+    try:
+        wait_for(lambda: list_measured(folder), driver, "a first record")
+        driver.send_signal(signal.SIGSTOP)  # so that it neither ends nor moves what was measured before it is killed
+        kept = {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in list_measured(folder)}
+        measuring = [p for p in blocks() if p.pid not in others]
+        assert measuring
+        before(driver)
+    finally:
+        driver.kill()
+        driver.wait()
     assert not psutil.wait_procs(measuring, timeout=180)[1], "none goes on without the driver"
-    return {"/".join(path.parts[-3:-1]) for path in kept}
+    return kept

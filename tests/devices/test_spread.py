@@ -1,15 +1,9 @@
 """A study on two shares of the processor: every block whole on one of them, whatever is killed."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import spreading
@@ -24,7 +18,7 @@ from dyno.results.trial_result import load_run
 from dyno.runner.execute import execute
 from dyno.worker import system
 from logged import Log
-from spreading import DRIVER, records
+from spreading import kill_a_driver, records
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
 DEVICES = "cpu:0,cpu:1"
@@ -82,22 +76,13 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
 def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice(
     fake_study: Any, tmp_path: Path
 ) -> None:
-    study = fake_study(device=DEVICES, batches=(1, 2), rounds=4)
-    (tmp_path / "study.toml").write_text(study.to_toml())
-    folder = tmp_path / "run"
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path / "study.toml"), str(folder)])
-    while not (kept := [*folder.glob("blocks/*/trials/*/*/record.json")]):
-        assert driver.poll() is None, "the driver has a block measured first"
-        time.sleep(0.05)
-    driver.send_signal(signal.SIGSTOP)  # so that it neither ends nor moves what was measured before it is killed
-    children = psutil.Process(driver.pid).children(recursive=True)
-    with pytest.raises(UserError, match="is in use by another dyno"):
-        spread.run(study, folder, Progress(quiet=True))
-    os.kill(driver.pid, signal.SIGKILL)
-    driver.wait()
-    assert not psutil.wait_procs(children, timeout=300)[1], "none goes on without the driver"
+    study, folder = fake_study(device=DEVICES, batches=(1, 2), rounds=4), tmp_path / "run"
 
-    before = {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in kept}
+    def refused(_: object) -> None:
+        with pytest.raises(UserError, match="is in use by another dyno"):
+            spread.run(study, folder, Progress(quiet=True))
+
+    before = kill_a_driver(study, folder, refused)
     spread.run(study, folder, Progress(quiet=True))
     assert before.items() <= records(folder).items(), "what was measured is kept"
     assert len(records(folder)) == 8

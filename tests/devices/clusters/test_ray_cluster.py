@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +26,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(system.physical_cores() < 2, reason="two nodes need two physical cores"),
 ]
-NODES_S = 600  # that nodes may take to start
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,7 @@ def cluster() -> Iterator[Any]:
             patch.setenv(name, value)
         two = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         two.add_node(num_cpus=1)
-        two.wait_for_nodes(NODES_S)
+        two.wait_for_nodes(spreading.PATIENCE_S)
         yield two
         two.shutdown()
 
@@ -61,7 +59,7 @@ def test_a_study_on_two_nodes_is_that_of_one_host_but_for_its_places(
 @pytest.mark.usefixtures("undisturbed")
 def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
     third, gone = cluster.add_node(num_cpus=1), []
-    cluster.wait_for_nodes(NODES_S)
+    cluster.wait_for_nodes(spreading.PATIENCE_S)
 
     def kill(place: str, line: str) -> None:
         if place.endswith("#3") and "after round 1" in line and not gone:
@@ -88,7 +86,7 @@ def _anywhere(about: Any, count: int, taken: Any, host: Any) -> Any:
 @pytest.mark.rare
 def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
     third = cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes(NODES_S)
+    cluster.wait_for_nodes(spreading.PATIENCE_S)
     cluster.remove_node(third, allow_graceful=False)
     with ray_cluster.places(cluster.address, "cpu") as places:  # Ray still lists it
         assert len(places) == 2
@@ -101,7 +99,7 @@ def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
 ) -> None:
     study = fake_study(on=f"ray={cluster.address}", batches=(1, 2), rounds=4, seconds=0.2)
     folder = tmp_path / "run"
-    before = kill_a_driver(study, folder)
+    before = kill_a_driver(study, folder).keys()
     log = Log()
     spread.run(study, folder, log)
     assert before <= records(folder).keys() and len(records(folder)) == 8
@@ -121,11 +119,9 @@ def test_a_command_that_is_terminated_while_ray_starts_says_so_in_one_line(fake_
     (tmp_path / "study.toml").write_text(fake_study(on="ray=local").to_toml())
     words = [sys.executable, "-m", "dyno", "run", str(tmp_path / "study.toml"), "--out", str(tmp_path / "run")]
     command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not any("gcs_server" in name for name in _children(command.pid)):
-        assert command.poll() is None, "Ray begins to start first"
-        time.sleep(0.01)
+    spreading.wait_for(lambda: "gcs_server" in "".join(_children(command.pid)), command, "process of Ray")
     command.terminate()
-    _, said = command.communicate(timeout=600)
+    _, said = command.communicate(timeout=spreading.PATIENCE_S)
     assert command.returncode == 130
     assert said.splitlines() == ["dyno: stopped; what was measured is stored, the same command continues from there"]
 

@@ -4,9 +4,11 @@ commands are scripts."""
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,8 +18,9 @@ import spreading
 from dyno import UserError
 from dyno.devices import blocks, spread
 from dyno.devices.clusters import slurm_cluster
-from dyno.devices.clusters.slurm_cluster import parse
-from dyno.devices.clusters.slurm_job import DRIVER, NODE, Mail, Pilot, write
+from dyno.devices.clusters.node import Node, NodeLost
+from dyno.devices.clusters.slurm_cluster import SlurmHost, parse
+from dyno.devices.clusters.slurm_job import BEGUN, DRIVER, LEFT, Mail, Pilot
 from dyno.devices.places import RunningBlock
 from dyno.jobs.progress import Progress
 from dyno.results import remarks
@@ -31,10 +34,13 @@ LOCAL = "slurm=2,cluster=local"
 two_cores = pytest.mark.skipif(system.physical_cores() < 2, reason="two jobs need two physical cores")
 FAKE = {
     "srun": "",
+    # The first job runs, from a copy of the script, as Slurm does it: submitit moves its own meanwhile.
     "sbatch": """
 n=$(ls "$FAKE_SLURM"/*.sbatch 2>/dev/null | wc -l); n=$((n + 1)); cp "$1" "$FAKE_SLURM/$n.sbatch"
-if [ $n = 1 ]; then
-  SLURM_JOB_ID=$n OMP_NUM_THREADS=3 setsid bash "$1" >/dev/null 2>&1 & echo $! > "$FAKE_SLURM/$n.pid"
+if [ $n = 1 ] && [ -z "$FAKE_DEAF" ]; then
+  log=$(sed -n 's/^#SBATCH --error=//p' "$1")
+  SLURM_JOB_ID=$n OMP_NUM_THREADS=3 setsid bash "$FAKE_SLURM/$n.sbatch" >>"${log//%j/$n}" 2>&1 &
+  echo $! > "$FAKE_SLURM/$n.pid"
 fi
 echo "Submitted batch job $n"
 """,
@@ -42,12 +48,27 @@ echo "Submitted batch job $n"
 echo . >> "$FAKE_SLURM/asked"
 [ $(wc -l < "$FAKE_SLURM/asked") -lt 3 ] && two="PENDING|Resources" || two="CANCELLED|None"
 case "$*" in *--jobs=2*|*,2*) echo "2|$two";; esac
-case "$*" in *--jobs=1*) echo "1|RUNNING|None";; esac
+[ -n "$FAKE_DEAF" ] || kill -0 $(cat "$FAKE_SLURM/1.pid") 2>/dev/null && one=RUNNING || one=FAILED
+case "$*" in *--jobs=1*) echo "1|$one|None";; esac
 """,
     "scancel": """
 echo "$*" >> "$FAKE_SLURM/cancelled"
 """,
 }
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a Slurm whose commands are scripts."""
+    fake = tmp_path / "slurm"
+    fake.mkdir()
+    for name, text in FAKE.items():
+        (fake / name).write_text(f"#!/bin/bash\n{text}")
+        (fake / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SLURM", str(fake))
+    monkeypatch.setattr(slurm_cluster, "QUEUE_S", 0.2)
+    return fake
 
 
 @pytest.mark.slow
@@ -167,16 +188,8 @@ def _unfinished(folder: Path) -> dict[str, int]:
 @pytest.mark.rare
 @pytest.mark.usefixtures("undisturbed")
 def test_a_job_that_waits_is_spoken_of_and_one_that_never_starts_is_left_out(
-    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_study: Any, tmp_path: Path, fake_slurm: Path
 ) -> None:
-    fake = tmp_path / "slurm"
-    fake.mkdir()
-    for name, text in FAKE.items():
-        (fake / name).write_text(f"#!/bin/bash\n{text}")
-        (fake / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{fake}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_SLURM", str(fake))
-    monkeypatch.setattr(slurm_cluster, "QUEUE_S", 0.2)
     log = Log()
     study = fake_study(on="slurm=2,partition=fast,time=30,reservation=mine", rounds=2)
     spread.run(study, tmp_path / "run", log)
@@ -184,28 +197,60 @@ def test_a_job_that_waits_is_spoken_of_and_one_that_never_starts_is_left_out(
     assert "job 2 waits in the queue (Resources)" in said
     assert "job 2 did not start: it is cancelled (it wrote no log" in said
     assert len(records(tmp_path / "run")) == 2
-    given = (fake / "1.sbatch").read_text()
+    given = (fake_slurm / "1.sbatch").read_text()
     for option in ("--partition=fast", "--time=30", "--reservation=mine", "--exclusive", "--no-requeue"):
         assert f"#SBATCH {option}\n" in given
-    assert {"1", "2"} <= set((fake / "cancelled").read_text().split())
-    pid = int((fake / "1.pid").read_text())
+    assert {"1", "2"} <= set((fake_slurm / "cancelled").read_text().split())
+    pid = int((fake_slurm / "1.pid").read_text())
     with suppress(psutil.NoSuchProcess):  # it has ended
         job = psutil.Process(pid)
         assert job.status() == psutil.STATUS_ZOMBIE or not psutil.wait_procs([job], timeout=300)[1]
 
 
+def test_a_job_that_runs_but_says_nothing_does_not_keep_the_study(
+    fake_study: Any, tmp_path: Path, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DEAF", "1")
+    monkeypatch.setattr(slurm_cluster, "MINUTE_S", 0.01)
+    with pytest.raises(
+        UserError, match=r"no job .* can take part: job 1 gave no sign of life within 2 min \(it wrote no"
+    ):
+        spread.run(fake_study(on="slurm=1,wait=2"), tmp_path / "run", Progress(quiet=True))
+    assert "1" in (fake_slurm / "cancelled").read_text().split()
+
+
 def test_a_job_ends_when_nothing_is_heard_of_its_driver_or_slurm_ends_it(tmp_path: Path) -> None:
     folder = tmp_path / "0"
     folder.mkdir()
-    write(tmp_path / DRIVER, {"beat": 1})
+    Mail(tmp_path).send(DRIVER, 0, 1)
     Pilot(folder, 0.3, 0).serve()
-    assert "no sign of life" in str(Mail(folder).beat(NODE))
+    assert "no sign of life" in str(Mail(folder).read(LEFT))
     stopped = Pilot(folder, 100.0, 0)
     stopped.interrupt(signal.SIGTERM, None)
     stopped.serve()
-    assert "ended by SIGTERM" in str(Mail(folder).beat(NODE))
+    assert "ended by SIGTERM" in str(Mail(folder).read(LEFT))
     shutil.rmtree(folder)
     Pilot(folder, 100.0, 0).serve()  # ends, as its study has removed the folder
+
+
+def test_a_lost_job_is_noticed_while_it_has_nothing_to_do(
+    tmp_path: Path, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fake_slurm / "1.pid").write_text("none")  # so that Slurm says that it failed
+    monkeypatch.setattr(slurm_cluster, "QUEUE_S", 0.0)
+    host = SlurmHost(SimpleNamespace(job_id=1), Mail(tmp_path), "cpu", local=False)
+    assert not host.gone, "what became of a job that hasn't started, the queue says"
+    host.about = Node().describe("cpu")
+    with pytest.raises(NodeLost, match="job 1: Slurm says that it is failed"):
+        host.answer()
+    assert host.gone
+
+
+def test_a_second_start_of_a_job_does_nothing(tmp_path: Path) -> None:
+    (tmp_path / BEGUN).touch()
+    code = f"from dyno.devices.clusters import slurm_job; slurm_job.main({str(tmp_path)!r}, {{'silent_s': 100.0}})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+    assert [path.name for path in tmp_path.iterdir()] == [BEGUN]
 
 
 def test_what_is_asked_of_slurm() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from dyno.devices import places as devices
 from dyno.devices.clusters import slurm_job
 from dyno.devices.clusters.node import (
-    SILENT_S,
+    NodeDescription,
     NodeLost,
     RemoteHost,
     check_device,
@@ -29,7 +29,7 @@ from dyno.devices.clusters.node import (
     processors,
     same_dyno,
 )
-from dyno.devices.clusters.slurm_job import ANSWER, ASK, BEAT_S, DRIVER, NODE, OVER, Mail
+from dyno.devices.clusters.slurm_job import ANSWER, ASK, BEAT_S, DRIVER, LEFT, OVER, Mail
 from dyno.devices.places import Place
 from dyno.jobs.progress import Progress
 from dyno.store import SLURM
@@ -97,10 +97,8 @@ def _parse_minutes(name: str, value: str) -> int:
 # A job of Slurm as a host: asked through files, and taken for lost when it or Slurm says so, or nothing is heard.
 
 JOB_NAME = "dyno"
-DEAD_S = 120.0  # without a sign of life, after which either side takes the other for dead
-SUSPECT_S = 10.0  # after which Slurm is asked
-QUEUE_S = 10.0  # between two questions to Slurm
-LOOK_S = 0.5  # between two looks for a job's sign of life
+DEAD_S = 120.0  # without a sign of life of the command, after which a job takes it for dead
+QUEUE_S = 10.0  # without an answer of a job, after which Slurm is asked about it; and between two questions to Slurm
 COMMAND_S = 60.0  # that a command of Slurm may take
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -109,12 +107,13 @@ ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OU
 class SlurmHost(RemoteHost):
     """A job and its device; `local` where it is a process on this host, as submitit has it without Slurm."""
 
-    def __init__(self, job: Any, mail: Mail, *, local: bool) -> None:
+    def __init__(self, job: Any, mail: Mail, device: str, *, local: bool) -> None:
         super().__init__()
         self.job, self.mail, self.local = job, mail, local
+        self.about: NodeDescription | None = None  # once it has started
         self._number = 0
-        self._beat: Any = None
-        self._heard = self._looked = self._asked = time.monotonic()
+        self._heard = time.monotonic()
+        self.ask("describe", device)
 
     @property
     def id(self) -> str:
@@ -141,13 +140,9 @@ class SlurmHost(RemoteHost):
         return self.local and bool(self.job.done())
 
     @property
-    def started(self) -> bool:
-        return self.mail.beat(NODE) is not None
-
-    @property
     def ended(self) -> bool:
-        """Whether it has started, and has nothing more to do."""
-        return self.dead or bool((self.mail.beat(NODE) or {}).get("left"))
+        """Whether it has nothing more to do, also where it never started."""
+        return self.dead if self.local else self.about is None or self.mail.read(LEFT) is not None
 
     def ask(self, call: str, *given: Any) -> None:
         self._number += 1
@@ -160,31 +155,24 @@ class SlurmHost(RemoteHost):
         found = self.mail.receive(ANSWER, self._number)
         if found is None:
             self._check_job()
-        elif isinstance(found[0], Exception):
+            return None
+        self._heard = time.monotonic()
+        if isinstance(found[0], Exception):
             raise self._end_job(" ".join(str(found[0]).split()))
         return found
 
     def _check_job(self) -> None:
         """See whether the job is still there; raises `NodeLost`."""
-        now = time.monotonic()
-        if now - self._looked < LOOK_S:
-            return
-        self._looked = now
-        beat = self.mail.beat(NODE)
-        if beat is not None and beat != self._beat:
-            self._beat, self._heard = beat, now
-            if left := beat.get("left"):
-                raise self._end_job(left)
-        if self.dead:
+        dead = self.dead  # before its last message is looked for
+        if left := self.mail.read(LEFT):
+            raise self._end_job(left[0])
+        if dead:
             raise self._end_job("its process was killed")
-        silent = now - self._heard
-        if not self.local and silent > SUSPECT_S and now - self._asked > QUEUE_S:
-            self._asked = now
+        if not self.local and self.about and time.monotonic() - self._heard > QUEUE_S:
+            self._heard = time.monotonic()
             state, _ = states([self]).get(self.id, ("", ""))
             if over(state):
                 raise self._end_job(f"Slurm says that it is {state.lower()}")
-        if silent > DEAD_S:
-            raise self._end_job(f"it gave no sign of life for {silent:.0f} s")
 
     def _end_job(self, why: str) -> NodeLost:
         """End the job, whether it still exists or not, and return the error."""
@@ -192,7 +180,7 @@ class SlurmHost(RemoteHost):
         with suppress(OSError):
             (self.mail.folder / OVER).touch()
         self.cancel()
-        return NodeLost(f"{self.name}: {why}")
+        return NodeLost(f"{self.name}: {why}" + ("" if self.about else f" ({self.last_words()})"))
 
     def cancel(self) -> None:
         """Take the job from Slurm."""
@@ -247,6 +235,7 @@ def states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
 # Waiting for Slurm jobs to start: messages meanwhile, and the jobs that the study goes on without.
 
 POLL_S = 0.2
+MINUTE_S = 60.0
 
 
 class Queue:
@@ -254,53 +243,62 @@ class Queue:
 
     def __init__(self, jobs: Sequence[SlurmHost], progress: Progress) -> None:
         self.jobs, self.progress = jobs, progress
-        self._waiting, self._running = list(jobs), list[SlurmHost]()
+        self._waiting = list(jobs)
         self._states: dict[str, tuple[str, str]] = {}
         self._asked = self._first = 0.0
+        self._awaited = dict[str, float]()  # since when a job by its id, which isn't in the queue, is awaited
         self._why, self._said = "", list[str]()
 
     def started(self, wait_s: float) -> list[SlurmHost]:
         """Wait until each job has started or never will, and return those that have started.
 
-        After the first start, the others have `wait_s` seconds. Raises `UserError` if no job starts.
+        After the first start, the others have `wait_s` seconds; and as many has each job that is no longer in Slurm's
+        queue, or about which Slurm doesn't answer. Raises `UserError` if no job starts.
         """
         while self._waiting:
-            self._sort_jobs()
-            if self._running:
-                self._first = self._first or time.monotonic()
-                if time.monotonic() - self._first > wait_s:
-                    self._leave_out(self._waiting, "did not start in time")
+            if not self._waiting[0].local and time.monotonic() - self._asked > QUEUE_S:
+                self._asked, self._states = time.monotonic(), states(self._waiting)
+            for host in list(self._waiting):
+                self._look_at(host, wait_s)
             if self._waiting:
                 self._show_reasons()
                 time.sleep(POLL_S)
-        if not self._running:
-            raise UserError(f"no job of --cluster slurm has started: {self._why}")
-        return [host for host in self.jobs if host in self._running]
+        if not (found := [host for host in self.jobs if host.about]):
+            raise UserError(f"no job of --cluster slurm can take part: {self._why}")
+        return found
 
-    def _sort_jobs(self) -> None:
-        """Sort out those that have started, and those that never will."""
-        if not self._waiting[0].local and time.monotonic() - self._asked > QUEUE_S:
-            self._asked, self._states = time.monotonic(), states(self._waiting)
-        ended = [host for host in self._waiting if host.dead or over(self._find_state(host)[0])]
-        self._running += [host for host in self._waiting if host.started]  # a job may do so and end at once
-        self._waiting = [host for host in self._waiting if not host.started]
-        for host in ended:
-            if host in self._waiting:
-                state = self._find_state(host)[0].lower() or "ended"
-                self._leave_out([host], f"did not start: it is {state} ({host.last_words()})")
+    def _look_at(self, host: SlurmHost, wait_s: float) -> None:
+        """See whether the job has started, or never will."""
+        now, (state, reason) = time.monotonic(), self._find_state(host)
+        try:
+            if answer := host.answer():
+                host.about = same_dyno(host.name, answer[0])
+                self._first = self._first or now
+                self._waiting.remove(host)
+                return
+        except NodeLost as e:  # it says why
+            self._leave_out(host, str(e))
+            return
+        if state in WAITING:
+            self._awaited.pop(host.id, None)
+        awaited = now - self._awaited.setdefault(host.id, now) if state not in WAITING else 0.0
+        if over(state):
+            self._leave_out(host, f"{host.name} did not start: it is {state.lower()} ({host.last_words()})")
+        elif awaited > wait_s:
+            why = f"gave no sign of life within {wait_s / MINUTE_S:g} min"
+            self._leave_out(host, f"{host.name} {why} ({host.last_words()})")
+        elif self._first and now - self._first > wait_s:
+            self._leave_out(host, f"{host.name} did not start in time" + (f" ({reason})" if reason else ""))
 
     def _find_state(self, host: SlurmHost) -> tuple[str, str]:
         return self._states.get(host.id, ("", ""))
 
-    def _leave_out(self, hosts: Sequence[SlurmHost], why: str) -> None:
-        self._waiting = [host for host in self._waiting if host not in hosts]
-        for host in hosts:
-            host.gone = True
-            host.cancel()
-            state, reason = self._find_state(host)
-            reason = "" if over(state) else reason
-            self._why = f"{host.name} {why}" + (f" ({reason})" if reason else "")
-            self.progress.note(f"{self._why}; the study goes on without it")
+    def _leave_out(self, host: SlurmHost, why: str) -> None:
+        self._waiting.remove(host)
+        host.gone = True
+        host.cancel()
+        self._why = why
+        self.progress.note(f"{why}; the study goes on without it")
 
     def _show_reasons(self) -> None:
         """Show what the jobs are waiting for, as Slurm reports it, whenever that changes."""
@@ -311,7 +309,8 @@ class Queue:
                 words.append(f"{host.name} waits in the queue ({state.lower() if reason in ('', 'None') else reason})")
         if words and words != self._said:
             self._said = words
-            self.progress.other(f"{len(self._running)} of {len(self.jobs)} jobs have started; {', '.join(words)}")
+            count = sum(host.about is not None for host in self.jobs)
+            self.progress.other(f"{count} of {len(self.jobs)} jobs have started; {', '.join(words)}")
 
 
 ID = "id"  # the job's in Slurm
@@ -347,7 +346,7 @@ def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> It
         with _keep_beating(mail):
             for number in range(wanted.jobs):
                 jobs.append(_submit_job(submitit, wanted, device, mail, number))
-            yield _list_places(Queue(jobs, progress).started(wanted.minutes["wait"] * 60), device, progress)
+            yield _list_places(Queue(jobs, progress).started(wanted.minutes["wait"] * MINUTE_S), device)
     finally:
         _end_jobs(jobs, mail)
         shutil.rmtree(base, ignore_errors=True)
@@ -380,7 +379,7 @@ def _keep_beating(mail: Path) -> Iterator[None]:
         count = 0
         while not over.is_set():
             with suppress(OSError):  # a full disk, or a file system that is away for a moment
-                slurm_job.write(mail / DRIVER, {"beat": (count := count + 1)})
+                Mail(mail).send(DRIVER, 0, count := count + 1)
             over.wait(BEAT_S)
 
     thread = Thread(target=write_beats, name="dyno-slurm", daemon=True)
@@ -407,10 +406,10 @@ def _submit_job(submitit: Any, wanted: SlurmRequest, device: str, mail: Path, nu
     try:
         # This command may be in a job of Slurm itself, which its jobs aren't.
         with submitit.helpers.clean_env(), _interrupts_ignored() if wanted.local else nullcontext():
-            job = executor.submit(slurm_job.main, str(folder), device, setting)
+            job = executor.submit(slurm_job.main, str(folder), setting)
     except submitit.core.utils.FailedJobError as e:
         raise UserError(f"Slurm refuses the job: {plain(str(e).strip().splitlines()[-1])}") from e
-    host = SlurmHost(job, Mail(folder), local=wanted.local)
+    host = SlurmHost(job, Mail(folder), device, local=wanted.local)
     if not wanted.local:
         (folder / ID).write_text(host.id)
     return host
@@ -460,16 +459,12 @@ def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path)
     return executor
 
 
-def _list_places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> list[Place]:
+def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
     """Return each job's device as a place."""
-    places, owners, why = list[Place](), dict[tuple[str, int], SlurmHost](), ""
+    places, owners = list[Place](), dict[tuple[str, int], SlurmHost]()
     for host in jobs:
-        try:
-            about = same_dyno(host.name, host.call("describe", device, within=SILENT_S))
-        except NodeLost as e:
-            host.gone, why = True, str(e)
-            progress.note(f"{why}; the study goes on without it")
-            continue
+        about = host.about
+        assert about is not None
         if device == "cuda":
             unique = about.card.rpartition(", ")[2]
             places.append(gpu(about, unique[:12] if unique.startswith("GPU-") else f"cuda:{about.gpu}", host))
@@ -481,8 +476,6 @@ def _list_places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> 
                     f"{other.name} and {host.name} have the same processors of {about.host}: Slurm binds none to a "
                     "job there; leave cpus-per-task out, so that each has a host for itself"
                 )
-    if not places:
-        raise UserError(f"no job of --cluster slurm can take part: {why}")
     # The jobs of one host in their own order: the next command's may start in another.
     return distinct(sorted(places, key=lambda place: (place.name, place.cores)))
 
@@ -492,10 +485,7 @@ def _end_jobs(jobs: Sequence[SlurmHost], mail: Path) -> None:
     with suppress(OSError):
         (mail / OVER).touch()
     until = time.monotonic() + END_S
-    left = [host for host in jobs if host.started or host.local]
-    while (
-        left := [host for host in left if not (host.dead if host.local else host.ended)]
-    ) and time.monotonic() < until:
+    while not all(host.ended for host in jobs) and time.monotonic() < until:
         time.sleep(0.05)
     for host in jobs:
         if not host.dead:

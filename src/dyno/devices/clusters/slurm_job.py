@@ -6,7 +6,6 @@ A cluster has a file system in common. Each job has a folder of a study's run fo
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
@@ -21,14 +20,13 @@ import psutil
 from dyno.devices import places
 from dyno.devices.clusters.node import Node
 from dyno.worker import system
-from dyno.worker.record import read_json
 from dyno.worker.spec import UserError
 
 POLL_S = 0.5  # between two looks for a question
-BEAT_S = 2.0  # between two signs of life
+BEAT_S = 2.0  # between two signs of life of the command
 REFRESH_S = 1.0
-DRIVER, NODE, OVER = "driver", "node", "over"  # signs of life of either side, and that the job is to end
-ASK, ANSWER = "ask", "answer"
+DRIVER, BEGUN, OVER = "driver", "begun", "over"  # the command's sign of life, the job's, and that the job is to end
+ASK, ANSWER, LEFT = "ask", "answer", "left"  # kinds of messages; the last says why the job has ended
 OF_LAUNCHERS = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SUBMITIT_")  # variables that a study on one host hasn't
 
 
@@ -40,25 +38,26 @@ class Mail:
         self._refreshed = 0.0
 
     def send(self, kind: str, number: int, message: Any) -> None:
-        """Lay a message there, whole or not at all."""
-        replace(self.folder / f"{kind}-{number}", pickle.dumps(message))
+        """Lay a message there, whole or not at all; unlike results it needn't outlive a crash of the machine."""
+        beside = self.folder / f".{kind}.part"
+        beside.write_bytes(pickle.dumps(message))
+        os.replace(beside, self._name(kind, number))
+
+    def _name(self, kind: str, number: int) -> Path:
+        return self.folder / f"{kind}-{number}"
 
     def receive(self, kind: str, number: int) -> tuple[Any] | None:
         """Take and return the message of this number; None if it hasn't arrived."""
-        self._refresh_folder()
-        path = self.folder / f"{kind}-{number}"
-        if not path.is_file():
-            return None
-        message = pickle.loads(path.read_bytes())
-        path.unlink()
-        return (message,)
+        if (found := self.read(kind, number)) is not None:
+            self._name(kind, number).unlink()
+        return found
 
-    def beat(self, name: str) -> dict[str, Any] | None:
-        """Return the last sign of life of that side, or None without one."""
+    def read(self, kind: str, number: int = 0) -> tuple[Any] | None:
+        """Return the message of this number, which stays; None if it hasn't arrived."""
         self._refresh_folder()
         try:
-            return read_json(self.folder / name)
-        except (FileNotFoundError, ValueError):
+            return (pickle.loads(self._name(kind, number).read_bytes()),)
+        except OSError:  # also where a network's file system sees it being replaced
             return None
 
     def _refresh_folder(self) -> None:
@@ -69,19 +68,7 @@ class Mail:
                 self.folder.chmod(self.folder.stat().st_mode)
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Write the file whole or not at all; unlike results it needn't outlive a crash of the machine."""
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_bytes(content)
-    os.replace(beside, path)
-
-
-def write(path: Path, value: dict[str, Any]) -> None:
-    """Write the value as JSON; see `replace`."""
-    replace(path, json.dumps(value).encode())
-
-
-def main(folder: str, device: str, setting: dict[str, Any]) -> None:
+def main(folder: str, setting: dict[str, Any]) -> None:
     """Serve in that folder as the job's only task.
 
     `setting` has `silent_s`, after how many seconds without a sign of life the driver counts as dead; of jobs on the
@@ -99,7 +86,8 @@ def main(folder: str, device: str, setting: dict[str, Any]) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, pilot.interrupt)
     signal.signal(signal.SIGINT, lambda *_: None)  # a terminal's, for the command; one that ignores would be inherited
-    if pilot.mail.beat(NODE) is None:  # else Slurm started the job a second time, and its study goes on without it
+    with suppress(FileExistsError):  # Slurm started the job a second time, and its study goes on without it
+        (pilot.mail.folder / BEGUN).touch(exist_ok=False)
         pilot.serve()
 
 
@@ -120,7 +108,6 @@ class Pilot:
         self._signal = ""
         self._heard: Any = None
         self._since = time.monotonic()
-        self._beaten, self._beats = 0.0, 0
 
     def interrupt(self, number: int, _frame: object) -> None:
         """Handle a signal: Slurm sends one to end a job."""
@@ -131,7 +118,6 @@ class Pilot:
         number, why = 0, "it was interrupted"
         try:
             while not (over := self._find_reason()):
-                self._write_beat()
                 asked = self.mail.receive(ASK, number + 1)
                 if asked is None:
                     time.sleep(POLL_S)
@@ -145,7 +131,7 @@ class Pilot:
             if not self._signal:  # else Slurm kills what is left in half a minute
                 self._node.end()
             with suppress(OSError):
-                write(self.mail.folder / NODE, {"beat": -1, "left": why})
+                self.mail.send(LEFT, 0, why)
             self._node.end()
 
     def _find_reason(self) -> str:
@@ -156,7 +142,7 @@ class Pilot:
             return "it is over"
         if self._driver and not psutil.pid_exists(self._driver):
             return "the command that started it died"
-        beat = Mail(self._common).beat(DRIVER)
+        beat = Mail(self._common).read(DRIVER)
         if beat != self._heard:
             self._heard, self._since = beat, time.monotonic()
         silent = time.monotonic() - self._since
@@ -165,11 +151,6 @@ class Pilot:
     @property
     def _common(self) -> Path:
         return self.mail.folder.parent
-
-    def _write_beat(self) -> None:
-        if time.monotonic() - self._beaten > BEAT_S:
-            self._beaten, self._beats = time.monotonic(), self._beats + 1
-            write(self.mail.folder / NODE, {"beat": self._beats, "left": ""})
 
     def _call_node(self, call: str, given: tuple[Any, ...]) -> Any:
         """Call the node's method; return its answer, or the error."""
