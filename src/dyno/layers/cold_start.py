@@ -7,9 +7,9 @@ import os
 import random
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from dyno.results import stats
 from dyno.runner.device_lock import launch_in_turn
 from dyno.study.defaults import one_model
 from dyno.study.study import Study
-from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, compare_cells, printed, with_limits
+from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, compare_cells, limited, printed, with_limits
 from dyno.worker.facts.job import ColdStart
 from dyno.worker.option_values import at_least
 from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError, check_known
@@ -131,11 +131,10 @@ def _compute_evidence(own: ColdStartSamples, other: ColdStartSamples) -> stats.E
 
 
 def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
-    whole, middle = stats.center(one.wholes), one.middle
+    middle = one.middle
     parts = {f"{name}_ms": 1e3 * seconds for name, seconds in middle.parts.items()}
     row: Row = {
-        "form": one.title, "files": one.files, "first_answer_ms": 1e3 * whole.value,
-        "first_answer_ms_low": 1e3 * whole.low, "first_answer_ms_high": 1e3 * whole.high, **parts,
+        "form": one.title, "files": one.files, **limited("first_answer_ms", stats.center(one.wholes), 1e3), **parts,
         "rest_ms": 1e3 * (middle.first_answer - sum(middle.parts.values())),
         "later_ms": 1e3 * statistics.median(value for each in one.rounds for value in each.later),
         "read_mb": None if middle.read_bytes is None else middle.read_bytes / 1e6, "rounds": len(one.rounds),
@@ -198,7 +197,7 @@ def cold_start(
     reading.read_all(sides)
     with progress.running([]):
         started, failed = _start_forms(reading.trials, progress)
-        starts = tuple(_measure_starts(started, rounds, FILES[files], progress))
+        starts = _measure_starts(started, rounds, FILES[files], progress)
     return ColdStarts(starts, (*reading.left_out, *failed))
 
 
@@ -218,25 +217,24 @@ class ColdStartReader(forms.FormReader):
 
 
 @dataclass
-class ColdStartForm:
-    """What is started, and what came of it; `read` are the files that a start reads."""
+class _StartedForm:
+    """A form that answers: what starts it, and the files that a start reads."""
 
     title: str
     trial: Trial
     artifact: Artifact | None
     read: tuple[str, ...] = ()
-    rounds: dict[str, list[ColdStart]] = field(default_factory=dict)
 
 
 def _start_forms(
     trials: Sequence[tuple[Trial, Artifact | None]], progress: Progress
-) -> tuple[list[ColdStartForm], list[str]]:
+) -> tuple[list[_StartedForm], list[str]]:
     """Return the forms that answer an unmeasured start, and why the others don't; raise `UserError` if all fail."""
     several = len({trial.model.name for trial, _ in trials}) > 1
     found, errors = [], list[UserError]()
     for trial, artifact in trials:
         model = f"{trial.model.name} " if several else ""
-        form = ColdStartForm(f"{model}{trial.variant} {trial.precision}", trial, artifact)
+        form = _StartedForm(f"{model}{trial.variant} {trial.precision}", trial, artifact)
         progress.other(f"start {form.title} unmeasured")
         try:
             form.read = _measure_start(form, progress).files
@@ -249,8 +247,9 @@ def _start_forms(
 
 
 def _measure_starts(
-    each: Sequence[ColdStartForm], rounds: int, states: Sequence[str], progress: Progress
-) -> Iterator[ColdStartSamples]:
+    each: Sequence[_StartedForm], rounds: int, states: Sequence[str], progress: Progress
+) -> tuple[ColdStartSamples, ...]:
+    rounds_of: dict[tuple[str, str], list[ColdStart]] = {}
     for number in range(rounds):
         order = [(form, state) for form in each for state in states]
         random.Random(number).shuffle(order)
@@ -258,11 +257,13 @@ def _measure_starts(
             progress.other(f"start {form.title}, files {state}, round {number + 1} of {rounds}")
             if state == COLD:
                 drop(form.read)
-            form.rounds.setdefault(state, []).append(_measure_start(form, progress))
-    return (ColdStartSamples(form.title, state, tuple(form.rounds[state])) for form in each for state in states)
+            rounds_of.setdefault((form.title, state), []).append(_measure_start(form, progress))
+    return tuple(
+        ColdStartSamples(form.title, state, tuple(rounds_of[form.title, state])) for form in each for state in states
+    )
 
 
-def _measure_start(form: ColdStartForm, progress: Progress) -> ColdStart:
+def _measure_start(form: _StartedForm, progress: Progress) -> ColdStart:
     """Measure one start in a fresh process; raise `UserError` if it doesn't answer."""
     job = Job("cold_start", form.trial.runtime, form.trial, artifact=form.artifact)
     with tempfile.TemporaryDirectory() as scratch:
