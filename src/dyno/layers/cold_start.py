@@ -84,22 +84,52 @@ class ColdStartSamples:
         """The round whose first answer is the median, the later one of two."""
         return sorted(self.rounds, key=lambda one: one.first_answer)[len(self.rounds) // 2]
 
+    def describe(self) -> str:
+        """Describe the longest parts before the first answer, and a later call."""
+        middle = self.middle
+        largest = sorted(middle.parts.items(), key=lambda item: -item[1])[:NAMED]
+        named = " and ".join(f"{PARTS[name]} ({100 * s / middle.first_answer:.0f} %)" for name, s in largest)
+        times = middle.first_answer / statistics.median(middle.later)
+        return f"{self.title}, files {self.files}: most of it is {named}; a later call takes 1/{times:,.0f} of it."
 
-def make_cold_start_table(starts: Sequence[ColdStartSamples]) -> Table:
-    """Build a row for each form and place of its files.
-
-    Each is compared with the first form of the same place, all as one family.
-    """
-    first = {one.files: one for one in reversed(starts)}
-    evidence = [None if one is first[one.files] else _compute_evidence(one, first[one.files]) for one in starts]
-    decided = stats.decide_family(evidence)
-    rows = [_make_row(one, speedup if e else None) for one, e, speedup in zip(starts, evidence, decided, strict=True)]
-    return STARTS.of(COLUMNS, rows, notes=(NOTE, *describe_cold_start(starts)), printed=PRINTED)
+    def describe_uncompiled(self) -> str:
+        """Return a sentence on libraries without byte-code and the remedy; "" where they have it."""
+        if found := without_byte_code(self.middle.modules, self.middle.uncompiled):
+            ends = "omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once"
+            return f"{self.title}, files {self.files}: {found}; {ends}."
+        return ""
 
 
-def describe_cold_start(starts: Sequence[ColdStartSamples]) -> list[str]:
-    """Return sentences on the longest part before the first answer, a later call, and starts that compile libraries."""
-    return [_describe_starts(one) for one in starts] + [line for one in starts if (line := _describe_uncompiled(one))]
+@dataclass(frozen=True)
+class ColdStarts:
+    """The cold starts of forms of a model: `starts` has those of each form and place of its files, `left_out` names the
+    forms that can't be made or don't answer, with the reason."""
+
+    starts: tuple[ColdStartSamples, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> Table:
+        """A row for each form and place of its files.
+
+        Each is compared with the first form of the same place, all as one family.
+        """
+        first = {one.files: one for one in reversed(self.starts)}
+        evidence = [
+            None if one is first[one.files] else _compute_evidence(one, first[one.files]) for one in self.starts
+        ]
+        decided = zip(self.starts, evidence, stats.decide_family(evidence), strict=True)
+        rows = [_make_row(one, speedup if e else None) for one, e, speedup in decided]
+        return STARTS.of(COLUMNS, rows, notes=(NOTE, *self.sentences), printed=PRINTED)
+
+    @property
+    def sentences(self) -> list[str]:
+        """What takes longest before the first answer, how a later call compares, and which starts compile libraries."""
+        return [*(one.describe() for one in self.starts), *filter(None, (o.describe_uncompiled() for o in self.starts))]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the table's rows."""
+        return self.table.to_pandas()
 
 
 def without_byte_code(modules: int, uncompiled: int) -> str:
@@ -108,22 +138,6 @@ def without_byte_code(modules: int, uncompiled: int) -> str:
     return (
         "" if few else f"{uncompiled:,} of {modules:,} Python modules have no byte-code, so each process compiles them"
     )
-
-
-def _describe_uncompiled(one: ColdStartSamples) -> str:
-    """Return a sentence on libraries without byte-code and the remedy; "" where they have it."""
-    if found := without_byte_code(one.middle.modules, one.middle.uncompiled):
-        ends = "omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once"
-        return f"{one.title}, files {one.files}: {found}; {ends}."
-    return ""
-
-
-def _describe_starts(one: ColdStartSamples) -> str:
-    middle = one.middle
-    largest = sorted(middle.parts.items(), key=lambda item: -item[1])[:NAMED]
-    named = " and ".join(f"{PARTS[name]} ({100 * s / middle.first_answer:.0f} %)" for name, s in largest)
-    times = middle.first_answer / statistics.median(middle.later)
-    return f"{one.title}, files {one.files}: most of it is {named}; a later call takes 1/{times:,.0f} of it."
 
 
 def _compute_evidence(own: ColdStartSamples, other: ColdStartSamples) -> stats.Evidence | None:
@@ -144,29 +158,6 @@ def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
 
 ROUNDS = 5
 FILES = {"memory": (WARM,), "disk": (COLD,), "both": (WARM, COLD)}
-
-
-@dataclass(frozen=True)
-class ColdStarts:
-    """The cold starts of forms of a model: `starts` has those of each form and place of its files, `left_out` names the
-    forms that can't be made or don't answer, with the reason."""
-
-    starts: tuple[ColdStartSamples, ...]
-    left_out: tuple[str, ...] = ()
-
-    @property
-    def table(self) -> Table:
-        """A row for each form and place of its files."""
-        return make_cold_start_table(self.starts)
-
-    @property
-    def sentences(self) -> list[str]:
-        """What takes longest before the first answer, and how a later call compares."""
-        return describe_cold_start(self.starts)
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return the table's rows."""
-        return self.table.to_pandas()
 
 
 def cold_start(
