@@ -29,7 +29,7 @@ SHAPE = ("batch", 3, "height", "width")
 def trial(folder: Path, medians: dict[tuple[str, str, str], float] | None = None, **changes: Any) -> TrialResult:
     """The trial of a run folder written to `folder`.
 
-    `changes`: backend, engine, graph, clock (MHz), device, version, shape (of the file's input), boundaries,
+    `changes`: backend, precision, engine, graph, clock (MHz), device, version, shape (of the file's input), boundaries,
     made_by (of the engine), source (of the model).
     """
     write(folder, MEDIANS if medians is None else medians, **changes)
@@ -39,12 +39,15 @@ def trial(folder: Path, medians: dict[tuple[str, str, str], float] | None = None
 def write(folder: Path, medians: dict[tuple[str, str, str], float], **changes: Any) -> None:
     """Write the run folder; see `trial`."""
     image = Tensor("input", "float32", changes.get("shape", SHAPE))
+    precision = changes.get("precision", "fp16")
     path, made_by = changes.get("engine", "/cache/net b8.engine"), from_json(MakerFacts, changes.get("made_by", {}))
-    engine = Artifact(changes.get("format", "engine"), path, "e" * 64, 10, "fp16", (image,), (), 1.0, made_by=made_by)
+    engine = Artifact(
+        changes.get("format", "engine"), path, "e" * 64, 10, precision, (image,), (), 1.0, made_by=made_by
+    )
     ran = Trial(
         ModelSpec("net", changes.get("source", "torchvision:resnet18")),
         changes.get("backend", "tensorrt"),
-        "fp16",
+        precision,
         Dims(BATCH, 64, 64),
         runtime=Runtime(device="cuda:1"),
         plan=Plan(boundaries=changes.get("boundaries", ("model", "all", "throughput"))),

@@ -186,11 +186,12 @@ def joined(tables: Sequence[Table]) -> Table:
 # Numbers with the limits of their interval as columns and cells of a row: NAME, NAME_low and NAME_high.
 
 
-def limited(name: str, interval: Interval | Speedup | None) -> Row:
-    """Return the cells of a number and its limits; {} for None."""
+def limited(name: str, interval: Interval | Speedup | None, scale: float = 1.0) -> Row:
+    """Return the cells of a number and its limits, in a unit that is 1 / `scale` of theirs; {} for None."""
     if interval is None:
         return {}
-    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    ends = {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return {key: scale * value for key, value in ends.items()}
 
 
 def limits_of(name: str, unit: str, kind: str = NUMBER) -> tuple[Column, Column]:

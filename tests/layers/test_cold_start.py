@@ -30,7 +30,7 @@ def test_a_wide_interval_has_its_lower_bound() -> None:
         (vague, "≥1.22x", "faster"),
         (clear, "2.72x [2.68, 2.75]", "faster"),
     ):
-        table = cold_start.make_cold_start_table([starts("first", 1.0, 1.0), starts("second", *seconds)])
+        table = cold_start.ColdStarts((starts("first", 1.0, 1.0), starts("second", *seconds))).table
         (part,) = table.parts()
         shown = {column.name: column.text(part.rows[1]) for column in part.columns}
         assert (shown["speedup"], shown["verdict"]) == (speedup, verdict)

@@ -83,7 +83,7 @@ def test_the_tree_map_s_areas_are_shares_of_the_time() -> None:
     ]  # fmt: skip
     assert [node.name for node in root.parts[0].parts] == ["a.0", "a.1", "itself"]
     boxes = [*graph_page.lay_out_boxes(graph_page.build_tree(engine).parts, 1200, 560)]
-    areas = {box.node.name: box.width * box.height / 100 for box in boxes}
+    areas = {node.name: 100 * box["dx"] * box["dy"] / (1200 * 560) for node, box in boxes}
     assert areas == pytest.approx({"a": 50, "b": 100 * 5 / 12, "reorder": 100 / 12})
     drawn = graph_page.draw_tree_maps([engine])
     assert "time by module, 12.0 µs in 4 layers" in drawn and not re.search(r"https?:|src=", drawn)

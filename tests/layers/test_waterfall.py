@@ -430,11 +430,11 @@ def test_what_is_proven_and_right_is_kept() -> None:
         failed,
     )
     assert [one.kept for one in outcomes] == [True, True, False, False, False]
-    assert cures.describe_tried(outcomes, "x") == [
+    assert cures.PrescriptionResult("x", outcomes).sentences == [
         "2 of 5 prescriptions helped.",
         f"The best is {outcomes[1].called.prescription.text}: 1.50x [1.40, 1.60] as fast, by --backend x@n=1.5.",
     ]
-    assert cures.describe_tried(outcomes[2:], "x") == ["None of 3 prescriptions helped."]
-    assert cures.describe_tried((), "x") == ["Nothing of what costs x time calls for a prescription."]
-    text = export([cures.make_tried_table(outcomes, "x")], "markdown")
+    assert cures.PrescriptionResult("x", outcomes[2:]).sentences == ["None of 3 prescriptions helped."]
+    assert cures.PrescriptionResult("x", ()).sentences == ["Nothing of what costs x time calls for a prescription."]
+    text = export([cures.PrescriptionResult("x", outcomes).table], "markdown")
     assert "1.20x [1.10, 1.30]" in text and "failed: no opset 20" in text and "a separate layer in B" in text

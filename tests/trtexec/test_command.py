@@ -6,7 +6,6 @@ import pytest
 
 import engine_run
 from dyno.trtexec import command
-from dyno.trtexec.command import TrtexecBuild
 from dyno.worker.spec import UserError
 
 
@@ -52,94 +51,74 @@ def test_a_record_without_an_engine_is_refused(tmp_path: Path) -> None:
         command.read_timing(engine_run.trial(tmp_path / "run", engine=""))
 
 
+def read_build(folder: Path, made_by: dict[str, object], **changes: object) -> list[str]:
+    """The words of the command that builds the engine of a trial, of which a builder keeps `made_by`."""
+    made = {"route": "flags", "typed": "weakly", "versions": {"tensorrt": "8.6.1"}, **made_by}
+    return command.read_build(engine_run.trial(folder, made_by=made, **changes))
+
+
+RANGES = {"x": [[1, 3, 8, 8], [4, 3, 8, 8], [8, 3, 8, 8]], "y": [[1, 2], [4, 2], [8, 2]]}
+
+
 @pytest.mark.parametrize(
     ("precision", "version", "typed", "flags"),
     [
-        ("fp32", "8.6.1", False, ["--noTF32"]),
-        ("tf32", "8.6.1", False, []),
-        ("fp16", "8.6.1", True, ["--noTF32", "--fp16"]),  # 8.6 knows no strongly typed networks
-        ("int8", "8.6.1", False, ["--noTF32", "--int8", "--fp16"]),
-        ("fp32", "10.13.0", True, ["--noTF32", "--stronglyTyped"]),
-        ("fp16", "10.13.0", True, ["--noTF32", "--stronglyTyped"]),
-        ("bf16", "10.13.0", False, ["--noTF32", "--bf16"]),
-        ("fp8", "", False, ["--noTF32", "--fp8", "--fp16"]),
-        ("tf32", "11.0.0", False, []),
-        ("fp32", "11.0.0", True, ["--noTF32"]),
+        ("fp32", "8.6.1", "weakly", ["--noTF32"]),
+        ("tf32", "8.6.1", "weakly", []),
+        ("fp16", "8.6.1", "strongly", ["--noTF32", "--fp16"]),  # 8.6 knows no strongly typed networks
+        ("int8", "8.6.1", "weakly", ["--noTF32", "--int8", "--fp16"]),
+        ("fp32", "10.13.0", "strongly", ["--noTF32", "--stronglyTyped"]),
+        ("fp16", "10.13.0", "strongly", ["--noTF32", "--stronglyTyped"]),
+        ("bf16", "10.13.0", "weakly", ["--noTF32", "--bf16"]),
+        ("fp8", "", "weakly", ["--noTF32", "--fp8", "--fp16"]),
+        ("tf32", "11.0.0", "weakly", []),
+        ("fp32", "11.0.0", "strongly", ["--noTF32"]),
     ],
 )
-def test_precisions_by_release(precision: str, version: str, typed: bool, flags: list[str]) -> None:
-    build = TrtexecBuild("m.onnx", "m.engine", precision, version=version, typed=typed)
-    words = [word for word in build.command() if not word.startswith("--tacticSources")]
-    assert words == ["trtexec", "--onnx=m.onnx", "--saveEngine=m.engine", *flags, "--skipInference"]
+def test_precisions_by_release(precision: str, version: str, typed: str, flags: list[str], tmp_path: Path) -> None:
+    made = {"typed": typed, "versions": {}}
+    words = read_build(tmp_path / "run", made, precision=precision, version=version, source="file:m.onnx")
+    words = [word for word in words if not word.startswith("--tacticSources")]
+    assert words == ["trtexec", "--onnx=m.onnx", "--saveEngine=net b8.engine", *flags, "--skipInference"]
 
 
-def test_every_option_of_a_build() -> None:
-    profile = {"x": [(1, 3, 8, 8), (4, 3, 8, 8), (8, 3, 8, 8)], "y": [(1, 2), (4, 2), (8, 2)]}
-    made = {"level": 4, "workspace": 2**31, "calibration": "c.cache"}
-    words = TrtexecBuild("m.onnx", "m.engine", "int8", version="8.6.1", typed=False, profile=profile, **made).command()
-    assert words[3:] == [
+def test_every_option_of_a_build(tmp_path: Path) -> None:
+    options = {"optimization": 4, "workspace_mb": 2048, "tactics": "cudnn"}
+    made = {"route": "calibrator", "options": options, "profiles": [RANGES]}
+    assert read_build(tmp_path / "run", made, precision="int8", source="file:m/net.onnx") == [
+        "trtexec",
+        "--onnx=m/net.onnx",
+        "--saveEngine=net b8.engine",
         "--noTF32",
         "--int8",
         "--fp16",
-        "--calib=c.cache",
+        "--calib=calibration.cache",
         "--minShapes=x:1x3x8x8,y:1x2",
         "--optShapes=x:4x3x8x8,y:4x2",
         "--maxShapes=x:8x3x8x8,y:8x2",
         "--builderOptimizationLevel=4",
         "--memPoolSize=workspace:2048",
-        "--tacticSources=-CUBLAS,-CUBLAS_LT,-CUDNN",
+        "--tacticSources=-CUBLAS,-CUBLAS_LT,+CUDNN",
         "--skipInference",
     ]
 
 
-def test_rtx_has_neither_precision_flags_nor_levels() -> None:
-    words = TrtexecBuild("m.onnx", "m.engine", "fp16", version="1.7", rtx=True, level=3).command()
-    assert words == ["tensorrt_rtx", "--onnx=m.onnx", "--saveEngine=m.engine", "--noTF32", "--skipInference"]
-
-
-def made_by(**changes: object) -> dict[str, object]:
-    """What the builder keeps of an engine with one profile."""
-    profile = {"input": [[1, 3, 64, 64], [8, 3, 64, 64], [16, 3, 64, 64]]}
-    made = {"route": "flags", "typed": "weakly", "options": {"optimization": 5, "workspace_mb": 512}}
-    return {**made, "profiles": [profile], "versions": {"tensorrt": "8.6.1"}, **changes}
-
-
-def test_an_engine_that_dyno_built_is_repeated(tmp_path: Path) -> None:
-    build = command.is_built(engine_run.trial(tmp_path / "run", made_by=made_by(), source="file:m/net.onnx"))
-    assert build and build.command() == [
-        "trtexec",
-        "--onnx=m/net.onnx",
-        "--saveEngine=net b8.engine",
-        "--noTF32",
-        "--fp16",
-        "--minShapes=input:1x3x64x64",
-        "--optShapes=input:8x3x64x64",
-        "--maxShapes=input:16x3x64x64",
-        "--builderOptimizationLevel=5",
-        "--memPoolSize=workspace:512",
-        "--tacticSources=-CUBLAS,-CUBLAS_LT,-CUDNN",
-        "--skipInference",
-    ]
+def test_rtx_has_neither_precision_flags_nor_levels(tmp_path: Path) -> None:
+    made = {"options": {"optimization": 3}}
+    words = read_build(tmp_path / "run", made, backend="tensorrt_rtx", version="1.7", source="file:m.onnx")
+    assert words[0] == "tensorrt_rtx" and words[3:] == ["--noTF32", "--skipInference"]
 
 
 def test_types_in_the_graph_need_the_converted_file(tmp_path: Path) -> None:
-    typed = made_by(route="graph", typed="strongly")
-    build = command.is_built(
-        engine_run.trial(tmp_path / "run", made_by=typed, source="file:m/net.onnx", version="10.13.0")
-    )
-    assert build and build.command()[1:4] == ["--onnx=net.fp16.onnx", "--saveEngine=net b8.engine", "--noTF32"]
+    made = {"route": "graph", "typed": "strongly"}
+    words = read_build(tmp_path / "run", made, source="file:m/net.onnx", version="10.13.0")
+    assert words[1:4] == ["--onnx=net.fp16.onnx", "--saveEngine=net b8.engine", "--noTF32"]
 
 
 def test_a_static_file_takes_no_shapes(tmp_path: Path) -> None:
-    static = made_by(profiles=[{"input": [[8, 3, 64, 64]] * 3}])
-    build = command.is_built(engine_run.trial(tmp_path / "run", made_by=static))
-    assert build and not build.profile
+    words = read_build(tmp_path / "run", {"profiles": [{"input": [[8, 3, 64, 64]] * 3}]})
+    assert words and not [word for word in words if "Shapes" in word]
 
 
 def test_a_given_engine_has_no_build(tmp_path: Path) -> None:
-    assert command.is_built(engine_run.trial(tmp_path / "run")) is None
-
-
-def test_tactic_sources_that_were_asked_for_stay_on() -> None:
-    words = TrtexecBuild("m.onnx", "m.engine", "fp16", version="8.6.1", tactics=("CUDNN",)).command()
-    assert "--tacticSources=-CUBLAS,-CUBLAS_LT,+CUDNN" in words
+    assert command.read_build(engine_run.trial(tmp_path / "run")) == []

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import engine_run
-from dyno.results.trial_result import TrialResult
+from dyno.results.trial_result import TrialResult, load_run
 from dyno.runner import device_lock
 from dyno.store import cache_dir, lock
-from dyno.trtexec import command, cross_check
-from dyno.trtexec.log import MetricSpread, TrtexecReport
+from dyno.trtexec import cross_check
+from dyno.trtexec.log import TrtexecReport
 from dyno.worker.spec import UserError
 
 LOGS = Path(__file__).parent
@@ -37,23 +37,21 @@ def tool(run: Path, script: str) -> Path:
     return run.parent / "words"
 
 
+def trials(run: Path) -> list[TrialResult]:
+    """The run's trials that trtexec can repeat."""
+    return [trial for trial in load_run(run).trials if cross_check.is_engine(trial)]
+
+
 def test_a_log_is_held_against_the_run(run: Path) -> None:
-    text = "\n".join(cross_check.cross_check(run, LOGS / "8.6.log"))
+    text = "\n".join(cross_check.cross_check(trials(run), LOGS / "8.6.log"))
     assert "In trtexec's terms" in text
     assert "--loadEngine=/cache/net b8.engine" in text
     assert "CUDA graph −0.040 ms (only Dyno used one)" in text
     assert "not on the PATH" not in text
 
 
-def test_trial_results_are_taken_as_well(run: Path) -> None:
-    from dyno.results.trial_result import load_run
-
-    trial = load_run(run).trials[0]
-    assert cross_check.cross_check(trial, LOGS / "10.log") == cross_check.cross_check([trial], LOGS / "10.log")
-
-
 def test_without_trtexec_the_command_is_printed(run: Path) -> None:
-    *_, first, second, last = cross_check.cross_check(run)
+    *_, first, second, last = cross_check.cross_check(trials(run))
     assert first.startswith("  trtexec ") and first.endswith("# for latency/model")
     assert second.endswith("# for latency/all") and "--noDataTransfers" not in second
     assert last.startswith("trtexec is not on the PATH")
@@ -62,7 +60,7 @@ def test_without_trtexec_the_command_is_printed(run: Path) -> None:
 def test_trtexec_on_the_path_is_run_for_each_boundary_and_read(run: Path) -> None:
     log = LOGS / "10.log"
     words = tool(run, f'while IFS= read -r line; do echo "$line"; done < "{log}"')
-    text = cross_check.cross_check(run)
+    text = cross_check.cross_check(trials(run))
     assert "trtexec was run for latency/model:" in text and "trtexec was run for latency/all:" in text
     assert any("trtexec 0.170 ms: +0.0010 ms (+0.6 %); they agree" in line for line in text)
     called = words.read_text().splitlines()
@@ -76,7 +74,7 @@ def test_trtexec_waits_for_a_gpu_that_another_dyno_has(
     card = types.SimpleNamespace(uuid="GPU-of-a-test", close=lambda: None)
     monkeypatch.setattr(device_lock, "find_gpu", lambda device, environment: card)
     words, said = tool(run, "exit 0"), ""
-    thread = threading.Thread(target=cross_check.cross_check, args=(run,))
+    thread = threading.Thread(target=cross_check.cross_check, args=(trials(run),))
     with lock(cache_dir() / "gpus" / "GPU-of-a-test.lock", pytest.fail):
         thread.start()
         deadline = time.monotonic() + 600
@@ -86,12 +84,6 @@ def test_trtexec_waits_for_a_gpu_that_another_dyno_has(
         assert "trtexec is waiting for process" in said and not words.exists()
     thread.join()
     assert words.exists()
-
-
-def test_a_run_can_be_declined(run: Path) -> None:
-    words = tool(run, "exit 0")
-    cross_check.cross_check(run, run=False)
-    assert not words.exists()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +96,7 @@ def test_a_run_can_be_declined(run: Path) -> None:
 )
 def test_a_trtexec_that_fails_costs_only_its_comparison(run: Path, script: str, reason: str) -> None:
     tool(run, script)
-    text = cross_check.cross_check(run)
+    text = cross_check.cross_check(trials(run))
     assert "In trtexec's terms" in text[0]
     assert [line for line in text if reason in line]
 
@@ -112,18 +104,18 @@ def test_a_trtexec_that_fails_costs_only_its_comparison(run: Path, script: str, 
 def test_a_trtexec_that_hangs_is_stopped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool(run, "while :; do :; done")
     monkeypatch.setattr(cross_check, "LOAD_S", -5.5)  # 2 x (1 s of warm-up + 2 s) - 5.5 s
-    assert [line for line in cross_check.cross_check(run) if "was stopped: not finished after 0 s" in line]
+    assert [line for line in cross_check.cross_check(trials(run)) if "was stopped: not finished after 0 s" in line]
 
 
 def test_an_unreadable_file_is_an_error(run: Path) -> None:
     with pytest.raises(UserError, match="neither a trtexec log"):
-        cross_check.cross_check(run, Path(__file__))
+        cross_check.cross_check(trials(run), Path(__file__))
 
 
 def test_a_run_without_a_tensorrt_trial_is_an_error(tmp_path: Path) -> None:
     engine_run.write(tmp_path / "run", engine_run.MEDIANS, backend="onnxruntime", format="onnx")
     with pytest.raises(UserError, match="no TensorRT trial"):
-        cross_check.cross_check(tmp_path / "run")
+        cross_check.cross_check(trials(tmp_path / "run"))
 
 
 def test_only_measured_boundaries_are_repeated(tmp_path: Path) -> None:
@@ -134,14 +126,10 @@ def test_only_measured_boundaries_are_repeated(tmp_path: Path) -> None:
 US = 1e-6
 
 
-def spread(us: float) -> MetricSpread:
-    return MetricSpread(us * US, us * US, us * US, us * US)
-
-
 def report(**changes: Any) -> TrtexecReport:
     """What trtexec would say of the trial if it did everything as Dyno does, launches hidden."""
-    same: dict[str, Any] = {"compute": spread(171), "latency": spread(217), "enqueue": spread(12), "h2d": spread(40)}
-    same |= {"d2h": spread(6), "rate": 1 / (180 * US), "graph": True, "transfers": True, "spin": True}
+    same: dict[str, Any] = {"compute": 171 * US, "latency": 217 * US, "enqueue": 12 * US, "h2d": 40 * US}
+    same |= {"d2h": 6 * US, "rate": 1 / (180 * US), "graph": True, "transfers": True, "spin": True}
     same |= {"engine": "x/net b8.engine", "shapes": {"input": (8, 3, 64, 64)}, "device": "NVIDIA Example"}
     return TrtexecReport(**same | changes)
 
@@ -153,13 +141,13 @@ def trial(tmp_path: Path) -> TrialResult:
 
 def parts(trial: TrialResult, given: TrtexecReport, which: str) -> dict[str, float]:
     """Microseconds by name of the gap whose title begins so; checked to add up to it."""
-    (gap,) = [g for g in cross_check.list_gaps(command.read_medians(trial), given) if g.what.startswith(which)]
+    (gap,) = [g for g in cross_check.list_gaps(cross_check.read_medians(trial), given) if g.what.startswith(which)]
     assert sum(p.seconds for p in gap.parts) == pytest.approx(gap.seconds, abs=1e-12)
     return {p.name: round(p.seconds / US, 3) for p in gap.parts}
 
 
 def test_medians_are_read_by_tag_boundary_and_clock(trial: TrialResult) -> None:
-    own = command.read_medians(trial)
+    own = cross_check.read_medians(trial)
     assert (own.model, own.model_host, own.whole) == pytest.approx((171 * US, 186 * US, 262 * US))
     assert (own.latency, own.waiting) == pytest.approx((222 * US, 15 * US))
     assert own.rate == pytest.approx(1 / (180 * US))  # queries, not images
@@ -167,7 +155,7 @@ def test_medians_are_read_by_tag_boundary_and_clock(trial: TrialResult) -> None:
 
 
 def test_the_explanation_has_every_term(trial: TrialResult) -> None:
-    text = "\n".join(command.explain_terms(trial))
+    text = "\n".join(cross_check.explain_terms(trial))
     for term in ("Enqueue Time 0.012 ms", "H2D Latency 0.040 ms", "GPU Compute Time 0.176 ms", "D2H Latency 0.0060 ms"):
         assert term in text
     assert "Latency (H2D + GPU Compute + D2H) 0.222 ms" in text
@@ -179,13 +167,13 @@ def test_the_explanation_has_every_term(trial: TrialResult) -> None:
 
 def test_a_host_that_sets_the_pace_is_said(tmp_path: Path) -> None:
     slow = engine_run.MEDIANS | {("enqueue", "all", "host"): 160 * US}
-    text = "\n".join(command.explain_terms(engine_run.trial(tmp_path / "run", slow, graph=False)))
+    text = "\n".join(cross_check.explain_terms(engine_run.trial(tmp_path / "run", slow, graph=False)))
     assert "Enqueue Time is 94% of that" in text and "a CUDA graph (--useCudaGraph) would help" in text
 
 
 def test_a_record_without_parts_says_so(tmp_path: Path) -> None:
     plain = {("latency", "model", "host"): 186 * US}
-    text = "\n".join(command.explain_terms(engine_run.trial(tmp_path / "run", plain)))
+    text = "\n".join(cross_check.explain_terms(engine_run.trial(tmp_path / "run", plain)))
     assert "no enqueue, H2D, compute and D2H times" in text
 
 
@@ -195,53 +183,53 @@ def test_equal_numbers_agree(trial: TrialResult) -> None:
 
 
 def test_latency_falls_into_copies_launch_and_synchronisation(trial: TrialResult) -> None:
-    found = parts(trial, report(h2d=spread(30), latency=spread(207)), "Latency")
+    found = parts(trial, report(h2d=30 * US, latency=207 * US), "Latency")
     # 262 - 207 = 55: copies 10 longer; compute 176 - 171 = 5 is launch; waiting 15; 25 stay.
     assert found == {"copies": 10, "launch": 5, "synchronisation": 15, "unexplained": 25}
 
 
 def test_a_graph_accounts_for_the_enqueue_time_it_saves_and_no_more(trial: TrialResult) -> None:
-    without = report(graph=False, enqueue=spread(42), compute=spread(211))
+    without = report(graph=False, enqueue=42 * US, compute=211 * US)
     assert parts(trial, without, "GPU") == {"CUDA graph": -30, "unexplained": -10}
 
 
 def test_a_graph_that_trtexec_alone_used(tmp_path: Path) -> None:
     medians = engine_run.MEDIANS | {("latency", "model", "gpu"): 201 * US, ("enqueue", "all", "host"): 22 * US}
-    found = parts(engine_run.trial(tmp_path / "run", medians, graph=False), report(enqueue=spread(4)), "GPU")
+    found = parts(engine_run.trial(tmp_path / "run", medians, graph=False), report(enqueue=4 * US), "GPU")
     assert found == {"CUDA graph": 18, "launch": 12, "unexplained": 0}
 
 
 def test_a_graph_never_explains_a_gap_of_the_other_sign(trial: TrialResult) -> None:
-    found = parts(trial, report(graph=False, enqueue=spread(42), compute=spread(150)), "GPU")
+    found = parts(trial, report(graph=False, enqueue=42 * US, compute=150 * US), "GPU")
     assert found == {"CUDA graph": 0, "launch": 12, "unexplained": 9}
 
 
 def test_a_graph_without_enqueue_times_explains_nothing(trial: TrialResult) -> None:
-    given = report(graph=False, enqueue=None, compute=spread(211))
+    given = report(graph=False, enqueue=None, compute=211 * US)
     assert parts(trial, given, "GPU") == {"CUDA graph": 0, "unexplained": -40}
     assert "its share is unknown" in cross_check.compare_results(trial, given)[0]
 
 
 def test_clocks_where_both_are_known(tmp_path: Path) -> None:
     slow = engine_run.trial(tmp_path / "run", clock=1600.0)
-    given = report(compute=spread(136.8), clock=2000.0)  # 136.8 x 2000 / 1600 = 171
+    given = report(compute=136.8 * US, clock=2000.0)  # 136.8 x 2000 / 1600 = 171
     assert parts(slow, given, "GPU") == {"clocks": 34.2, "unexplained": 0}
     assert "1600 MHz here, 2000 MHz there" in cross_check.compare_results(slow, given)[0]
 
 
 def test_without_clocks_what_is_left_says_that_they_are_unknown(trial: TrialResult) -> None:
-    assert "clocks are not known" in cross_check.compare_results(trial, report(compute=spread(230)))[0]
+    assert "clocks are not known" in cross_check.compare_results(trial, report(compute=230 * US))[0]
 
 
 def test_throughput_falls_into_compute_copies_and_the_rest(tmp_path: Path) -> None:
     medians = engine_run.MEDIANS | {("h2d", "all", "gpu"): 175 * US}
-    given = report(transfers=False, h2d=spread(0), d2h=spread(0), rate=1 / (172 * US), compute=spread(170))
+    given = report(transfers=False, h2d=0.0, d2h=0.0, rate=1 / (172 * US), compute=170 * US)
     found = parts(engine_run.trial(tmp_path / "run", medians), given, "Time per query")
     assert found == {"GPU compute": 1, "copies": 4, "launch and synchronisation": 3}
 
 
 def test_without_transfers_latency_is_not_compared(trial: TrialResult) -> None:
-    text = cross_check.compare_results(trial, report(transfers=False, h2d=spread(0), d2h=spread(0)))
+    text = cross_check.compare_results(trial, report(transfers=False, h2d=0.0, d2h=0.0))
     assert not [line for line in text if line.startswith("Latency")]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from dyno.formatting import counting, significant
 from dyno.layers import align
@@ -14,180 +15,6 @@ from dyno.layers.tables import MODEL, QUANTISES, names_cell
 from dyno.report.tables import TableKind
 from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
 from dyno.worker.facts.job import Difference, Layer, LayerError, LayerErrors, LayerGraph, Port
-
-# What the layer errors of an engine say, in sentences.
-
-FEW = 0.5  # of the reference's layers: where fewer are compared a sentence says so
-HALF, MOSTLY = 0.5, 0.8  # of what it was: an error that falls below the first has fallen, below the second in part
-NOTEWORTHY = 0.1  # of the error that is left: a layer that does less to the outputs isn't worth a sentence
-NAMED = 4  # suspects that a sentence names
-Labels = Mapping[str, str]  # the layer's name of each tensor
-
-
-def first_divergence(layers: Sequence[LayerError], limit: float) -> LayerError | None:
-    """Return the first layer, in the graph's order, whose output error exceeds the limit; None without one."""
-    return next((layer for layer in layers if not layer.total.error <= limit), None)
-
-
-def label_part(tensor: str, labels: Labels) -> str:
-    """Return the layer that writes the tensor, else the tensor's own name."""
-    return labels.get(tensor, tensor)
-
-
-def layers_of(tensors: Iterable[str], labels: Labels) -> list[str]:
-    """Return the layers that write the tensors, in order; one with several outputs is one layer."""
-    return [*dict.fromkeys(label_part(tensor, labels) for tensor in tensors)]
-
-
-def describe_agreement(result: LayerErrors, limit: float, precision: str, labels: Labels) -> list[str]:
-    """Describe whether outputs agree, where they diverge first, which layers cause it, and whether a test confirms it.
-
-    The test runs the engine without marked outputs.
-    """
-    return [
-        _describe_outputs(result, limit, precision, labels),
-        *_describe_few(result),
-        *_describe_mismatched(result),
-        *_not_finite(result.layers, labels),
-        *_describe_first(result, limit, labels),
-        *_describe_border(result, labels),
-        *_describe_suspects(result, labels),
-        *_describe_retest(result, limit, labels),
-    ]
-
-
-def _describe_outputs(result: LayerErrors, limit: float, precision: str, labels: Labels) -> str:
-    compared = layers_of((layer.tensor for layer in result.layers), labels)
-    runs, layers = counting(result.runs, "run"), counting(len(compared), "layer")
-    parts = f", marked in {result.parts} parts" if result.parts > 1 else ""
-    agrees = "agree" if result.unmodified is not None and result.unmodified.error <= limit else "disagree"
-    size = _describe_difference(result.unmodified)
-    return f"outputs {agrees}: {size} ({precision} agrees up to {limit:g}); {runs}, {layers} compared{parts}."
-
-
-def _describe_few(result: LayerErrors) -> list[str]:
-    found, theirs = len(result.layers), result.reference_layers
-    if found >= FEW * theirs:
-        return []
-    have = "has" if found == 1 else "have"
-    return [f"only {found:,} of the reference's {counting(theirs, 'tensor')} {have} a counterpart; what lies between "
-            "two of them counts as the later one's own."]  # fmt: skip
-
-
-def _describe_mismatched(result: LayerErrors) -> list[str]:
-    if not result.mismatched:
-        return []
-    differ, them = ("it differs", "it") if result.mismatched == 1 else ("they differ", "them")
-    return [f"{counting(result.mismatched, 'tensor')} left out: {differ} from the reference, but what reads {them} is "
-            "right, so the reference has something else there."]  # fmt: skip
-
-
-def _describe_difference(difference: Difference | None) -> str:
-    if difference is None:
-        return "of another shape"
-    return (
-        f"off by {_format_error(difference.error)} of their size" if math.isfinite(difference.error) else "not finite"
-    )
-
-
-def _format_error(error: float) -> str:
-    return significant(error, 2) if math.isfinite(error) else "infinite"
-
-
-def _not_finite(layers: Sequence[LayerError], labels: Labels) -> list[str]:
-    lines = []
-    theirs = next((layer for layer in layers if layer.total.reference_nonfinite), None)
-    if theirs is not None:
-        count = f"{theirs.total.reference_nonfinite:,} values"
-        lines.append(f"the reference itself has NaN or infinity from {label_part(theirs.tensor, labels)} on: {count}.")
-    own = next((layer for layer in layers if layer.total.nonfinite), None)
-    if own is not None:
-        made = "on the reference's values too" if own.own.nonfinite else "but not on the reference's values"
-        lines.append(f"first layer with NaN or infinity: {label_part(own.tensor, labels)}, "
-                     f"{own.total.nonfinite:,} values, {made}.")  # fmt: skip
-    return lines
-
-
-def _describe_first(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
-    first = first_divergence(result.layers, limit)
-    agrees = result.unmodified is not None and result.unmodified.error <= limit
-    if first is None:
-        return [] if agrees else ["with the layers' outputs marked, every layer agrees."]
-    before = max((layer.total.error for layer in result.layers if layer.tensor in first.reads), default=0.0)
-    own = first.own.error
-    made = not math.isfinite(own) or own > HALF * first.total.error
-    whose = "made here" if made else "added up over the layers before"
-    far = f"off by {_format_error(first.total.error)}" if math.isfinite(first.total.error) else "not finite"
-    line = (f"first layer that disagrees: {label_part(first.tensor, labels)}, {far}; "
-            f"its own error is {_format_error(own)}, that of its inputs {_format_error(before)}: {whose}.")  # fmt: skip
-    return [line, *(["the outputs of the unmodified engine agree all the same."] if agrees else [])]
-
-
-def _describe_border(result: LayerErrors, labels: Labels) -> list[str]:
-    if not result.boundary:
-        return []
-    before, after = result.boundary
-    good = f"the one that ends at {label_part(before, labels)} agrees" if before else "even the first layer's disagrees"
-    bad = f"the one that ends at {label_part(after, labels)} doesn't" if after else "the whole network's doesn't"
-    return ["the error vanishes when tensors are marked. Of graphs that end at a layer, with nothing else marked, "
-            f"{good}, {bad}: look at what is fused there."]  # fmt: skip
-
-
-def _describe_suspects(result: LayerErrors, labels: Labels) -> list[str]:
-    if not result.suspects:
-        return []
-    effects = {layer.tensor: layer.effect or 0.0 for layer in result.layers}
-    total = sum(effect**2 for effect in effects.values())
-    suspects, every = layers_of(result.suspects, labels), layers_of(effects, labels)
-    listed = ", ".join(suspects[:NAMED])
-    more = f" and {len(suspects) - NAMED} more" if len(suspects) > NAMED else ""
-    which = f"{counting(len(suspects), 'layer')} of {len(every):,}"
-    if not total or not math.isfinite(total):
-        return [f"suspected: {which}, {listed}{more}."]
-    share = sum(effects[name] ** 2 for name in result.suspects) / total
-    makes = "makes" if len(suspects) == 1 else "make"
-    return [f"{which} {makes} {share:.0%} of the error that layers add by themselves: {listed}{more}."]
-
-
-def _describe_retest(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
-    if not result.suspects:
-        return []
-    if result.substituted is None or result.cut is None:
-        return ["not tested again: the reference has no graph with these layers, to be put in their place."]
-    place = "its place" if len(layers_of(result.suspects, labels)) == 1 else "their place"
-    line = (f"{judge_agreement(result, limit)}: with no tensor marked and the reference in {place}, the outputs are "
-            f"{_describe_difference(result.substituted)}; with the graph only cut there, "
-            f"{_describe_difference(result.cut)}.")  # fmt: skip
-    return [line, *_describe_rest(result, limit, labels)]
-
-
-def _describe_rest(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
-    """Name the other layer that makes most of the remaining error, where outputs disagree even without the suspects."""
-    others = [layer for layer in result.layers if layer.tensor not in result.suspects and layer.effect is not None]
-    most = max(others, key=lambda layer: layer.effect or 0.0, default=None)
-    left = result.substituted.error if result.substituted else 0.0
-    if most is None or not limit < left < math.inf or not (most.effect or 0.0) >= NOTEWORTHY * left:
-        return []
-    return [f"the outputs disagree even then: of the other layers, {label_part(most.tensor, labels)} "
-            f"does most to them, {_format_error(most.effect or 0.0)} of their size."]  # fmt: skip
-
-
-def judge_agreement(result: LayerErrors, limit: float) -> str:
-    """Return whether the engine, cut around the suspects alone, confirms them as the cause; "" where there are none."""
-    if result.unmodified is None or result.cut is None or result.substituted is None:
-        return "not tested" if result.suspects else ""
-    unmodified, cut, substituted = result.unmodified.error, result.cut.error, result.substituted.error
-    if cut <= limit if math.isinf(unmodified) else _is_gone(unmodified, cut, limit):
-        return "vanishes when the graph is cut there"
-    if _is_gone(cut, substituted, limit):
-        return "confirmed"
-    return "confirmed in part" if substituted < MOSTLY * cut else "not confirmed"
-
-
-def _is_gone(before: float, after: float, limit: float) -> bool:
-    """Return whether an error is more than halved, or now within the limit by more than a hair's breadth."""
-    return after < HALF * before or (after <= limit < before and after < MOSTLY * before)
-
 
 # Which tensor of a graph each call of a module's part became.
 
@@ -201,13 +28,13 @@ def tensors_of(module: LayerGraph, graph: LayerGraph) -> list[ModuleCall]:
     """
     forms = (module, graph)
     link = align.link_layers(forms, 0, 1)
-    numbers, readers = _number_calls(module.layers), _find_readers(graph.layers)
+    calls, readers = module.calls(), _find_readers(graph.layers)
     found: dict[str, ModuleCall] = {}
     for region in align.find_regions(forms, [link]):
         last = _find_last_tensor(forms, region)
         call = _find_result_call(module, link, region, last, readers) if last is not None else None
         if call is not None and last is not None:
-            found.setdefault(last.name, (module.layers[call].name, numbers[call], last.name))
+            found.setdefault(last.name, (*calls[call], last.name))
     return [*found.values()]
 
 
@@ -219,15 +46,6 @@ def _find_readers(layers: Sequence[Layer]) -> dict[str, set[str]]:
         for port in layer.inputs:
             readers[port.name].update(layer.modules, behind)
     return readers
-
-
-def _number_calls(layers: Sequence[Layer]) -> list[int]:
-    seen: Counter[str] = Counter()
-    numbers = []
-    for layer in layers:
-        numbers.append(seen[layer.name])
-        seen[layer.name] += 1
-    return numbers
 
 
 def _find_last_tensor(forms: Sequence[LayerGraph], region: Region) -> Port | None:
@@ -252,18 +70,12 @@ def _find_result_call(
     return None if around and inside else call
 
 
-def nodes_of(graph: LayerGraph) -> Iterator[tuple[str, Layer]]:
-    """Return each tensor of the graph with the node that writes it."""
-    return ((port.name, layer) for layer in graph.layers for port in layer.outputs)
+# What the layer errors of an engine say, in sentences.
 
-
-ORDERS = ("graph", "error")
-LAYER_ERRORS = TableKind("layer-errors", "Layers against the reference", "How far every layer's output is from the "
-                         "reference's, and what of that the layer adds itself.",
-                         command="dyno diff --layers")  # fmt: skip
-FINDINGS = TableKind("layer-findings", "Where the error comes from", "The first layer that disagrees, those that "
-                     "make most of the error, and whether the engine without marks confirms it.",
-                     command="dyno diff --layers")  # fmt: skip
+FEW = 0.5  # of the reference's layers: where fewer are compared a sentence says so
+HALF, MOSTLY = 0.5, 0.8  # of what it was: an error that falls below the first has fallen, below the second in part
+NOTEWORTHY = 0.1  # of the error that is left: a layer that does less to the outputs isn't worth a sentence
+NAMED = 4  # suspects that a sentence names
 
 
 @dataclass(frozen=True)
@@ -278,6 +90,189 @@ class EngineComparison:
     precision: str
     limit: float
 
+    @cached_property
+    def nodes(self) -> dict[str, Layer]:
+        """The node of the graph that writes each tensor."""
+        return {port.name: layer for layer in self.graph.layers for port in layer.outputs}
+
+    @cached_property
+    def first(self) -> LayerError | None:
+        """The first layer, in the graph's order, whose output error exceeds the limit; None without one."""
+        return next((layer for layer in self.errors.layers if not layer.total.error <= self.limit), None)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the outputs of the unmodified engine are within the limit."""
+        return self.errors.unmodified is not None and self.errors.unmodified.error <= self.limit
+
+    @cached_property
+    def compared(self) -> list[str]:
+        """The layers that were compared."""
+        return self.name_layers(layer.tensor for layer in self.errors.layers)
+
+    @cached_property
+    def suspects(self) -> list[str]:
+        """The few layers that make most of the error."""
+        return self.name_layers(self.errors.suspects)
+
+    def name_layer(self, tensor: str) -> str:
+        """Return the layer that writes the tensor: its node and the modules that it came from, else the tensor."""
+        node = self.nodes.get(tensor)
+        if node is None:
+            return tensor
+        names = [name or MODEL for name in node.modules]
+        return f"{node.name} ({', '.join(names)})" if names else node.name
+
+    def name_layers(self, tensors: Iterable[str]) -> list[str]:
+        """Return the layers that write the tensors, in order; one with several outputs is one layer."""
+        return [*dict.fromkeys(map(self.name_layer, tensors))]
+
+    @property
+    def verdict(self) -> str:
+        """Whether the engine, cut around the suspects alone, confirms them as the cause; "" where there are none."""
+        errors = self.errors
+        if errors.unmodified is None or errors.cut is None or errors.substituted is None:
+            return "not tested" if errors.suspects else ""
+        unmodified, cut, substituted = errors.unmodified.error, errors.cut.error, errors.substituted.error
+        if cut <= self.limit if math.isinf(unmodified) else _is_gone(unmodified, cut, self.limit):
+            return "vanishes when the graph is cut there"
+        if _is_gone(cut, substituted, self.limit):
+            return "confirmed"
+        return "confirmed in part" if substituted < MOSTLY * cut else "not confirmed"
+
+    def sentences(self) -> Iterator[str]:
+        """Yield whether outputs agree, where they diverge first, which layers cause it, and whether a test confirms it.
+
+        The test runs the engine without marked outputs.
+        """
+        runs, layers = counting(self.errors.runs, "run"), counting(len(self.compared), "layer")
+        parts = f", marked in {self.errors.parts} parts" if self.errors.parts > 1 else ""
+        size = _describe_difference(self.errors.unmodified)
+        yield (
+            f"outputs {'agree' if self.agrees else 'disagree'}: {size} ({self.precision} agrees up to {self.limit:g}); "
+            f"{runs}, {layers} compared{parts}."
+        )
+        yield from self._describe_left_out()
+        yield from self._describe_nonfinite()
+        yield from self._describe_first()
+        yield from self._describe_border()
+        if self.suspects:
+            yield self._describe_suspects()
+            yield from self._describe_retest()
+
+    def _describe_left_out(self) -> Iterator[str]:
+        found, theirs, mismatched = len(self.errors.layers), self.errors.reference_layers, self.errors.mismatched
+        if found < FEW * theirs:
+            have = "has" if found == 1 else "have"
+            yield (
+                f"only {found:,} of the reference's {counting(theirs, 'tensor')} {have} a counterpart; what lies "
+                "between two of them counts as the later one's own."
+            )
+        if mismatched:
+            differ, them = ("it differs", "it") if mismatched == 1 else ("they differ", "them")
+            yield (
+                f"{counting(mismatched, 'tensor')} left out: {differ} from the reference, but what reads {them} is "
+                "right, so the reference has something else there."
+            )
+
+    def _describe_nonfinite(self) -> Iterator[str]:
+        theirs = next((layer for layer in self.errors.layers if layer.total.reference_nonfinite), None)
+        if theirs is not None:
+            count = f"{theirs.total.reference_nonfinite:,} values"
+            yield f"the reference itself has NaN or infinity from {self.name_layer(theirs.tensor)} on: {count}."
+        own = next((layer for layer in self.errors.layers if layer.total.nonfinite), None)
+        if own is not None:
+            made = "on the reference's values too" if own.own.nonfinite else "but not on the reference's values"
+            count = f"{own.total.nonfinite:,} values"
+            yield f"first layer with NaN or infinity: {self.name_layer(own.tensor)}, {count}, {made}."
+
+    def _describe_first(self) -> Iterator[str]:
+        first = self.first
+        if first is None:
+            if not self.agrees:
+                yield "with the layers' outputs marked, every layer agrees."
+            return
+        before = max((layer.total.error for layer in self.errors.layers if layer.tensor in first.reads), default=0.0)
+        own, total = first.own.error, first.total.error
+        whose = "made here" if not math.isfinite(own) or own > HALF * total else "added up over the layers before"
+        far = f"off by {_format_error(total)}" if math.isfinite(total) else "not finite"
+        yield (
+            f"first layer that disagrees: {self.name_layer(first.tensor)}, {far}; its own error is "
+            f"{_format_error(own)}, that of its inputs {_format_error(before)}: {whose}."
+        )
+        if self.agrees:
+            yield "the outputs of the unmodified engine agree all the same."
+
+    def _describe_border(self) -> Iterator[str]:
+        if not self.errors.boundary:
+            return
+        before, after = map(self.name_layer, self.errors.boundary)
+        good = f"the one that ends at {before} agrees" if before else "even the first layer's disagrees"
+        bad = f"the one that ends at {after} doesn't" if after else "the whole network's doesn't"
+        yield (
+            "the error vanishes when tensors are marked. Of graphs that end at a layer, with nothing else marked, "
+            f"{good}, {bad}: look at what is fused there."
+        )
+
+    def _describe_suspects(self) -> str:
+        effects = {layer.tensor: layer.effect or 0.0 for layer in self.errors.layers}
+        total = sum(effect**2 for effect in effects.values())
+        listed = ", ".join(self.suspects[:NAMED])
+        more = f" and {len(self.suspects) - NAMED} more" if len(self.suspects) > NAMED else ""
+        which = f"{counting(len(self.suspects), 'layer')} of {len(self.compared):,}"
+        if not total or not math.isfinite(total):
+            return f"suspected: {which}, {listed}{more}."
+        share = sum(effects[name] ** 2 for name in self.errors.suspects) / total
+        makes = "makes" if len(self.suspects) == 1 else "make"
+        return f"{which} {makes} {share:.0%} of the error that layers add by themselves: {listed}{more}."
+
+    def _describe_retest(self) -> Iterator[str]:
+        cut, substituted = self.errors.cut, self.errors.substituted
+        if substituted is None or cut is None:
+            yield "not tested again: the reference has no graph with these layers, to be put in their place."
+            return
+        place = "its place" if len(self.suspects) == 1 else "their place"
+        yield (
+            f"{self.verdict}: with no tensor marked and the reference in {place}, the outputs are "
+            f"{_describe_difference(substituted)}; with the graph only cut there, {_describe_difference(cut)}."
+        )
+        others = [e for e in self.errors.layers if e.tensor not in self.errors.suspects and e.effect is not None]
+        most = max(others, key=lambda layer: layer.effect or 0.0, default=None)
+        left = substituted.error  # where outputs disagree even without the suspects
+        if most is not None and self.limit < left < math.inf and (most.effect or 0.0) >= NOTEWORTHY * left:
+            yield (
+                f"the outputs disagree even then: of the other layers, {self.name_layer(most.tensor)} does most to "
+                f"them, {_format_error(most.effect or 0.0)} of their size."
+            )
+
+
+def _describe_difference(difference: Difference | None) -> str:
+    if difference is None:
+        return "of another shape"
+    return (
+        f"off by {_format_error(difference.error)} of their size" if math.isfinite(difference.error) else "not finite"
+    )
+
+
+def _format_error(error: float) -> str:
+    return significant(error, 2) if math.isfinite(error) else "infinite"
+
+
+def _is_gone(before: float, after: float, limit: float) -> bool:
+    """Return whether an error is more than halved, or now within the limit by more than a hair's breadth."""
+    return after < HALF * before or (after <= limit < before and after < MOSTLY * before)
+
+
+# The comparison of each engine's layers as tables.
+
+ORDERS = ("graph", "error")
+LAYER_ERRORS = TableKind("layer-errors", "Layers against the reference", "How far every layer's output is from the "
+                         "reference's, and what of that the layer adds itself.",
+                         command="dyno diff --layers")  # fmt: skip
+FINDINGS = TableKind("layer-findings", "Where the error comes from", "The first layer that disagrees, those that "
+                     "make most of the error, and whether the engine without marks confirms it.",
+                     command="dyno diff --layers")  # fmt: skip
+
 
 def list_compared_layers(compared: Sequence[EngineComparison], order: str, top: int) -> Table:
     """Build a row for each compared tensor: in the graph's order, or by `error`, the largest own error first.
@@ -290,25 +285,26 @@ def list_compared_layers(compared: Sequence[EngineComparison], order: str, top: 
 
 
 def _build_rows(each: EngineComparison, order: str, top: int) -> list[Row]:
-    layers, nodes = each.errors.layers, dict(nodes_of(each.graph))
-    first = first_divergence(layers, each.limit)
-    always = {*each.errors.suspects, *([first.tensor] if first else [])}
+    layers = each.errors.layers
     largest = sorted(layers, key=lambda layer: -layer.own.error)
-    kept = always.union(layer.tensor for layer in largest[: top or None])
-    chosen = [layer for layer in (layers if order == "graph" else largest) if layer.tensor in kept]
+    kept = {*each.errors.suspects, *(layer.tensor for layer in largest[: top or None])}
+    chosen = layers if order == "graph" else largest
     errors = {layer.tensor: layer.total.error for layer in layers}
     total = sum((layer.effect or 0.0) ** 2 for layer in layers)
-    return [
-        _build_row(each, layer, nodes.get(layer.tensor, Layer()), errors, total, layer is first) for layer in chosen
-    ]
+    return [_build_row(each, layer, errors, total) for layer in chosen if layer.tensor in kept or layer is each.first]
 
 
-def _build_row(
-    each: EngineComparison, layer: LayerError, node: Layer, errors: Mapping[str, float], total: float, first: bool
-) -> Row:
+def _build_row(each: EngineComparison, layer: LayerError, errors: Mapping[str, float], total: float) -> Row:
+    node, suspect = each.nodes.get(layer.tensor, Layer()), layer.tensor in each.errors.suspects
     before = max((errors.get(name, 0.0) for name in layer.reads), default=0.0)
     names = [name or MODEL for name in node.modules] or [node.name]
     share = 100 * layer.effect**2 / total if layer.effect is not None and total and math.isfinite(total) else None
+    remarks = {
+        "first that disagrees": layer is each.first,
+        "suspect": suspect,
+        f"{layer.total.nonfinite:,} values not finite": layer.total.nonfinite,
+        "the reference is not finite": layer.total.reference_nonfinite,
+    }
     return {
         "engine": each.name, "reference": each.reference, "modules": " ".join(names), "modules_names": names,
         "layer": node.name, "type": node.type, "tensor": layer.tensor, "error": finite(layer.total.error),
@@ -316,16 +312,8 @@ def _build_row(
         "effect": finite(layer.effect), "close": 100 * layer.total.close, "own_close": 100 * layer.own.close,
         "max_abs": layer.total.max_abs, "max_rel": layer.total.max_rel, "nonfinite": layer.total.nonfinite,
         "reference_nonfinite": layer.total.reference_nonfinite, "share": share,
-        "suspect": "yes" if layer.tensor in each.errors.suspects else "no",
-        "remark": ", ".join(_list_remarks(each.errors, layer, first)),
+        "suspect": "yes" if suspect else "no", "remark": ", ".join(text for text, holds in remarks.items() if holds),
     }  # fmt: skip
-
-
-def _list_remarks(result: LayerErrors, layer: LayerError, first: bool) -> list[str]:
-    remarks = ["first that disagrees"] if first else []
-    remarks += ["suspect"] if layer.tensor in result.suspects else []
-    remarks += [f"{layer.total.nonfinite:,} values not finite"] if layer.total.nonfinite else []
-    return remarks + (["the reference is not finite"] if layer.total.reference_nonfinite else [])
 
 
 def finite(value: float | None) -> float | None:
@@ -335,57 +323,29 @@ def finite(value: float | None) -> float | None:
 
 def list_findings(compared: Sequence[EngineComparison], rtol: float, atol: float) -> Table:
     """Build a row for each engine, with the finding in sentences below."""
-    rows, notes = [], list[str]()
-    for each in compared:
-        labels = _label_tensors(each)
-        lines = describe_agreement(each.errors, each.limit, each.precision, labels)
-        notes += [f"{each.name}: {line}" if len(compared) > 1 else line for line in lines]
-        rows.append(_build_finding(each, labels))
+    notes = [f"{each.name}: {line}" if len(compared) > 1 else line for each in compared for line in each.sentences()]
     notes.append(
         f"error: |a - b| / |b| in the 2-norm, of the input where it is largest; close: |a - b| <= {atol:g} + {rtol:g} "
         "|b|; own error: the layer alone reads the reference's values; on the outputs: what this alone does to the "
         "network's outputs."
     )
-    return FINDINGS.of(FINDING_COLUMNS, rows, notes=tuple(notes), printed=FOUND)
+    return FINDINGS.of(FINDING_COLUMNS, [*map(_build_finding, compared)], notes=tuple(notes), printed=FOUND)
 
 
-def _build_finding(each: EngineComparison, labels: Mapping[str, str]) -> Row:
-    result, limit = each.errors, each.limit
-    suspects = layers_of(result.suspects, labels)
-    compared = layers_of((layer.tensor for layer in result.layers), labels)
-    first = first_divergence(result.layers, limit)
-    tested = {
-        f"{name}_error": finite(apart.error) if apart else None for name, apart in _list_differences(result).items()
-    }
+def _build_finding(each: EngineComparison) -> Row:
+    errors = each.errors
+    tested = {"unmodified": errors.unmodified, "marked": errors.marked, "cut": errors.cut,
+              "substituted": errors.substituted}  # fmt: skip
     return {
-        "engine": each.name, "reference": each.reference, "precision": each.precision, "limit": limit,
-        "layers": len(compared), "runs": result.runs, "parts": result.parts, "unmatched": result.unmatched,
-        "mismatched": result.mismatched, "reference_layers": result.reference_layers,
-        "close": 100 * result.unmodified.close if result.unmodified else None, **tested,
-        "first": label_part(first.tensor, labels) if first else "",
-        "suspect_count": len(suspects) if judge_agreement(result, limit) else None,
-        "suspects": ", ".join(suspects),
-        "boundary": " to ".join(label_part(name, labels) if name else "end" for name in result.boundary),
-        "verdict": judge_agreement(result, limit),
+        "engine": each.name, "reference": each.reference, "precision": each.precision, "limit": each.limit,
+        "layers": len(each.compared), "runs": errors.runs, "parts": errors.parts, "unmatched": errors.unmatched,
+        "mismatched": errors.mismatched, "reference_layers": errors.reference_layers,
+        "close": 100 * errors.unmodified.close if errors.unmodified else None,
+        **{f"{name}_error": finite(apart.error) if apart else None for name, apart in tested.items()},
+        "first": each.name_layer(each.first.tensor) if each.first else "",
+        "suspect_count": len(each.suspects) if each.verdict else None, "suspects": ", ".join(each.suspects),
+        "boundary": " to ".join(each.name_layer(name) or "end" for name in errors.boundary), "verdict": each.verdict,
     }  # fmt: skip
-
-
-def _list_differences(result: LayerErrors) -> dict[str, Difference | None]:
-    return {
-        "unmodified": result.unmodified,
-        "marked": result.marked,
-        "cut": result.cut,
-        "substituted": result.substituted,
-    }
-
-
-def _label_tensors(each: EngineComparison) -> dict[str, str]:
-    """Return the name of each tensor's layer in sentences: its node, and the modules that it came from."""
-    labels = {}
-    for tensor, node in nodes_of(each.graph):
-        names = [name or MODEL for name in node.modules]
-        labels[tensor] = f"{node.name} ({', '.join(names)})" if names else node.name
-    return labels
 
 
 COLUMNS = (

@@ -85,14 +85,7 @@ def linked(pair: FormPair) -> list[Link]:
 
 def _by_calls(pair: FormPair) -> Link:
     """Align two modules: each call with the call of the same part."""
-    places: list[dict[tuple[str, int], int]] = []
-    for side in pair.sides:
-        seen: dict[str, int] = {}
-        calls: dict[tuple[str, int], int] = {}
-        for k, layer in enumerate(pair.forms[side.form].layers):
-            calls[layer.name, seen.setdefault(layer.name, 0)] = k
-            seen[layer.name] += 1
-        places.append(calls)
+    places = [{call: k for k, call in enumerate(pair.forms[side.form].calls())} for side in pair.sides]
     found = {k: {places[1][call]} for call, k in places[0].items() if call in places[1]}
     sure = frozenset((k, other) for k, own in found.items() for other in own)
     return Link(pair.a.form, pair.b.form, found, dict.fromkeys(found, NAMED), sure)

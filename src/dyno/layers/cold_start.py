@@ -7,9 +7,9 @@ import os
 import random
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from dyno.results import stats
 from dyno.runner.device_lock import launch_in_turn
 from dyno.study.defaults import one_model
 from dyno.study.study import Study
-from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, compare_cells, printed, with_limits
+from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, compare_cells, limited, printed, with_limits
 from dyno.worker.facts.job import ColdStart
 from dyno.worker.option_values import at_least
 from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError, check_known
@@ -84,67 +84,20 @@ class ColdStartSamples:
         """The round whose first answer is the median, the later one of two."""
         return sorted(self.rounds, key=lambda one: one.first_answer)[len(self.rounds) // 2]
 
+    def describe(self) -> str:
+        """Describe the longest parts before the first answer, and a later call."""
+        middle = self.middle
+        largest = sorted(middle.parts.items(), key=lambda item: -item[1])[:NAMED]
+        named = " and ".join(f"{PARTS[name]} ({100 * s / middle.first_answer:.0f} %)" for name, s in largest)
+        times = middle.first_answer / statistics.median(middle.later)
+        return f"{self.title}, files {self.files}: most of it is {named}; a later call takes 1/{times:,.0f} of it."
 
-def make_cold_start_table(starts: Sequence[ColdStartSamples]) -> Table:
-    """Build a row for each form and place of its files.
-
-    Each is compared with the first form of the same place, all as one family.
-    """
-    first = {one.files: one for one in reversed(starts)}
-    evidence = [None if one is first[one.files] else _compute_evidence(one, first[one.files]) for one in starts]
-    decided = stats.decide_family(evidence)
-    rows = [_make_row(one, speedup if e else None) for one, e, speedup in zip(starts, evidence, decided, strict=True)]
-    return STARTS.of(COLUMNS, rows, notes=(NOTE, *describe_cold_start(starts)), printed=PRINTED)
-
-
-def describe_cold_start(starts: Sequence[ColdStartSamples]) -> list[str]:
-    """Return sentences on the longest part before the first answer, a later call, and starts that compile libraries."""
-    return [_describe_starts(one) for one in starts] + [line for one in starts if (line := _describe_uncompiled(one))]
-
-
-def without_byte_code(modules: int, uncompiled: int) -> str:
-    """Describe how many of a process's modules have no byte-code; "" where only a few have none."""
-    few = uncompiled <= MANY_UNCOMPILED * modules
-    return (
-        "" if few else f"{uncompiled:,} of {modules:,} Python modules have no byte-code, so each process compiles them"
-    )
-
-
-def _describe_uncompiled(one: ColdStartSamples) -> str:
-    """Return a sentence on libraries without byte-code and the remedy; "" where they have it."""
-    if found := without_byte_code(one.middle.modules, one.middle.uncompiled):
-        ends = "omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once"
-        return f"{one.title}, files {one.files}: {found}; {ends}."
-    return ""
-
-
-def _describe_starts(one: ColdStartSamples) -> str:
-    middle = one.middle
-    largest = sorted(middle.parts.items(), key=lambda item: -item[1])[:NAMED]
-    named = " and ".join(f"{PARTS[name]} ({100 * s / middle.first_answer:.0f} %)" for name, s in largest)
-    times = middle.first_answer / statistics.median(middle.later)
-    return f"{one.title}, files {one.files}: most of it is {named}; a later call takes 1/{times:,.0f} of it."
-
-
-def _compute_evidence(own: ColdStartSamples, other: ColdStartSamples) -> stats.Evidence | None:
-    return stats.paired([math.log(a / b) for a, b in zip(other.wholes, own.wholes, strict=True)])
-
-
-def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
-    whole, middle = stats.center(one.wholes), one.middle
-    parts = {f"{name}_ms": 1e3 * seconds for name, seconds in middle.parts.items()}
-    row: Row = {
-        "form": one.title, "files": one.files, "first_answer_ms": 1e3 * whole.value,
-        "first_answer_ms_low": 1e3 * whole.low, "first_answer_ms_high": 1e3 * whole.high, **parts,
-        "rest_ms": 1e3 * (middle.first_answer - sum(middle.parts.values())),
-        "later_ms": 1e3 * statistics.median(value for each in one.rounds for value in each.later),
-        "read_mb": None if middle.read_bytes is None else middle.read_bytes / 1e6, "rounds": len(one.rounds),
-    }  # fmt: skip
-    return {**row, **compare_cells(speedup, False)} if speedup else {**row, "verdict": "reference"}
-
-
-ROUNDS = 5
-FILES = {"memory": (WARM,), "disk": (COLD,), "both": (WARM, COLD)}
+    def describe_uncompiled(self) -> str:
+        """Return a sentence on libraries without byte-code and the remedy; "" where they have it."""
+        if found := without_byte_code(self.middle.modules, self.middle.uncompiled):
+            ends = "omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once"
+            return f"{self.title}, files {self.files}: {found}; {ends}."
+        return ""
 
 
 @dataclass(frozen=True)
@@ -157,17 +110,54 @@ class ColdStarts:
 
     @property
     def table(self) -> Table:
-        """A row for each form and place of its files."""
-        return make_cold_start_table(self.starts)
+        """A row for each form and place of its files.
+
+        Each is compared with the first form of the same place, all as one family.
+        """
+        first = {one.files: one for one in reversed(self.starts)}
+        evidence = [
+            None if one is first[one.files] else _compute_evidence(one, first[one.files]) for one in self.starts
+        ]
+        decided = zip(self.starts, evidence, stats.decide_family(evidence), strict=True)
+        rows = [_make_row(one, speedup if e else None) for one, e, speedup in decided]
+        return STARTS.of(COLUMNS, rows, notes=(NOTE, *self.sentences), printed=PRINTED)
 
     @property
     def sentences(self) -> list[str]:
-        """What takes longest before the first answer, and how a later call compares."""
-        return describe_cold_start(self.starts)
+        """What takes longest before the first answer, how a later call compares, and which starts compile libraries."""
+        return [*(one.describe() for one in self.starts), *filter(None, (o.describe_uncompiled() for o in self.starts))]
 
     def to_pandas(self) -> pd.DataFrame:
         """Return the table's rows."""
         return self.table.to_pandas()
+
+
+def without_byte_code(modules: int, uncompiled: int) -> str:
+    """Describe how many of a process's modules have no byte-code; "" where only a few have none."""
+    few = uncompiled <= MANY_UNCOMPILED * modules
+    return (
+        "" if few else f"{uncompiled:,} of {modules:,} Python modules have no byte-code, so each process compiles them"
+    )
+
+
+def _compute_evidence(own: ColdStartSamples, other: ColdStartSamples) -> stats.Evidence | None:
+    return stats.paired([math.log(a / b) for a, b in zip(other.wholes, own.wholes, strict=True)])
+
+
+def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
+    middle = one.middle
+    parts = {f"{name}_ms": 1e3 * seconds for name, seconds in middle.parts.items()}
+    row: Row = {
+        "form": one.title, "files": one.files, **limited("first_answer_ms", stats.center(one.wholes), 1e3), **parts,
+        "rest_ms": 1e3 * (middle.first_answer - sum(middle.parts.values())),
+        "later_ms": 1e3 * statistics.median(value for each in one.rounds for value in each.later),
+        "read_mb": None if middle.read_bytes is None else middle.read_bytes / 1e6, "rounds": len(one.rounds),
+    }  # fmt: skip
+    return {**row, **compare_cells(speedup, False)} if speedup else {**row, "verdict": "reference"}
+
+
+ROUNDS = 5
+FILES = {"memory": (WARM,), "disk": (COLD,), "both": (WARM, COLD)}
 
 
 def cold_start(
@@ -198,7 +188,7 @@ def cold_start(
     reading.read_all(sides)
     with progress.running([]):
         started, failed = _start_forms(reading.trials, progress)
-        starts = tuple(_measure_starts(started, rounds, FILES[files], progress))
+        starts = _measure_starts(started, rounds, FILES[files], progress)
     return ColdStarts(starts, (*reading.left_out, *failed))
 
 
@@ -218,25 +208,24 @@ class ColdStartReader(forms.FormReader):
 
 
 @dataclass
-class ColdStartForm:
-    """What is started, and what came of it; `read` are the files that a start reads."""
+class _StartedForm:
+    """A form that answers: what starts it, and the files that a start reads."""
 
     title: str
     trial: Trial
     artifact: Artifact | None
     read: tuple[str, ...] = ()
-    rounds: dict[str, list[ColdStart]] = field(default_factory=dict)
 
 
 def _start_forms(
     trials: Sequence[tuple[Trial, Artifact | None]], progress: Progress
-) -> tuple[list[ColdStartForm], list[str]]:
+) -> tuple[list[_StartedForm], list[str]]:
     """Return the forms that answer an unmeasured start, and why the others don't; raise `UserError` if all fail."""
     several = len({trial.model.name for trial, _ in trials}) > 1
     found, errors = [], list[UserError]()
     for trial, artifact in trials:
         model = f"{trial.model.name} " if several else ""
-        form = ColdStartForm(f"{model}{trial.variant} {trial.precision}", trial, artifact)
+        form = _StartedForm(f"{model}{trial.variant} {trial.precision}", trial, artifact)
         progress.other(f"start {form.title} unmeasured")
         try:
             form.read = _measure_start(form, progress).files
@@ -249,8 +238,9 @@ def _start_forms(
 
 
 def _measure_starts(
-    each: Sequence[ColdStartForm], rounds: int, states: Sequence[str], progress: Progress
-) -> Iterator[ColdStartSamples]:
+    each: Sequence[_StartedForm], rounds: int, states: Sequence[str], progress: Progress
+) -> tuple[ColdStartSamples, ...]:
+    rounds_of: dict[tuple[str, str], list[ColdStart]] = {}
     for number in range(rounds):
         order = [(form, state) for form in each for state in states]
         random.Random(number).shuffle(order)
@@ -258,11 +248,13 @@ def _measure_starts(
             progress.other(f"start {form.title}, files {state}, round {number + 1} of {rounds}")
             if state == COLD:
                 drop(form.read)
-            form.rounds.setdefault(state, []).append(_measure_start(form, progress))
-    return (ColdStartSamples(form.title, state, tuple(form.rounds[state])) for form in each for state in states)
+            rounds_of.setdefault((form.title, state), []).append(_measure_start(form, progress))
+    return tuple(
+        ColdStartSamples(form.title, state, tuple(rounds_of[form.title, state])) for form in each for state in states
+    )
 
 
-def _measure_start(form: ColdStartForm, progress: Progress) -> ColdStart:
+def _measure_start(form: _StartedForm, progress: Progress) -> ColdStart:
     """Measure one start in a fresh process; raise `UserError` if it doesn't answer."""
     job = Job("cold_start", form.trial.runtime, form.trial, artifact=form.artifact)
     with tempfile.TemporaryDirectory() as scratch:

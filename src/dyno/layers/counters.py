@@ -8,8 +8,9 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from dyno.formatting import counting, significant
 from dyno.jobs.progress import Progress
@@ -28,27 +29,16 @@ from dyno.worker.spec import Artifact, Job, Trial, UserError
 # Of each kernel there is a line with its metrics and the NVTX ranges in which it was launched; see the Nsight Compute
 # CLI manual, https://docs.nvidia.com/nsight-compute/NsightComputeCli/. Read with ncu 2025.3.
 
-# Figures of a kernel by ncu's name of the metric; `ncu --query-metrics` and the Profiling Guide say what they are.
-METRICS = {
-    "seconds": "gpu__time_duration.sum",
-    "sm": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "memory": "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
-    "dram": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "dram_bytes": "dram__bytes.sum",
-    "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
-    "warps": "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "l2": "lts__t_sector_hit_rate.pct",
-    "waves": "launch__waves_per_multiprocessor",
-    "blocks": "launch__grid_size",
-    "threads": "launch__block_size",
-    "registers": "launch__registers_per_thread",
-}
-SM_COUNT = {"sms": "launch__sm_count"}  # which comes without being asked for, but not with every version
 SCALE = {"ns": 1e-9, "nsecond": 1e-9}  # base units that aren't those of the figures
 RANGES, NAME = "Push/Pop_Range", "Kernel Name"
 ERROR = "==ERROR=="
 # Domain:Range:type and value of a payload:type and value of a colour:type and text of a message.
 RANGE = re.compile(r"[^:]*:(.*?):(?:none:none|\w+:.*):(?:none:none|\w+:0x[0-9a-f]+):(?:none:none|\w+:(.*))")
+
+
+def _figure(metric: str, requested: bool = True) -> Any:
+    """Declare a figure by ncu's name of the metric; `ncu --query-metrics` and the Profiling Guide say what it is."""
+    return field(default=math.nan, metadata={"metric": metric, "requested": requested})
 
 
 @dataclass(frozen=True)
@@ -64,19 +54,22 @@ class Kernel:
 
     name: str
     ranges: tuple[str, ...] = ()
-    seconds: float = math.nan
-    sm: float = math.nan
-    memory: float = math.nan
-    dram: float = math.nan
-    dram_bytes: float = math.nan
-    tensor: float = math.nan
-    warps: float = math.nan
-    l2: float = math.nan
-    waves: float = math.nan
-    blocks: float = math.nan
-    threads: float = math.nan
-    registers: float = math.nan
-    sms: float = math.nan
+    seconds: float = _figure("gpu__time_duration.sum")
+    sm: float = _figure("sm__throughput.avg.pct_of_peak_sustained_elapsed")
+    memory: float = _figure("gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed")
+    dram: float = _figure("dram__throughput.avg.pct_of_peak_sustained_elapsed")
+    dram_bytes: float = _figure("dram__bytes.sum")
+    tensor: float = _figure("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed")
+    warps: float = _figure("sm__warps_active.avg.pct_of_peak_sustained_active")
+    l2: float = _figure("lts__t_sector_hit_rate.pct")
+    waves: float = _figure("launch__waves_per_multiprocessor")
+    blocks: float = _figure("launch__grid_size")
+    threads: float = _figure("launch__block_size")
+    registers: float = _figure("launch__registers_per_thread")
+    sms: float = _figure("launch__sm_count", requested=False)  # comes by itself, but not with every version
+
+
+METRICS = {each.name: each.metadata for each in fields(Kernel) if each.metadata}
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,7 @@ def _iter_kernels(lines: Sequence[str]) -> Iterator[Kernel]:
         if len(cells) != len(heads):  # ncu was ended within it
             continue
         row = dict(zip(heads, cells, strict=True))
-        figures = {name: _parse_figure(row, units, metric) for name, metric in (METRICS | SM_COUNT).items()}
+        figures = {name: _parse_figure(row, units, about["metric"]) for name, about in METRICS.items()}
         around = _parse_ranges(cells[ranges]) if ranges is not None else ()
         yield Kernel(shorten_kernel(row[NAME]), around, **figures)
 
@@ -174,8 +167,6 @@ NOTE = (
     "One inference under ncu, which runs each kernel alone, several times over and with cold caches: its times are not "
     f"a latency. What is at {BUSY:.0f} % of its peak or more bounds a kernel, as in ncu's own rules."
 )
-FIGURES = ("sm", "memory", "dram", "tensor", "warps", "l2", "waves")
-COUNTS = ("blocks", "threads", "registers")
 
 
 def make_counters_table(
@@ -202,12 +193,9 @@ def make_counters_table(
 
 def owners_of(form: LayerGraph, kernels: Sequence[Kernel]) -> list[int | None]:
     """Return the layer of each kernel: the innermost of its ranges that has a layer's name; None without one."""
-    calls: dict[str, int] = {}
     rows: dict[str, int] = {}
-    for k, layer in enumerate(form.layers):
-        calls[layer.name] = calls.get(layer.name, 0) + 1
-        name = range_name(layer.name, calls[layer.name]) if form.form == MODULES else layer.name
-        rows.setdefault(name, k)
+    for k, (name, number) in enumerate(form.calls()):
+        rows.setdefault(range_name(name, number + 1) if form.form == MODULES else name, k)
     return [next((rows[name] for name in reversed(kernel.ranges) if name in rows), None) for kernel in kernels]
 
 
@@ -230,7 +218,7 @@ def _build_rows(
         rows.append({
             "form": form.library, "modules": " ".join(own), "modules_names": own, "layer": layer,
             "kernel": kernel.name, **_sum_kernels([kernel], total),
-            **{name: getattr(kernel, name) for name in FIGURES}, **{name: _read_count(kernel, name) for name in COUNTS},
+            **{column.name: _read_figure(kernel, column) for column in COLUMNS if column.name in METRICS},
             "finding": describe_bound(kernel),
         })  # fmt: skip
     rest = [kernels[i] for i in sorted(set(slowest) - set(chosen))]
@@ -245,8 +233,10 @@ def _sum_kernels(kernels: Sequence[Kernel], total: float) -> Row:
     return {"time_us": 1e6 * seconds, "share": 100 * seconds / total, "dram_mb": bytes_ / 1e6}
 
 
-def _read_count(kernel: Kernel, name: str) -> int | None:
-    value = getattr(kernel, name)
+def _read_figure(kernel: Kernel, column: Column) -> float | None:
+    value: float = getattr(kernel, column.name)
+    if column.kind != COUNT:
+        return value
     return None if math.isnan(value) else int(value)
 
 
@@ -357,8 +347,9 @@ def command(tool: str, log: Path) -> list[str]:
 
     It leaves the GPU's clocks as they are, and empties the caches before each kernel, so that its runs are alike.
     """
+    metrics = [about["metric"] for about in METRICS.values() if about["requested"]]
     return [tool, "--clock-control", "none", "--cache-control", "all", "--profile-from-start", "off", "--nvtx",
-            "--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(METRICS.values()),
+            "--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(metrics),
             "--log-file", str(log)]  # fmt: skip
 
 

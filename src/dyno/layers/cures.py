@@ -180,32 +180,6 @@ COLUMNS = (
 )
 
 
-def make_tried_table(outcomes: Sequence[Outcome], title: str) -> Table:
-    """Build a row for each prescription that B, `title`, was tried with."""
-    rows = []
-    for one in outcomes:
-        rows.append({"prescription": one.called.prescription.text, "called_by": one.called.cause.title,
-                     "cost_us": 1e6 * one.called.seconds, "engine": one.engine, **limited("speedup", one.speedup),
-                     "verdict": one.verdict, "outputs": one.outputs, "kept": "yes" if one.kept else "no"})  # fmt: skip
-    note = (
-        f"Each is a trial beside {title}, in turns, all of them as one family (Holm); a profiled run is not among them."
-    )
-    return TRIED.of(COLUMNS, rows, notes=(note,) if rows else ())
-
-
-def describe_tried(outcomes: Sequence[Outcome], title: str) -> list[str]:
-    """Return sentences on the number of prescriptions that helped and on the best one."""
-    if not outcomes:
-        return [f"Nothing of what costs {title} time calls for a prescription."]
-    kept = [(one.speedup, one) for one in outcomes if one.kept and one.speedup]
-    told = [f"{len(kept) or 'None'} of {counting(len(outcomes), 'prescription')} helped."]
-    if kept:
-        found, one = max(kept, key=lambda pair: pair[0].value)
-        gain = ratio(found.value, found.low, found.high)
-        told.append(f"The best is {one.called.prescription.text}: {gain} as fast, by --backend {one.engine}.")
-    return told
-
-
 # Prescriptions tried: each variant of an engine is a trial beside it, in turns, and kept where it is proven.
 
 BOUNDARY = "model"
@@ -222,14 +196,31 @@ class PrescriptionResult:
 
     @property
     def table(self) -> Table:
-        """A row for each prescription."""
-        return make_tried_table(self.outcomes, self.title)
+        """A row for each prescription that B was tried with."""
+        rows = [
+            {"prescription": one.called.prescription.text, "called_by": one.called.cause.title,
+             "cost_us": 1e6 * one.called.seconds, "engine": one.engine, **limited("speedup", one.speedup),
+             "verdict": one.verdict, "outputs": one.outputs, "kept": "yes" if one.kept else "no"}
+            for one in self.outcomes
+        ]  # fmt: skip
+        note = (
+            f"Each is a trial beside {self.title}, in turns, all of them as one family (Holm); a profiled run is not "
+            "among them."
+        )
+        return TRIED.of(COLUMNS, rows, notes=(note,) if rows else ())
 
     @property
     def sentences(self) -> list[str]:
         """How many helped, and the best of them."""
-        where = [f"The trials are in {self.folder}."] if self.folder else []
-        return [*describe_tried(self.outcomes, self.title), *where]
+        if not self.outcomes:
+            return [f"Nothing of what costs {self.title} time calls for a prescription."]
+        kept = [(one.speedup, one) for one in self.outcomes if one.kept and one.speedup]
+        told = [f"{len(kept) or 'None'} of {counting(len(self.outcomes), 'prescription')} helped."]
+        if kept:
+            found, one = max(kept, key=lambda pair: pair[0].value)
+            gain = ratio(found.value, found.low, found.high)
+            told.append(f"The best is {one.called.prescription.text}: {gain} as fast, by --backend {one.engine}.")
+        return [*told, f"The trials are in {self.folder}."] if self.folder else told
 
     def export(self, format: str = "text") -> str:
         """Return the table and the sentences, in text or Markdown."""

@@ -133,17 +133,6 @@ class TreeMapNode:
     parts: list[TreeMapNode] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Box:
-    """Where a node lies in its parent's area, in percent of it."""
-
-    node: TreeMapNode
-    left: float
-    top: float
-    width: float
-    height: float
-
-
 def build_tree(timeline: Timeline) -> TreeMapNode:
     """Build the tree of the model's parts; a module's own code, beside its parts, is a part named `itself`."""
     root = TreeMapNode("(model)")
@@ -192,9 +181,7 @@ def _draw_figure(timeline: Timeline) -> str:
     steps = counting(len(timeline.steps), "layer")
     groups = "module" if any(step.modules for step in timeline.steps) else "operator"
     caption = f"{timeline.title}: time by {groups}, {show(root.seconds, 'duration')} in {steps}"
-    area = "".join(
-        _draw_box(box, "", WIDTH, HEIGHT, root.seconds, kinds) for box in lay_out_boxes(root.parts, WIDTH, HEIGHT)
-    )
+    area = _draw_area(root.parts, "", WIDTH, HEIGHT, root.seconds, kinds)
     return (
         f'<figure class="tree-map"><figcaption>{html.escape(caption)}<div class="legend">{legend}</div></figcaption>\n'
         f'<div class="scroll"><div class="area">{area}</div></div></figure>'
@@ -206,35 +193,43 @@ def _write_entry(name: str, seconds: float, total: float, color: str) -> str:
     return f'<b style="--kind: {color}; font-weight: 400"><i></i>{html.escape(name)} {share}</b>'
 
 
-def lay_out_boxes(nodes: Sequence[TreeMapNode], width: float, height: float) -> Iterator[Box]:
-    """Yield the nodes, largest first, as near-square boxes that fill an area of `width` by `height` pixels.
+def lay_out_boxes(
+    nodes: Sequence[TreeMapNode], width: float, height: float
+) -> Iterator[tuple[TreeMapNode, dict[str, float]]]:
+    """Yield the nodes, largest first, each with its near-square place in an area of `width` by `height` pixels.
 
-    Bruls, Huizing and van Wijk, "Squarified treemaps" (2000), by the library squarify.
+    A place has the corner `x`, `y` and the lengths `dx`, `dy` in pixels. Bruls, Huizing and van Wijk, "Squarified
+    treemaps" (2000), by the library squarify.
     """
     import squarify
 
     ordered = sorted((node for node in nodes if node.seconds > 0), key=lambda node: -node.seconds)
     sizes = squarify.normalize_sizes([node.seconds for node in ordered], width, height)
-    for node, place in zip(ordered, squarify.squarify(sizes, 0, 0, width, height), strict=True):
+    yield from zip(ordered, squarify.squarify(sizes, 0, 0, width, height), strict=True)
+
+
+def _draw_area(
+    nodes: Sequence[TreeMapNode], around: str, width: float, height: float, total: float, kinds: Mapping[str, str]
+) -> str:
+    """Draw the nodes inside the module `around` them, whose area is `width` by `height` pixels."""
+    drawn = []
+    for node, place in lay_out_boxes(nodes, width, height):
+        share = f"{show(node.seconds, 'duration')}, {100 * node.seconds / total:.1f} %"
+        title = html.escape("\n".join(filter(None, (f"{node.name}: {share}", node.title))))
         x, y = 100 / width, 100 / height
-        yield Box(node, x * place["x"], y * place["y"], x * place["dx"], y * place["dy"])
-
-
-def _draw_box(box: Box, around: str, width: float, height: float, total: float, kinds: Mapping[str, str]) -> str:
-    """Draw a box in the module `around` it, whose area is `width` by `height` pixels."""
-    node = box.node
-    across, down = box.width / 100 * width, box.height / 100 * height
-    share = f"{show(node.seconds, 'duration')}, {100 * node.seconds / total:.1f} %"
-    title = html.escape("\n".join(filter(None, (f"{node.name}: {share}", node.title))))
-    where = f"left:{box.left:.3f}%;top:{box.top:.3f}%;width:{box.width:.3f}%;height:{box.height:.3f}%"
-    name = html.escape(node.name.removeprefix(f"{around}."))
-    if node.parts and across >= LEAST_WIDTH and down >= LEAST_HEIGHT:
-        inner = across - 2 * EDGE, down - HEAD - EDGE
-        parts = "".join(_draw_box(part, node.name, *inner, total, kinds) for part in lay_out_boxes(node.parts, *inner))
-        head = f"<span>{name} {share}</span>"
-        return f'<div class="module" style="{where}" title="{title}">{head}<div class="inside">{parts}</div></div>'
-    color = "" if node.parts else f";--kind:{kinds.get(node.type, OTHER)}"
-    return f'<div style="{where}{color}" title="{title}"><span>{name}</span><span>{share}</span></div>'
+        where = f"left:{x * place['x']:.3f}%;top:{y * place['y']:.3f}%;width:{x * place['dx']:.3f}%"
+        where += f";height:{y * place['dy']:.3f}%"
+        name = html.escape(node.name.removeprefix(f"{around}."))
+        if node.parts and place["dx"] >= LEAST_WIDTH and place["dy"] >= LEAST_HEIGHT:
+            inner = place["dx"] - 2 * EDGE, place["dy"] - HEAD - EDGE
+            inside = f'<div class="inside">{_draw_area(node.parts, node.name, *inner, total, kinds)}</div>'
+            drawn.append(
+                f'<div class="module" style="{where}" title="{title}"><span>{name} {share}</span>{inside}</div>'
+            )
+        else:
+            tone = "" if node.parts else f";--kind:{kinds.get(node.type, OTHER)}"
+            drawn.append(f'<div style="{where}{tone}" title="{title}"><span>{name}</span><span>{share}</span></div>')
+    return "".join(drawn)
 
 
 def profile_fragment(timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:

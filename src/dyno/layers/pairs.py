@@ -82,16 +82,12 @@ def write_pair(path: Path, pair: FormPair) -> None:
 
 
 def _convert_side(side: PairSide) -> dict[str, Any]:
-    return {**to_json(replace(side, processes=())), "processes": [_convert_times(each) for each in side.processes]}
-
-
-def _convert_times(times: Times) -> dict[str, Any]:
-    gpu = (
-        {"gpu": {**_list_nanoseconds(times.gpu, GPU_ARRAYS), "kernels": times.gpu.kernels.tolist()}}
-        if times.gpu
-        else {}
-    )
-    return {**_list_nanoseconds(times, ARRAYS), "warnings": list(times.warnings), **gpu}
+    processes = []
+    for times in side.processes:
+        gpu = times.gpu and {**_list_nanoseconds(times.gpu, GPU_ARRAYS), "kernels": times.gpu.kernels.tolist()}
+        known = {"warnings": list(times.warnings), **({"gpu": gpu} if gpu else {})}
+        processes.append({**_list_nanoseconds(times, ARRAYS), **known})
+    return {**to_json(replace(side, processes=())), "processes": processes}
 
 
 def _list_nanoseconds(of: Times | LaunchTimes, names: Sequence[str]) -> dict[str, Any]:
@@ -123,20 +119,14 @@ def read_pair(path: Path) -> FormPair:
 def _read_side(data: Mapping[str, Any]) -> PairSide:
     processes = []
     for each in data["processes"]:
-        unprofiled, profiled, layers = _read_seconds(each, ARRAYS)
-        processes.append(Times(unprofiled, profiled, layers, tuple(each["warnings"]), _on_gpu(each.get("gpu"))))
-    return PairSide(data["form"], data["precision"], tuple(processes), data["graph"], data["module"], data["stored"])
+        gpu = each.get("gpu")  # None: on a CPU, or stored before this was kept
+        launches = LaunchTimes(**_read_seconds(gpu, GPU_ARRAYS), kernels=np.array(gpu["kernels"])) if gpu else None
+        processes.append(Times(**_read_seconds(each, ARRAYS), warnings=tuple(each["warnings"]), gpu=launches))
+    return PairSide(**{**data, "processes": tuple(processes)})
 
 
-def _on_gpu(data: Mapping[str, Any] | None) -> LaunchTimes | None:
-    if data is None:  # on a CPU, or stored before this was kept
-        return None
-    latency, enqueue, busy, calls = _read_seconds(data, GPU_ARRAYS)
-    return LaunchTimes(latency, enqueue, busy, calls, np.array(data["kernels"]))
-
-
-def _read_seconds(data: Mapping[str, Any], names: Sequence[str]) -> list[np.ndarray]:
-    return [np.array(data[name], float) / NANO for name in names]
+def _read_seconds(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: np.array(data[name], float) / NANO for name in names}
 
 
 def _find_problem(pair: FormPair) -> str:

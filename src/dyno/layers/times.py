@@ -16,7 +16,7 @@ from dyno.layers.tables import MODEL, names_cell, shape
 from dyno.report.tables import TableKind
 from dyno.results.remarks import Launch
 from dyno.results.stats import Interval, median_interval
-from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
+from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table, limited
 from dyno.worker.facts.job import MODULES, NODES, Function, Layer, LayerGraph, Port
 
 # Whether a GPU works or waits for the host while one run of a model goes on.
@@ -281,7 +281,7 @@ def _build_row(form: LayerGraph, layer: Layer, names: list[str], seconds: np.nda
     return {
         "form": form.library, "modules": " ".join(names), "modules_names": names,
         "layer": layer.name if form.form != MODULES else "", "type": layer.type, "seconds": value,
-        "time_us": 1e6 * value, "time_us_low": 1e6 * interval.low, "time_us_high": 1e6 * interval.high,
+        **limited("time_us", interval, 1e6),
         "output": shape(layer.outputs[0] if layer.outputs else Port("")), "computes_in": layer.computes_in,
         "kernel": layer.tactic, "remark": "only changes type or layout" if layer.moves else "",
     }  # fmt: skip
@@ -351,8 +351,7 @@ def reconcile(
     for k, each in times.items():
         latency, layers = median_interval(each.unprofiled), float(np.median(each.layers, axis=0).sum())
         rows.append({
-            "form": forms[k].library, "unprofiled_ms": 1e3 * latency.value, "unprofiled_ms_low": 1e3 * latency.low,
-            "unprofiled_ms_high": 1e3 * latency.high, "layers_ms": 1e3 * layers,
+            "form": forms[k].library, **limited("unprofiled_ms", latency, 1e3), "layers_ms": 1e3 * layers,
             "remainder_ms": 1e3 * (latency.value - layers), "profiled_ms": 1e3 * float(np.median(each.profiled)),
             "repeats": len(each.layers), "runs": len(each.profiled), "clock": each.clock,
             **(each.gpu.cells(each.latency) if each.gpu else {}),

@@ -25,7 +25,7 @@ from dyno.layers.times import Times
 from dyno.report.style import INK, WIDTH, styled
 from dyno.report.tables import TableKind
 from dyno.results.stats import CONFIDENCE, Interval, find_rejected
-from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
+from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table, limited
 
 RESAMPLES = 1000
 SEED = 0
@@ -300,12 +300,8 @@ def _write_notes(waterfall: Waterfall) -> tuple[str, ...]:
 
 
 def _make_time_cells(waterfall: Waterfall, step: WaterfallStep) -> Row:
-    value = step.difference
-    return {
-        "a_us": 1e6 * step.a, "b_us": 1e6 * step.b, "difference_us": 1e6 * value.value,
-        "difference_us_low": 1e6 * value.low, "difference_us_high": 1e6 * value.high,
-        "share": _compute_share(waterfall, value.value),
-    }  # fmt: skip
+    differs, share = limited("difference_us", step.difference, 1e6), _compute_share(waterfall, step.difference.value)
+    return {"a_us": 1e6 * step.a, "b_us": 1e6 * step.b, **differs, "share": share}
 
 
 def _compute_share(waterfall: Waterfall, seconds: float) -> float | None:

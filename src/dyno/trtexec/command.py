@@ -6,15 +6,10 @@ for what 10 and 11 dropped, and "Best Practices" of TensorRT for RTX, whose tool
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-import numpy as np
-
-from dyno.results import stats, timeline
-from dyno.results.rounds import GPU, HOST, Round
 from dyno.results.trial_result import TrialResult
 from dyno.worker.spec import UserError
 
@@ -115,88 +110,51 @@ def make_spec(shapes_by_input: Mapping[str, Sequence[int]]) -> str:
     return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes_by_input.items())
 
 
-@dataclass(frozen=True)
-class TrtexecBuild:
-    """An engine's build, as far as a command line can repeat it.
+def read_build(trial: TrialResult) -> list[str]:
+    """Return the arguments of the command that builds such an engine; [] where Dyno didn't build it.
 
-    `typed`: the types are in the graph (strongly typed, from TensorRT 10 on; always so in 11 and for RTX), else builder
-    flags ask for them. `calibration` is a calibrator's cache for an INT8 graph without Q/DQ
-    nodes. `profile` is (min, opt, max) per input, `workspace` in bytes, `tactics` the sources that were requested.
+    Where the types are in the graph, the ONNX file is the converted one, which lies in Dyno's cache: it gets the name
+    of the file that `dyno export --precision PRECISION --target tensorrt` writes.
     """
-
-    onnx: str
-    out: str
-    precision: str
-    version: str = ""
-    rtx: bool = False
-    typed: bool = True
-    profile: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
-    level: int | None = None
-    workspace: int | None = None
-    tactics: Sequence[str] = ()
-    calibration: str = ""
-
-    def command(self) -> list[str]:
-        """Return the command's arguments."""
-        arguments = ["tensorrt_rtx" if self.rtx else "trtexec", f"--onnx={self.onnx}", f"--saveEngine={self.out}"]
-        arguments += self._list_precision_flags()
-        for number, name in enumerate(("min", "opt", "max")):
-            if self.profile:
-                shapes = {key: ranges[number] for key, ranges in self.profile.items()}
-                arguments.append(f"--{name}Shapes={make_spec(shapes)}")
-        if self.level is not None and not self.rtx:
-            arguments.append(f"--builderOptimizationLevel={self.level}")
-        if self.workspace is not None:
-            arguments.append(f"--memPoolSize=workspace:{self.workspace / 2**20:g}")  # in MiB where no unit is given
-        if self._major < 10 and not self.rtx:
-            arguments.append("--tacticSources=" + ",".join(("+" if n in self.tactics else "-") + n for n in EXTERNAL))
-        return [*arguments, "--skipInference"]
-
-    @property
-    def _major(self) -> int:
-        return int(self.version.partition(".")[0] or 10)
-
-    def _list_precision_flags(self) -> list[str]:
-        major = self._major
-        exact = ["--noTF32"] if self.precision != "tf32" else []  # Dyno allows it only where it was requested
-        if self.rtx or major >= 11:
-            return exact  # every network is strongly typed, and the flags are gone
-        if self.typed and major == 10:
-            return [*exact, "--stronglyTyped"]
-        calibrated = [f"--calib={self.calibration}"] if self.calibration else []
-        return [*exact, *FLAGS.get(self.precision, ()), *calibrated]
-
-
-def is_built(trial: TrialResult) -> TrtexecBuild | None:
-    """Return the build of the trial's engine; None where Dyno didn't build it.
-
-    Where the types are in the graph, `onnx` is the converted file, which lies in Dyno's cache: it gets the name that
-    `converted` makes.
-    """
-    made_by = trial.made_by
+    made_by, model = trial.made_by, trial.spec["model"]
     if not made_by.typed:
-        return None
-    options, source = made_by.options, str(trial.spec["model"].get("source", ""))
-    source_file = source.removeprefix("file:") if source.endswith(".onnx") else ""
-    same = made_by.route != "graph" or trial.precision in ("fp32", "tf32", trial.spec["model"].get("precision"))
-    return TrtexecBuild(
-        onnx=source_file if source_file and same else converted(trial, "fp32" if same else trial.precision),
-        out=PurePath(find_engine(trial) or "model.engine").name,
-        precision=trial.precision,
-        version=read_version(trial) or next(iter(made_by.versions.values()), ""),
-        rtx=is_rtx(trial),
-        typed=made_by.typed == "strongly",
-        profile=_choose_profile(trial, made_by.profiles),
-        level=options.get("optimization"),
-        workspace=int(options["workspace_mb"]) * 2**20 if options.get("workspace_mb") else None,
-        tactics=str(options.get("tactics", "")).upper().split("+"),
-        calibration="calibration.cache" if made_by.route == "calibrator" else "",
-    )
+        return []
+    version = read_version(trial) or next(iter(made_by.versions.values()), "")
+    rtx, major = is_rtx(trial), int(version.partition(".")[0] or 10)
+    same = made_by.route != "graph" or trial.precision in ("fp32", "tf32", model.get("precision"))
+    source, converted = str(model.get("source", "")), f"{trial.model}.{'fp32' if same else trial.precision}.onnx"
+    onnx = source.removeprefix("file:") if same and source.endswith(".onnx") else converted
+    profile = _choose_profile(trial, made_by.profiles)
+    arguments = [
+        name_tool(trial),
+        f"--onnx={onnx}",
+        f"--saveEngine={PurePath(find_engine(trial) or 'model.engine').name}",
+    ]
+    arguments += _list_precision_flags(trial, 11 if rtx else major)
+    for number, name in enumerate(("min", "opt", "max") if profile else ()):
+        arguments.append(f"--{name}Shapes={make_spec({key: ranges[number] for key, ranges in profile.items()})}")
+    if made_by.options.get("optimization") is not None and not rtx:
+        arguments.append(f"--builderOptimizationLevel={made_by.options['optimization']}")
+    if workspace := made_by.options.get("workspace_mb"):
+        arguments.append(f"--memPoolSize=workspace:{workspace:g}")  # in MiB where no unit is given
+    if major < 10 and not rtx:
+        tactics = str(made_by.options.get("tactics", "")).upper().split("+")
+        arguments.append("--tacticSources=" + ",".join(("+" if n in tactics else "-") + n for n in EXTERNAL))
+    return [*arguments, "--skipInference"]
 
 
-def converted(trial: TrialResult, precision: str) -> str:
-    """Return the name of the ONNX file that `dyno export --precision PRECISION --target tensorrt` writes."""
-    return f"{trial.model}.{precision}.onnx"
+def _list_precision_flags(trial: TrialResult, major: int) -> list[str]:
+    """Return the flags for the engine's types: builder flags, unless the types are in the graph.
+
+    They always are for RTX and from TensorRT 11 on, which have no such flags.
+    """
+    exact = ["--noTF32"] if trial.precision != "tf32" else []  # Dyno allows it only where it was requested
+    if major >= 11:
+        return exact
+    if trial.made_by.typed == "strongly" and major == 10:
+        return [*exact, "--stronglyTyped"]
+    calibrated = ["--calib=calibration.cache"] if trial.made_by.route == "calibrator" else []
+    return [*exact, *FLAGS.get(trial.precision, ()), *calibrated]
 
 
 def _choose_profile(trial: TrialResult, profiles: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -206,176 +164,3 @@ def _choose_profile(trial: TrialResult, profiles: Sequence[Mapping[str, Any]]) -
     parent = (trial.spec.get("recipe") or {}).get("parent") or {}
     free = parent.get("dims", {}).get("batch") == 0
     return profiles[0] if free or any(low != high for low, _, high in profiles[0].values()) else {}
-
-
-# Dyno's numbers of a trial in trtexec's terms.
-#
-# The terms are those of NVIDIA's "Command-Line Programs" (section trtexec): Enqueue Time is the host's time to queue a
-# query; H2D Latency, GPU Compute Time and D2H Latency are the GPU's, by events; Latency is the sum of these three;
-# Throughput is queries over the host's time. trtexec keeps one query queued ahead; Dyno starts one when the one before
-# has ended, and `latency/all` is the host's time from memory to memory.
-
-BOUND = 0.8  # from this share of GPU Compute Time on trtexec too reports that Enqueue Time may be the limit
-
-
-@dataclass(frozen=True)
-class TrialMedians:
-    """Medians over the samples of all good rounds, in seconds; None where nothing was measured.
-
-    `model` is `latency/model` by the GPU's clock, `model_host` and `whole` (`latency/all`) are by the host's. `rate` is
-    in queries/s, a query being one batch. `clock` is the GPU's in MHz while `latency/model` was sampled.
-    """
-
-    model: float | None
-    model_host: float | None
-    whole: float | None
-    enqueue: float | None
-    h2d: float | None
-    compute: float | None
-    d2h: float | None
-    rate: float | None
-    graph: bool
-    clock: float | None
-    device: str
-
-    @property
-    def copies(self) -> float | None:
-        """Both directions together."""
-        return None if self.h2d is None or self.d2h is None else self.h2d + self.d2h
-
-    @property
-    def latency(self) -> float | None:
-        """trtexec's Latency: H2D, compute and D2H added up."""
-        return None if self.copies is None or self.compute is None else self.copies + self.compute
-
-    @property
-    def waiting(self) -> float | None:
-        """What the host's clock adds to the GPU's: the call that launches and the wait for the end."""
-        return None if self.model is None or self.model_host is None else max(0.0, self.model_host - self.model)
-
-
-def read_medians(trial: TrialResult) -> TrialMedians:
-    """Return the trial's medians."""
-
-    def compute_median(tag: str, boundary: str, by: str) -> float | None:
-        samples = trial.parts(tag, boundary, by)
-        return stats.over_rounds(samples).median if samples else None
-
-    images = trial.value("throughput", "throughput")
-    return TrialMedians(
-        model=compute_median("latency", "model", GPU),
-        model_host=compute_median("latency", "model", HOST),
-        whole=compute_median("latency", "all", HOST),
-        enqueue=compute_median("enqueue", "all", HOST),
-        h2d=compute_median("h2d", "all", GPU),
-        compute=compute_median("compute", "all", GPU),
-        d2h=compute_median("d2h", "all", GPU),
-        rate=images / trial.batch if images else None,
-        graph=bool(trial.facts.options.get("graph", True)),
-        clock=_find_clock(trial),
-        device=next(filter(None, map(_gpu_name, trial.good)), ""),
-    )
-
-
-def _gpu_name(one: Round) -> str:
-    return str(one.arrays("telemetry.npz", ("gpu_name",)).get("gpu_name", ""))
-
-
-def _find_clock(trial: TrialResult) -> float | None:
-    clocks = []
-    for one in trial.good:
-        window = one.facts.timed.get("model")
-        if one.trace and window and (rate := find_clock(one.trace, window)):
-            clocks.append(rate)
-    return float(np.median(clocks)) if clocks else None
-
-
-def find_clock(trace: timeline.Trace, window: timeline.Window) -> float | None:
-    """Return the median of the GPU's clock in MHz in the window; None where it wasn't sampled there."""
-    samples = trace.column("clock")[trace.inside([window])]
-    samples = samples[np.isfinite(samples)]
-    return float(np.median(samples)) if samples.size else None
-
-
-def ms(seconds: float) -> str:
-    """Format seconds as milliseconds to a microsecond, or finer where the number is small."""
-    return f"{1e3 * seconds:.3f} ms" if abs(seconds) >= 1e-5 else f"{1e3 * seconds:.4f} ms"
-
-
-def signed(seconds: float) -> str:
-    """Format seconds as `ms` does, with a sign."""
-    return ("+" if seconds >= 0 else "−") + ms(abs(seconds))
-
-
-def explain_terms(trial: TrialResult) -> list[str]:
-    """Explain the trial's numbers in trtexec's terms, sentence by sentence, with those that weren't measured."""
-    measured = read_medians(trial)
-    flag = graph_flag(trial)
-    return [
-        *_explain_terms(measured),
-        *_explain_model(measured, flag),
-        *_explain_whole(measured),
-        *_explain_throughput(measured, trial),
-        _run_mode(measured, flag),
-    ]
-
-
-def _explain_terms(measured: TrialMedians) -> Iterator[str]:
-    values = {
-        "Enqueue Time": measured.enqueue,
-        "H2D Latency": measured.h2d,
-        "GPU Compute Time": measured.compute,
-        "D2H Latency": measured.d2h,
-        "Latency (H2D + GPU Compute + D2H)": measured.latency,
-    }
-    listed = ", ".join(f"{name} {ms(value)}" for name, value in values.items() if value is not None)
-    if listed:
-        yield f"In trtexec's terms (medians): {listed}."
-    else:
-        yield "The record has no enqueue, H2D, compute and D2H times, so latency/all can't be split into them."
-
-
-def _explain_model(measured: TrialMedians, flag: str) -> Iterator[str]:
-    if measured.model is None:
-        return
-    like = f"--noDataTransfers {flag}" if measured.graph else "--noDataTransfers"
-    text = f"latency/model, {ms(measured.model)} by the GPU's clock, is what trtexec calls GPU Compute Time with {like}"
-    if measured.waiting is not None:
-        text += f"; the host's clock adds {ms(measured.waiting)} of launching and waiting, which trtexec doesn't count"
-    yield text + "."
-    if measured.enqueue is not None and measured.enqueue > BOUND * measured.model:
-        advice = "" if measured.graph else f"; a CUDA graph ({flag}) would help"
-        yield f"Enqueue Time is {measured.enqueue / measured.model:.0%} of that, so the host may set the pace{advice}."
-
-
-def _explain_whole(measured: TrialMedians) -> Iterator[str]:
-    if measured.whole is None or measured.latency is None:
-        return
-    rest = measured.whole - measured.latency
-    if rest >= 0:
-        than, why = "more", "trtexec adds up GPU times and leaves out the host's calls and waits"
-    else:
-        than, why = "less", "copies and launches overlap, and trtexec adds them up"
-    yield (
-        f"latency/all, {ms(measured.whole)} by the host's clock, is {ms(abs(rest))} {than} than trtexec's Latency "
-        f"would be: {why}."
-    )
-
-
-def _explain_throughput(measured: TrialMedians, trial: TrialResult) -> Iterator[str]:
-    if measured.rate is None:
-        return
-    slots = trial.facts.options.get("slots")
-    flight = f"{slots} batches in flight and " if slots else ""
-    yield (
-        f"Throughput is {measured.rate:,.1f} qps (a query is a batch of {trial.batch}), with {flight}copies included; "
-        "trtexec keeps two queries in flight."
-    )
-
-
-def _run_mode(measured: TrialMedians, flag: str) -> str:
-    launches = f"replayed a CUDA graph ({flag})" if measured.graph else f"launched kernel by kernel (no {flag})"
-    return (
-        f"Dyno {launches} and waited by spinning (--useSpinWait; without it trtexec's host thread sleeps, and waking "
-        "it can leave the GPU idle between queries)."
-    )

@@ -13,14 +13,189 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath, PureWindowsPath
 
+import numpy as np
+
 from dyno.jobs.telemetry import Telemetry
-from dyno.results import timeline
-from dyno.results.trial_result import TrialResult, load_run
+from dyno.results import stats, timeline
+from dyno.results.rounds import GPU, HOST, Round
+from dyno.results.trial_result import TrialResult
 from dyno.runner.device_lock import held
 from dyno.trtexec import command, log
-from dyno.trtexec.command import TrialMedians, ms, read_medians, signed
 from dyno.trtexec.log import TrtexecReport
 from dyno.worker.spec import Runtime, UserError
+
+# Dyno's numbers of a trial in trtexec's terms.
+#
+# The terms are those of NVIDIA's "Command-Line Programs" (section trtexec): Enqueue Time is the host's time to queue a
+# query; H2D Latency, GPU Compute Time and D2H Latency are the GPU's, by events; Latency is the sum of these three;
+# Throughput is queries over the host's time. trtexec keeps one query queued ahead; Dyno starts one when the one before
+# has ended, and `latency/all` is the host's time from memory to memory.
+
+BOUND = 0.8  # from this share of GPU Compute Time on trtexec too reports that Enqueue Time may be the limit
+
+
+@dataclass(frozen=True)
+class TrialMedians:
+    """Medians over the samples of all good rounds, in seconds; None where nothing was measured.
+
+    `model` is `latency/model` by the GPU's clock, `model_host` and `whole` (`latency/all`) are by the host's. `rate` is
+    in queries/s, a query being one batch. `clock` is the GPU's in MHz while `latency/model` was sampled.
+    """
+
+    model: float | None
+    model_host: float | None
+    whole: float | None
+    enqueue: float | None
+    h2d: float | None
+    compute: float | None
+    d2h: float | None
+    rate: float | None
+    graph: bool
+    clock: float | None
+    device: str
+
+    @property
+    def copies(self) -> float | None:
+        """Both directions together."""
+        return None if self.h2d is None or self.d2h is None else self.h2d + self.d2h
+
+    @property
+    def latency(self) -> float | None:
+        """trtexec's Latency: H2D, compute and D2H added up."""
+        return None if self.copies is None or self.compute is None else self.copies + self.compute
+
+    @property
+    def waiting(self) -> float | None:
+        """What the host's clock adds to the GPU's: the call that launches and the wait for the end."""
+        return None if self.model is None or self.model_host is None else max(0.0, self.model_host - self.model)
+
+
+def read_medians(trial: TrialResult) -> TrialMedians:
+    """Return the trial's medians."""
+
+    def compute_median(tag: str, boundary: str, by: str) -> float | None:
+        samples = trial.parts(tag, boundary, by)
+        return stats.over_rounds(samples).median if samples else None
+
+    images = trial.value("throughput", "throughput")
+    return TrialMedians(
+        model=compute_median("latency", "model", GPU),
+        model_host=compute_median("latency", "model", HOST),
+        whole=compute_median("latency", "all", HOST),
+        enqueue=compute_median("enqueue", "all", HOST),
+        h2d=compute_median("h2d", "all", GPU),
+        compute=compute_median("compute", "all", GPU),
+        d2h=compute_median("d2h", "all", GPU),
+        rate=images / trial.batch if images else None,
+        graph=bool(trial.facts.options.get("graph", True)),
+        clock=_find_clock(trial),
+        device=next(filter(None, map(_gpu_name, trial.good)), ""),
+    )
+
+
+def _gpu_name(one: Round) -> str:
+    return str(one.arrays("telemetry.npz", ("gpu_name",)).get("gpu_name", ""))
+
+
+def _find_clock(trial: TrialResult) -> float | None:
+    clocks = []
+    for one in trial.good:
+        window = one.facts.timed.get("model")
+        if one.trace and window and (rate := find_clock(one.trace, window)):
+            clocks.append(rate)
+    return float(np.median(clocks)) if clocks else None
+
+
+def find_clock(trace: timeline.Trace, window: timeline.Window) -> float | None:
+    """Return the median of the GPU's clock in MHz in the window; None where it wasn't sampled there."""
+    samples = trace.column("clock")[trace.inside([window])]
+    samples = samples[np.isfinite(samples)]
+    return float(np.median(samples)) if samples.size else None
+
+
+def ms(seconds: float) -> str:
+    """Format seconds as milliseconds to a microsecond, or finer where the number is small."""
+    return f"{1e3 * seconds:.3f} ms" if abs(seconds) >= 1e-5 else f"{1e3 * seconds:.4f} ms"
+
+
+def signed(seconds: float) -> str:
+    """Format seconds as `ms` does, with a sign."""
+    return ("+" if seconds >= 0 else "−") + ms(abs(seconds))
+
+
+def explain_terms(trial: TrialResult) -> list[str]:
+    """Explain the trial's numbers in trtexec's terms, sentence by sentence, with those that weren't measured."""
+    measured = read_medians(trial)
+    flag = command.graph_flag(trial)
+    return [
+        *_explain_terms(measured),
+        *_explain_model(measured, flag),
+        *_explain_whole(measured),
+        *_explain_throughput(measured, trial),
+        _run_mode(measured, flag),
+    ]
+
+
+def _explain_terms(measured: TrialMedians) -> Iterator[str]:
+    values = {
+        "Enqueue Time": measured.enqueue,
+        "H2D Latency": measured.h2d,
+        "GPU Compute Time": measured.compute,
+        "D2H Latency": measured.d2h,
+        "Latency (H2D + GPU Compute + D2H)": measured.latency,
+    }
+    listed = ", ".join(f"{name} {ms(value)}" for name, value in values.items() if value is not None)
+    if listed:
+        yield f"In trtexec's terms (medians): {listed}."
+    else:
+        yield "The record has no enqueue, H2D, compute and D2H times, so latency/all can't be split into them."
+
+
+def _explain_model(measured: TrialMedians, flag: str) -> Iterator[str]:
+    if measured.model is None:
+        return
+    like = f"--noDataTransfers {flag}" if measured.graph else "--noDataTransfers"
+    text = f"latency/model, {ms(measured.model)} by the GPU's clock, is what trtexec calls GPU Compute Time with {like}"
+    if measured.waiting is not None:
+        text += f"; the host's clock adds {ms(measured.waiting)} of launching and waiting, which trtexec doesn't count"
+    yield text + "."
+    if measured.enqueue is not None and measured.enqueue > BOUND * measured.model:
+        advice = "" if measured.graph else f"; a CUDA graph ({flag}) would help"
+        yield f"Enqueue Time is {measured.enqueue / measured.model:.0%} of that, so the host may set the pace{advice}."
+
+
+def _explain_whole(measured: TrialMedians) -> Iterator[str]:
+    if measured.whole is None or measured.latency is None:
+        return
+    rest = measured.whole - measured.latency
+    if rest >= 0:
+        than, why = "more", "trtexec adds up GPU times and leaves out the host's calls and waits"
+    else:
+        than, why = "less", "copies and launches overlap, and trtexec adds them up"
+    yield (
+        f"latency/all, {ms(measured.whole)} by the host's clock, is {ms(abs(rest))} {than} than trtexec's Latency "
+        f"would be: {why}."
+    )
+
+
+def _explain_throughput(measured: TrialMedians, trial: TrialResult) -> Iterator[str]:
+    if measured.rate is None:
+        return
+    slots = trial.facts.options.get("slots")
+    flight = f"{slots} batches in flight and " if slots else ""
+    yield (
+        f"Throughput is {measured.rate:,.1f} qps (a query is a batch of {trial.batch}), with {flight}copies included; "
+        "trtexec keeps two queries in flight."
+    )
+
+
+def _run_mode(measured: TrialMedians, flag: str) -> str:
+    launches = f"replayed a CUDA graph ({flag})" if measured.graph else f"launched kernel by kernel (no {flag})"
+    return (
+        f"Dyno {launches} and waited by spinning (--useSpinWait; without it trtexec's host thread sleeps, and waking "
+        "it can leave the GPU idle between queries)."
+    )
+
 
 # Where a difference between Dyno's numbers and trtexec's comes from: each gap split into causes, or refused.
 
@@ -111,12 +286,12 @@ def _parse_file_name(path: str) -> str:
 
 def list_gaps(mine: TrialMedians, report: TrtexecReport) -> Iterator[Gap]:
     """Yield the gaps of GPU time, latency and throughput, as far as both sides measured them."""
-    theirs = report.compute.median
+    theirs = report.compute
     if mine.model is not None:
         parts = _gpu_parts(mine, report, mine.model - theirs)
         yield Gap("GPU time (latency/model against GPU Compute Time)", mine.model, theirs, tuple(parts))
     if report.transfers is not False and report.latency and mine.whole is not None:
-        latency = report.latency.median
+        latency = report.latency
         parts = _latency_parts(mine, report, mine.whole - latency)
         yield Gap("Latency (latency/all against Latency)", mine.whole, latency, tuple(parts))
     if report.rate and mine.rate:
@@ -131,7 +306,7 @@ def _gpu_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterato
         if part := cause(mine, report, left):
             left -= part.seconds
             yield part
-    why = "" if abs(left) < CLOSE * report.compute.median or (mine.clock and report.clock) else NO_CLOCKS
+    why = "" if abs(left) < CLOSE * report.compute or (mine.clock and report.clock) else NO_CLOCKS
     yield GapPart(UNEXPLAINED, left, why)
 
 
@@ -147,7 +322,7 @@ def _explain_graph(mine: TrialMedians, report: TrtexecReport, left: float) -> Ga
     why = f"only {'Dyno' if mine.graph else 'trtexec'} used one"
     if mine.enqueue is None or report.enqueue is None:
         return GapPart(GRAPH, 0.0, f"{why}, and without enqueue times its share is unknown")
-    saved = abs(mine.enqueue - report.enqueue.median)
+    saved = abs(mine.enqueue - report.enqueue)
     return GapPart(GRAPH, _compute_share(left, -saved if mine.graph else saved), why)
 
 
@@ -155,7 +330,7 @@ def _explain_clocks(mine: TrialMedians, report: TrtexecReport, left: float) -> G
     """Return the clocks' part: compute-bound work takes longer in proportion as the clock is lower."""
     if not mine.clock or not report.clock:
         return None
-    expected = report.compute.median * (report.clock / mine.clock - 1)
+    expected = report.compute * (report.clock / mine.clock - 1)
     return GapPart("clocks", _compute_share(left, expected), f"{mine.clock:.0f} MHz here, {report.clock:.0f} MHz there")
 
 
@@ -176,7 +351,7 @@ def _latency_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Ite
     if mine.copies is None or mine.compute is None or report.h2d is None or report.d2h is None:
         yield GapPart(UNEXPLAINED, gap, "H2D, compute and D2H are not measured on both sides")
         return
-    copies, gpu = mine.copies - report.h2d.median - report.d2h.median, mine.compute - report.compute.median
+    copies, gpu = mine.copies - report.h2d - report.d2h, mine.compute - report.compute
     yield GapPart("copies", copies, "H2D and D2H by the GPU's clock")
     *causes, unexplained = _gpu_parts(mine, report, gpu)
     yield from causes
@@ -194,10 +369,10 @@ def _rate_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterat
     if compute is None:
         yield GapPart(UNEXPLAINED, gap, "the record has no GPU time")
         return
-    theirs = report.compute.median
+    theirs = report.compute
     gpu = compute - theirs
     copies = max(0.0, max(mine.h2d or 0.0, mine.d2h or 0.0) - compute)
-    copies -= max(0.0, max(s.median if s else 0.0 for s in (report.h2d, report.d2h)) - theirs)
+    copies -= max(0.0, max(report.h2d or 0.0, report.d2h or 0.0) - theirs)
     yield GapPart("GPU compute", gpu)
     yield GapPart("copies", copies, "trtexec made none" if report.transfers is False else "where they outlast compute")
     why = "the GPU's idle time" + ("; trtexec's host sleeps while it waits" if report.spin is False else "")
@@ -219,33 +394,22 @@ def _find_notes(trial: TrialResult, report: TrtexecReport) -> Iterator[str]:
 LOAD_S = 300.0  # what trtexec may take besides warming up and timing: an engine of some GB, a slow disk
 
 
-def cross_check(
-    records: Path | TrialResult | Sequence[TrialResult], trtexec_file: Path | None = None, run: bool = True
-) -> list[str]:
-    """Return sentences that cross-check every TensorRT trial of a run folder, or of `records`, with trtexec.
+def cross_check(trials: Sequence[TrialResult], trtexec_file: Path | None = None) -> list[str]:
+    """Return sentences that cross-check each TensorRT trial with trtexec.
 
     Each trial is explained in trtexec's terms, followed by the commands that should give the same. `trtexec_file` is a
-    log or exported times to compare with; without one, trtexec is run if it is on the PATH and `run` allows it. Raises
-    `UserError` for a file that trtexec didn't write and for records without a TensorRT trial.
+    log or exported times to compare with; without one, trtexec is run if it is on the PATH. Raises `UserError` for a
+    file that trtexec didn't write, and without trials.
     """
-    log_times = log.read_log(trtexec_file) if trtexec_file else None
-    trials = _choose_trials(records)
+    report = log.read_log(trtexec_file) if trtexec_file else None
+    if not trials:
+        raise UserError("no TensorRT trial succeeded, and trtexec runs only TensorRT engines; time an .engine file")
     sentences: list[str] = []
     for trial in trials:
         sentences += [f"{trial.label}:"] if len(trials) > 1 else []
-        sentences += [*command.explain_terms(trial), *command_lines(trial)]
-        sentences += compare_results(trial, log_times) if log_times else _run_all(trial) if run else []
+        sentences += [*explain_terms(trial), *command_lines(trial)]
+        sentences += compare_results(trial, report) if report else _run_all(trial)
     return sentences
-
-
-def _choose_trials(records: Path | TrialResult | Sequence[TrialResult]) -> list[TrialResult]:
-    if isinstance(records, TrialResult):
-        records = [records]
-    trials = load_run(records).trials if isinstance(records, Path) else list(records)
-    engines = [t for t in trials if is_engine(t)]
-    if not engines:
-        raise UserError("no TensorRT trial succeeded, and trtexec runs only TensorRT engines; time an .engine file")
-    return engines
 
 
 def is_engine(trial: TrialResult) -> bool:
@@ -262,8 +426,8 @@ def boundaries(trial: TrialResult) -> list[str]:
 def command_lines(trial: TrialResult) -> list[str]:
     """Return the shell commands that should reproduce the trial's numbers, and its engine if Dyno built it."""
     purposes = [(command.read_timing(trial, boundary), f"latency/{boundary}") for boundary in boundaries(trial)]
-    if build := command.is_built(trial):
-        purposes.append((build.command(), "such an engine"))
+    if build := command.read_build(trial):
+        purposes.append((build, "such an engine"))
     return ["The same by hand:", *(f"  {shlex.join(arguments)}    # for {purpose}" for arguments, purpose in purposes)]
 
 
@@ -318,4 +482,4 @@ def _measure_trial(trial: TrialResult, boundary: str) -> log.TrtexecReport:
         report = log.parse_log(output.decode(errors="replace"), f"{arguments[0]}'s output")
         trace = timeline.read_timeline(folder)
         timed = ended - float(plan.get("seconds", 3.0)), ended
-        return replace(report, clock=command.find_clock(trace, timed) if trace else None)
+        return replace(report, clock=find_clock(trace, timed) if trace else None)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from dyno.worker.spec import UserError
 
 LINE = re.compile(r"\[[VIWEF]\] (.*)")
 RUNNING = re.compile(r"&&&& RUNNING \S+ (?:\[TensorRT v(\d+)\])?.*?# (.*)")
-VALUE = re.compile(r"([a-z]+(?:\(\d+(?:\.\d+)?%\))?) = (\S+) ms")
+MEDIAN = re.compile(r"median = (\S+) ms")
 EXPORTED = re.compile(r"\s*\[\s*[{\]]")
 SUMMARY = "=== Performance summary ==="
 METRICS = {
@@ -38,30 +38,20 @@ HELP = "give the log that trtexec prints, or the file it writes with --exportTim
 
 
 @dataclass(frozen=True)
-class MetricSpread:
-    """One of trtexec's metrics over all queries, in seconds; percentiles by their number (90.0, 95.0, 99.0)."""
-
-    median: float
-    mean: float
-    min: float
-    max: float
-    percentiles: dict[float, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class TrtexecReport:
     """One run of trtexec; what the file doesn't contain is None, or empty.
 
-    `rate` is queries/s. `graph`, `transfers` (host-device copies) and `spin` (spin-wait) are how it was run, `streams`
-    how many inferences were in flight side by side. `onnx` is set where it built the engine itself. `clock`, the GPU's
-    in MHz, is known only from sampling: the rates in a log are the GPU's limits, not the run's.
+    Times are medians over all queries, in seconds. `rate` is queries/s. `graph`, `transfers` (host-device copies) and
+    `spin` (spin-wait) are how it was run, `streams` how many inferences were in flight side by side. `onnx` is set
+    where it built the engine itself. `clock`, the GPU's in MHz, is known only from sampling: the rates in a log are the
+    GPU's limits, not the run's.
     """
 
-    compute: MetricSpread
-    latency: MetricSpread | None = None
-    enqueue: MetricSpread | None = None
-    h2d: MetricSpread | None = None
-    d2h: MetricSpread | None = None
+    compute: float
+    latency: float | None = None
+    enqueue: float | None = None
+    h2d: float | None = None
+    d2h: float | None = None
     rate: float | None = None
     graph: bool | None = None
     transfers: bool | None = None
@@ -99,15 +89,13 @@ def _parse_log(text: str, name: str) -> TrtexecReport:
         reason = f"holds {runs} runs of trtexec; give the log of one" if runs else _no_summary_reason(text)
         raise UserError(f"{name} {reason}")
     start = lines.index(SUMMARY)
-    metrics = dict(_parse_metrics(lines[start:], name))
-    if "compute" not in metrics:
+    medians = dict(_parse_medians(lines[start:], name))
+    if "compute" not in medians:
         raise UserError(f"{name} ends before trtexec's summary does; run trtexec again")
     running = RUNNING.search(text)
     flags = _parse_flags(running[2]) if running else {}
     return TrtexecReport(
-        compute=metrics.pop("compute"),
-        **cast(dict[str, Any], metrics),
-        **_run_options(flags, lines),
+        **{**medians, **_run_options(flags, lines)},
         rate=_find_rate(lines[start:], name),
         engine=next(filter(None, (_find_echo(lines, "Load engine"), *(flags.get(f) for f in ENGINE_FLAGS))), ""),
         onnx=flags.get("onnx") or _find_echo(lines, "Model"),
@@ -128,19 +116,14 @@ def _no_summary_reason(text: str) -> str:
     return f"is neither a trtexec log (8.x or 10.x) nor its exported times; {HELP}"
 
 
-def _parse_metrics(lines: Iterable[str], name: str) -> Iterable[tuple[str, MetricSpread]]:
+def _parse_medians(lines: Iterable[str], name: str) -> Iterable[tuple[str, float]]:
     for line in lines:
         label, _, rest = line.partition(": ")
         if label in METRICS:
-            values = {key: _parse_number(text, name) / 1e3 for key, text in VALUE.findall(rest)}
-            yield METRICS[label], _parse_spread(values, name)
-
-
-def _parse_spread(values: Mapping[str, float], name: str) -> MetricSpread:
-    if missing := [key for key in ("median", "mean", "min", "max") if key not in values]:
-        raise UserError(f"{name} has a metric without {missing[0]}; {HELP}")
-    shares = {float(key[len("percentile(") : -2]): v for key, v in values.items() if key.startswith("percentile(")}
-    return MetricSpread(values["median"], values["mean"], values["min"], values["max"], shares)
+            found = MEDIAN.search(rest)
+            if found is None:
+                raise UserError(f"{name} has a metric without median; {HELP}")
+            yield METRICS[label], _parse_number(found[1], name) / 1e3
 
 
 def _parse_number(text: Any, name: str) -> float:
@@ -225,15 +208,15 @@ def _parse_times(text: str, name: str) -> TrtexecReport:
     columns = {key: _read_column(rows, key, name) for key in ("enq", "h2d", "compute", "d2h")}
     if columns["compute"] is None:
         raise UserError(f"{name} holds no computeMs, so trtexec did not write it; {HELP}")
-    parts = [values for key in ("h2d", "compute", "d2h") if (values := columns[key]) is not None]
     moved = [values for key in ("h2d", "d2h") if (values := columns[key]) is not None]
-    summaries = {key: None if values is None else _compute_spread(values) for key, values in columns.items()}
+    enqueue, h2d, compute, d2h = (None if each is None else float(np.median(each)) for each in columns.values())
+    assert compute is not None
     return TrtexecReport(
-        _compute_spread(columns["compute"]),
-        latency=_compute_spread(np.sum(parts, axis=0)),
-        enqueue=summaries["enq"],
-        h2d=summaries["h2d"],
-        d2h=summaries["d2h"],
+        compute,
+        latency=float(np.median(np.sum([columns["compute"], *moved], axis=0))),
+        enqueue=enqueue,
+        h2d=h2d,
+        d2h=d2h,
         rate=_exported_rate(rows),
         transfers=any(values.any() for values in moved) if moved else None,
     )
@@ -250,13 +233,6 @@ def _read_column(rows: list[dict[str, Any]], key: str, name: str) -> np.ndarray 
     else:
         return None
     return np.asarray(values, np.float64) / 1e3
-
-
-def _compute_spread(values: np.ndarray) -> MetricSpread:
-    shares = {p: float(np.percentile(values, p)) for p in (90.0, 95.0, 99.0)}
-    return MetricSpread(
-        float(np.median(values)), float(values.mean()), float(values.min()), float(values.max()), shares
-    )
 
 
 def _exported_rate(rows: list[dict[str, Any]]) -> float | None:

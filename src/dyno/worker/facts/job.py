@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +69,15 @@ class LayerGraph(Sparse):
     parameters: int = 0
     layers: tuple[Layer, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def calls(self) -> list[tuple[str, int]]:
+        """Return the name of each layer, and how many layers before it have that name."""
+        seen: Counter[str] = Counter()
+        found = []
+        for layer in self.layers:
+            found.append((layer.name, seen[layer.name]))
+            seen[layer.name] += 1
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

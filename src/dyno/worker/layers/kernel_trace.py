@@ -187,16 +187,6 @@ class _Piece:
     copies: bool = False
 
 
-class _Totals:
-    """What each function did in one run, in microseconds."""
-
-    def __init__(self) -> None:
-        self.calls: dict[Key, int] = defaultdict(int)
-        self.time: dict[Key, float] = defaultdict(float)
-        self.path: dict[Key, float] = defaultdict(float)
-        self.waiting: dict[Key, float] = defaultdict(float)
-
-
 def list_functions(events: Sequence[Event], discarded: int) -> tuple[Function, ...]:
     """Return each function's times in a run; those with the largest share of the path come first.
 
@@ -208,7 +198,8 @@ def list_functions(events: Sequence[Event], discarded: int) -> tuple[Function, .
     calls, launches = _find_outermost([_make_piece(e) for e in events if is_kind(e, HOST)])
     work = sorted((_make_piece(e) for e in events if is_kind(e, WORK)), key=lambda each: each.begin)
     runs = [
-        _sum_run(begin, end, _find_calls_within(calls, begin, end), work, launches) for begin, end in bounds[discarded:]
+        _Run(begin, end, [c for c in calls if begin <= c.begin and c.end <= end], work, launches)
+        for begin, end in bounds[discarded:]
     ]
     keys = sorted({key for run in runs for key in run.time}, key=lambda key: -sum(run.path[key] for run in runs))
     count = len(runs)
@@ -238,51 +229,45 @@ def _find_outermost(calls: Sequence[_Piece]) -> tuple[list[_Piece], dict[int, _P
     return found, around
 
 
-def _find_calls_within(calls: Sequence[_Piece], begin: float, end: float) -> list[_Piece]:
-    return [call for call in calls if begin <= call.begin and call.end <= end]
-
-
-def _sum_run(
-    begin: float, end: float, calls: Sequence[_Piece], work: Sequence[_Piece], launches: Mapping[int, _Piece]
-) -> _Totals:
-    own = {id(call) for call in calls}
-    totals, done = _Totals(), [each for each in work if id(launches.get(each.correlation)) in own]
-    walk = _Walk(begin, calls, done, launches, totals)
-    walk.back(end)
-    for call in calls:
-        totals.calls[CALL, call.name] += 1
-        totals.time[CALL, call.name] += call.end - call.begin
-        if last := walk.waited_for(call, call.end):
-            totals.waiting[CALL, call.name] += last.end - call.begin
-    for each in done:
-        totals.calls[GPU, each.name] += 1
-        totals.time[GPU, each.name] += each.end - each.begin
-        totals.waiting[GPU, each.name] += max(0.0, each.begin - launches[each.correlation].end)
-    totals.time[BETWEEN, OUTSIDE] = end - begin - sum(call.end - call.begin for call in calls)
-    for key in totals.path:
-        totals.time[key] = totals.time[key] or totals.path[key]
-    return totals
-
-
-class _Walk:
-    """The way from the end of a run to its beginning."""
+class _Run:
+    """What each function did in one run, in microseconds: found on the way from the run's end to its beginning."""
 
     def __init__(
-        self, begin: float, calls: Sequence[_Piece], work: Sequence[_Piece], launches: Mapping[int, _Piece],
-        totals: _Totals,
-    ) -> None:  # fmt: skip
-        self._begin, self._calls, self._launches, self._totals = begin, calls, launches, totals
+        self, begin: float, end: float, calls: Sequence[_Piece], work: Sequence[_Piece], launches: Mapping[int, _Piece]
+    ) -> None:
+        self.calls: dict[Key, int] = defaultdict(int)
+        self.time: dict[Key, float] = defaultdict(float)
+        self.path: dict[Key, float] = defaultdict(float)
+        self.waiting: dict[Key, float] = defaultdict(float)
+        own = {id(call) for call in calls}
+        done = [each for each in work if id(launches.get(each.correlation)) in own]
+        self._begin, self._calls, self._launches = begin, calls, launches
         self._begins = [call.begin for call in calls]
-        self._work = sorted(work, key=lambda each: each.end)
+        self._work = sorted(done, key=lambda each: each.end)
         self._ends = [each.end for each in self._work]
         self._before: dict[int, _Piece] = {}  # the work before on the stream, by the identity of what follows
         last: dict[Any, _Piece] = {}
-        for each in work:
+        for each in done:
             if each.stream in last:
                 self._before[id(each)] = last[each.stream]
             last[each.stream] = each
+        self._walk_back(end)
+        for call in calls:
+            self._add_piece(CALL, call)
+            if waited := self._waited_for(call, call.end):
+                self.waiting[CALL, call.name] += waited.end - call.begin
+        for each in done:
+            self._add_piece(GPU, each)
+            self.waiting[GPU, each.name] += max(0.0, each.begin - launches[each.correlation].end)
+        self.time[BETWEEN, OUTSIDE] = end - begin - sum(call.end - call.begin for call in calls)
+        for key in self.path:
+            self.time[key] = self.time[key] or self.path[key]
 
-    def back(self, moment: float) -> None:
+    def _add_piece(self, where: str, piece: _Piece) -> None:
+        self.calls[where, piece.name] += 1
+        self.time[where, piece.name] += piece.end - piece.begin
+
+    def _walk_back(self, moment: float) -> None:
         """Walk from that moment, at which the host is, to the beginning."""
         running: _Piece | None = None
         while moment > self._begin:
@@ -295,7 +280,7 @@ class _Walk:
         call = self._calls[place]
         if call.end < moment:
             return self._add_part(BETWEEN, OUTSIDE, moment, call.end), None
-        if last := self.waited_for(call, moment):
+        if last := self._waited_for(call, moment):
             return self._add_part(CALL, call.name, moment, last.end), last
         return self._add_part(CALL, call.name, moment, call.begin), None
 
@@ -308,10 +293,10 @@ class _Walk:
 
     def _add_part(self, where: str, name: str, end: float, begin: float) -> float:
         begin = max(min(begin, end), self._begin)
-        self._totals.path[where, name] += end - begin
+        self.path[where, name] += end - begin
         return begin
 
-    def waited_for(self, call: _Piece, moment: float) -> _Piece | None:
+    def _waited_for(self, call: _Piece, moment: float) -> _Piece | None:
         """Return the last work that ended while the call waited for it; its own copy counts if it ended by then."""
         place = bisect_right(self._ends, moment) - 1
         while place >= 0 and self._ends[place] > call.begin:

@@ -265,12 +265,7 @@ def add_whole(inside: LayerGraph, module: Any) -> LayerGraph:
 
 def list_modules(inside: LayerGraph) -> dict[tuple[str, int], int]:
     """Return the row of each call, by the part's name and the number of the part's call, counted from 0."""
-    seen: Counter[str] = Counter()
-    rows = {}
-    for row, layer in enumerate(inside.layers):
-        rows[layer.name, seen[layer.name]] = row
-        seen[layer.name] += 1
-    return rows
+    return {call: row for row, call in enumerate(inside.calls())}
 
 
 def sum_own_seconds(marks: Sequence[Mark], rows: Mapping[tuple[str, int], int], count: int) -> list[float]:
