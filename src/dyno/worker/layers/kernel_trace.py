@@ -198,7 +198,7 @@ def list_functions(events: Sequence[Event], discarded: int) -> tuple[Function, .
     calls, launches = _find_outermost([_make_piece(e) for e in events if is_kind(e, HOST)])
     work = sorted((_make_piece(e) for e in events if is_kind(e, WORK)), key=lambda each: each.begin)
     runs = [
-        _Run(begin, end, [c for c in calls if begin <= c.begin and c.end <= end], work, launches)
+        _CriticalPath(begin, end, [c for c in calls if begin <= c.begin and c.end <= end], work, launches)
         for begin, end in bounds[discarded:]
     ]
     keys = sorted({key for run in runs for key in run.time}, key=lambda key: -sum(run.path[key] for run in runs))
@@ -229,7 +229,7 @@ def _find_outermost(calls: Sequence[_Piece]) -> tuple[list[_Piece], dict[int, _P
     return found, around
 
 
-class _Run:
+class _CriticalPath:
     """What each function did in one run, in microseconds: found on the way from the run's end to its beginning."""
 
     def __init__(
