@@ -118,7 +118,7 @@ class EngineComparison:
     def name_layer(self, tensor: str) -> str:
         """Return the layer that writes the tensor: its node and the modules that it came from, else the tensor."""
         node = self.nodes.get(tensor)
-        if node is None:
+        if not tensor or node is None:
             return tensor
         names = [name or MODEL for name in node.modules]
         return f"{node.name} ({', '.join(names)})" if names else node.name

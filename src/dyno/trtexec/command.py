@@ -136,7 +136,7 @@ def read_build(trial: TrialResult) -> list[str]:
     if made_by.options.get("optimization") is not None and not rtx:
         arguments.append(f"--builderOptimizationLevel={made_by.options['optimization']}")
     if workspace := made_by.options.get("workspace_mb"):
-        arguments.append(f"--memPoolSize=workspace:{workspace:g}")  # in MiB where no unit is given
+        arguments.append(f"--memPoolSize=workspace:{int(workspace)}")  # in MiB where no unit is given
     if major < 10 and not rtx:
         tactics = str(made_by.options.get("tactics", "")).upper().split("+")
         arguments.append("--tacticSources=" + ",".join(("+" if n in tactics else "-") + n for n in EXTERNAL))
