@@ -1,5 +1,6 @@
 """Every way a job can end becomes a record, and nothing of the job outlives it."""
 
+import io
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
+from dyno.jobs import launcher
 from dyno.jobs.launcher import environment, launch, read_stage
 from dyno.jobs.telemetry import ProcessTree, Telemetry
 from dyno.worker.record import Record, read_record, write_json
@@ -320,11 +322,32 @@ def test_what_a_job_prints_is_kept_to_a_length(fake_trial: Any, tmp_path: Path) 
         assert len(before) + int(left_out.replace(",", "")) + len(after) == pytest.approx(40e6, rel=0.3)
 
 
+def test_a_line_printed_while_a_log_is_shortened_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "stderr.log"
+    path.write_bytes(b"x" * (launcher.HEAD_B + 3 * launcher.TAIL_B))
+
+    class Printing(io.BufferedRandom):
+        """A file to which a job adds a line when its end has been read."""
+
+        def read(self, size: int | None = -1, /) -> bytes:
+            found = super().read(size)
+            if size == launcher.TAIL_B:
+                with open(path, "ab") as job:
+                    job.write(b"\nthe last line\n")
+            return found
+
+    with Printing(io.FileIO(path, "r+")) as log:
+        launcher._trim_log(log)
+    assert launcher.read_end(path, 100).endswith("x\nthe last line\n")
+    assert path.stat().st_size < launcher.HEAD_B + 1.1 * launcher.TAIL_B
+
+
 LAUNCHER = """
 import sys
 from pathlib import Path
 from dyno.jobs.launcher import launch
 from dyno.worker.spec import Job, from_json
+import io
 import json
 job = from_json(Job, json.loads(Path(sys.argv[1]).read_text()))
 print("ready", flush=True)

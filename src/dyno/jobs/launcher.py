@@ -308,7 +308,11 @@ def _trim_log(f: BinaryIO) -> None:
     f.seek(-TAIL_B, os.SEEK_END)
     tail = f.read(TAIL_B)
     f.seek(HEAD_B)
-    f.write(LEFT_OUT.format(left_out).encode() + tail)
+    end = HEAD_B + f.write(LEFT_OUT.format(left_out).encode() + tail)
+    f.seek(size)
+    meanwhile = f.read()  # a job's last line, the reason of its end, is often among it
+    f.seek(end)
+    f.write(meanwhile)
     f.truncate()
 
 
