@@ -74,10 +74,10 @@ def ratio(one: Job, folder: Path, seed: str) -> dict[str, float]:
     order = random.Random(seed).sample(NAMES, 2)
     assert one.trial is not None
     if one.trial.plan.blocks:
-        players = [InterleavedJob(one, folder / name, 1) for name in order]
-        for player in players:
-            player.folder.mkdir(parents=True)
-        InterleavedGroup(players, seed, Progress(quiet=True), lambda _: None).play()
+        members = [InterleavedJob(one, folder / name, 1) for name in order]
+        for member in members:
+            member.folder.mkdir(parents=True)
+        InterleavedGroup(members, seed, Progress(quiet=True), lambda _: None).run()
     else:
         for name in order:
             launch(one, folder / name, 600)

@@ -35,17 +35,17 @@ def wrap(
     """Have `around` called for each block, with who measures and what measures it."""
     block = InterleavedGroup._measure_block
     monkeypatch.setattr(
-        InterleavedGroup, "_measure_block", lambda self, players: around(self, players, lambda: block(self, players))
+        InterleavedGroup, "_measure_block", lambda self, members: around(self, members, lambda: block(self, members))
     )
 
 
-def place_of(player: InterleavedJob) -> str:
-    return player.folder.parent.name
+def place_of(member: InterleavedJob) -> str:
+    return member.folder.parent.name
 
 
-def process(player: InterleavedJob) -> psutil.Process:
-    assert player.started is not None
-    return psutil.Process(player.started.process.pid)
+def process(member: InterleavedJob) -> psutil.Process:
+    assert member.started is not None
+    return psutil.Process(member.started.process.pid)
 
 
 def overlap(a: Sequence[float], b: Sequence[float]) -> bool:
@@ -58,10 +58,10 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
 ) -> None:
     waited: list[tuple[str, float]] = []
 
-    def seen(group: InterleavedGroup, players: Sequence[InterleavedJob], go: Callable[[], float]) -> float:
-        if players[0].number == 1 and killed:
+    def seen(group: InterleavedGroup, members: Sequence[InterleavedJob], go: Callable[[], float]) -> float:
+        if members[0].number == 1 and killed:
             raise KeyboardInterrupt
-        others = [process(p) for p in group.alive if p not in players]
+        others = [process(p) for p in group.alive if p not in members]
         before = [sum(p.cpu_times()[:2]) for p in others]
         seconds = go()
         waited.extend((p.status(), sum(p.cpu_times()[:2]) - b) for p, b in zip(others, before, strict=True))
@@ -118,7 +118,7 @@ def test_without_memory_for_all_rounds_one_follows_the_other(
 ) -> None:
     alive: list[int] = []
 
-    def seen(group: InterleavedGroup, players: Sequence[InterleavedJob], go: Callable[[], float]) -> float:
+    def seen(group: InterleavedGroup, members: Sequence[InterleavedJob], go: Callable[[], float]) -> float:
         alive.append(len(group.alive))
         return go()
 
@@ -132,10 +132,10 @@ def test_without_memory_for_all_rounds_one_follows_the_other(
 def test_the_study_goes_on_without_a_device_whose_process_dies(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(group: InterleavedGroup, players: Sequence[InterleavedJob], go: Callable[[], float]) -> float:
-        for player in players:
-            if place_of(player) == "cpu1":
-                process(player).kill()
+    def killed(group: InterleavedGroup, members: Sequence[InterleavedJob], go: Callable[[], float]) -> float:
+        for member in members:
+            if place_of(member) == "cpu1":
+                process(member).kill()
         return go()
 
     wrap(monkeypatch, killed)

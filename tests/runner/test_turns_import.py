@@ -142,13 +142,13 @@ def test_an_import_that_hangs_is_one_row(
 ) -> None:
     processors(3)
     imported: list[InterleavedJob] = []
-    stop = InterleavedGroup._stop_player
+    stop = InterleavedGroup._stop_member
 
-    def stopped(self: InterleavedGroup, player: InterleavedJob, elapsed: float, timed_out: bool) -> None:
-        imported.extend([player] if player.said == IMPORTED else [])
-        stop(self, player, elapsed, timed_out)
+    def stopped(self: InterleavedGroup, member: InterleavedJob, elapsed: float, timed_out: bool) -> None:
+        imported.extend([member] if member.last_message == IMPORTED else [])
+        stop(self, member, elapsed, timed_out)
 
-    monkeypatch.setattr(InterleavedGroup, "_stop_player", stopped)
+    monkeypatch.setattr(InterleavedGroup, "_stop_member", stopped)
     # Hours pass for the conductor once the two others have imported, however long that takes here.
     clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + 1e4 * (len(imported) == 2))
     monkeypatch.setattr(turns, "time", clock)
@@ -177,13 +177,13 @@ def test_who_has_imported_needs_its_room(
     monkeypatch.setattr(nvml, "read_available", lambda: 2 * nvml.ROOM * nvml.UNKNOWN_B + 1)
     monkeypatch.setattr(InterleavedGroup, "_shuffle_items", lambda self, what, listed: list(listed))
     together: list[tuple[int, bool]] = []
-    advance = InterleavedGroup._advance_players
+    advance = InterleavedGroup._advance_members
 
-    def seen(self: InterleavedGroup, players: Sequence[InterleavedJob], word: str = "") -> None:
-        advance(self, players, word)
-        together.extend([(len(players), self.largest > 0)] if not word else [])
+    def seen(self: InterleavedGroup, members: Sequence[InterleavedJob], word: str = "") -> None:
+        advance(self, members, word)
+        together.extend([(len(members), self.largest > 0)] if not word else [])
 
-    monkeypatch.setattr(InterleavedGroup, "_advance_players", seen)
+    monkeypatch.setattr(InterleavedGroup, "_advance_members", seen)
     records = run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path / "run")
     assert together == [(2, False), (1, True)], "what an import takes isn't what a process needs"
     assert len({r["facts"]["turns"]["set"] for r in records.values()}) == 1, "all have room in the end"
@@ -195,8 +195,8 @@ def test_as_many_import_as_jobs_have_processors(study: Any, monkeypatch: pytest.
     def at_once(processors: int, threads: int, **how: bool) -> int:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
         job = Job("run", Runtime(threads=threads), planned.trial)
-        players = [InterleavedJob(job, Path(), 0) for _ in range(5)]
-        return InterleavedGroup(players, "", Progress(quiet=True), lambda _: None, **how)._at_once()
+        members = [InterleavedJob(job, Path(), 0) for _ in range(5)]
+        return InterleavedGroup(members, "", Progress(quiet=True), lambda _: None, **how)._at_once()
 
     assert [at_once(16, 16), at_once(16, 4), at_once(2, 16), at_once(1, 1)] == [16, 4, 2, 1]
     assert at_once(1, 1, apart=True) == 5, "each has processors of its own"
@@ -204,10 +204,12 @@ def test_as_many_import_as_jobs_have_processors(study: Any, monkeypatch: pytest.
 
 def test_players_apart_import_and_load_at_once(study: Any, tmp_path: Path, marks: Path) -> None:
     planned = expand(study(*(met(ms, importing=2, loading=2) for ms in (1, 2)), timeout=120.0))
-    players = [
+    members = [
         InterleavedJob(Job("run", entry.trial.runtime, entry.trial, 1), tmp_path / entry.trial.id, 0)
         for entry in planned
     ]
-    InterleavedGroup(players, "", Progress(quiet=True), lambda _: None, turns=turns.each_and_all, apart=True).play()
-    assert [player.record.status for player in players if player.record] == ["ok", "ok"]
+    InterleavedGroup(
+        members, "", Progress(quiet=True), lambda _: None, turns=turns.list_single_and_joint_turns, apart=True
+    ).run()
+    assert [member.record.status for member in members if member.record] == ["ok", "ok"]
     assert all(len(windows(marks, what)) == 2 for what in ("importing", "loading"))

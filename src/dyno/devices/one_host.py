@@ -20,7 +20,7 @@ from dyno.results.rounds import Round
 from dyno.results.trial_result import load_run
 from dyno.runner.device_lock import held
 from dyno.runner.execute import Files
-from dyno.runner.turns import InterleavedGroup, InterleavedJob, each_and_all
+from dyno.runner.turns import InterleavedGroup, InterleavedJob, list_single_and_joint_turns
 from dyno.store import good_record
 from dyno.study.plan import PlannedTrial, TrialSelection, expand
 from dyno.study.study import Study
@@ -72,7 +72,7 @@ def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, pr
 
 def read(folder: Path, places: Sequence[Place], rounds: int) -> list[AnchorDevice]:
     """Return each place's figures from `rounds` stored rounds."""
-    company = [read_json(folder / _name_company(number))["company"] for number in range(rounds)]
+    company = [read_json(folder / _name_counts_file(number))["company"] for number in range(rounds)]
     return [
         of_rounds(
             place.name,
@@ -111,28 +111,30 @@ def _measure_rounds(
         if lost := {name: file.reason for name, file in files.items() if isinstance(file, Record)}:
             return lost
         rounds = {
-            number: [_build_player(trial, folder, place, number, files[place.name]) for place in places]
+            number: [_build_member(trial, folder, place, number, files[place.name]) for place in places]
             for number in numbers
         }
-        players = [player for own in rounds.values() for player in own]
+        members = [member for own in rounds.values() for member in own]
         name = f"{numbers} {trial.id}"
-        InterleavedGroup(players, name, progress, lambda _: None, turns=_each_round, apart=True).play()
+        InterleavedGroup(members, name, progress, lambda _: None, turns=_each_round, apart=True).run()
     for number, own in rounds.items():
-        failed = {place.name: why for place, player in zip(places, own, strict=True) if (why := _find_failure(player))}
+        failed = {place.name: why for place, member in zip(places, own, strict=True) if (why := _find_failure(member))}
         lost |= failed
         if not failed:
-            company = {place.name: player.company for place, player in zip(places, own, strict=True)}
-            write_json(folder / _name_company(number), {"schema": SCHEMA, "company": company})
+            company = {place.name: member.active_counts for place, member in zip(places, own, strict=True)}
+            write_json(folder / _name_counts_file(number), {"schema": SCHEMA, "company": company})
     return lost
 
 
-def _each_round(players: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
+def _each_round(members: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
     """Return the turns of each round: each device alone, and all devices at once."""
-    numbers = sorted({player.number for player in players})
-    return [turn for number in numbers for turn in each_and_all([p for p in players if p.number == number])]
+    numbers = sorted({member.number for member in members})
+    return [
+        turn for number in numbers for turn in list_single_and_joint_turns([p for p in members if p.number == number])
+    ]
 
 
-def _build_player(
+def _build_member(
     trial: Trial, folder: Path, place: Place, number: int, file: Artifact | Record | None
 ) -> InterleavedJob:
     # Rounds of a job count from 1 here: in round 0 it would answer all images.
@@ -140,15 +142,15 @@ def _build_player(
     return InterleavedJob(job, _name_anchor_folder(folder, place, number), number, where=partial(confined, place))
 
 
-def _find_failure(player: InterleavedJob) -> str:
-    """Return why the player's process has no result, or "" if it has one."""
-    record = player.record
+def _find_failure(member: InterleavedJob) -> str:
+    """Return why the member's process has no result, or "" if it has one."""
+    record = member.record
     if record is None:
         return "it was not started"
     return "" if record.status == "ok" else f"{record.status} at {record.stage}: {record.reason}"
 
 
-def _name_company(number: int) -> str:
+def _name_counts_file(number: int) -> str:
     return f"r{number}.json"
 
 
@@ -158,7 +160,7 @@ def _name_anchor_folder(folder: Path, place: Place, number: int) -> Path:
 
 def _is_complete(folder: Path, places: Sequence[Place], number: int) -> bool:
     """Return whether the round is stored and readable."""
-    if not (folder / _name_company(number)).is_file():
+    if not (folder / _name_counts_file(number)).is_file():
         return False
     return all(_read_round(folder, place, number).block_medians("latency", "model") for place in places)
 

@@ -181,18 +181,18 @@ def _iter_rounds(
 
 def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, progress: Progress) -> TestRound:
     """Measure one round: a fresh process for each slow-down, all interleaved."""
-    players, trial = [], engines.trial
+    members, trial = [], engines.trial
     first, others = engines.of(number)
     for index, share in enumerate(layout.slowdowns):
         artifact = others if index else first
         # Counted from 1: round 0 of a trial also evaluates, which isn't needed here.
         own = Job("run", trial.runtime, trial, artifact=artifact, round=number + 1, options={SLOWDOWN: share})
-        players.append(InterleavedJob(own, place / str(index), number))
-        players[-1].folder.mkdir(parents=True)
+        members.append(InterleavedJob(own, place / str(index), number))
+        members[-1].folder.mkdir(parents=True)
     before = psutil.cpu_times()
     with held(trial.runtime, progress.waiting):
-        InterleavedGroup(players, f"self-test {number}", Progress(quiet=True), lambda _: None).play()
-    measured = [_read_round(player, len(players)) for player in players]
+        InterleavedGroup(members, f"self-test {number}", Progress(quiet=True), lambda _: None).run()
+    measured = [_read_round(member, len(members)) for member in members]
     medians = [process.block_medians("latency", "model") for process in measured]
     pairs = [
         ProcessPair(layout.slowdowns[b], tuple(map(float, within(medians[a], medians[b])))) for a, b in layout.pairs
@@ -204,14 +204,14 @@ def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, 
     )
 
 
-def _read_round(player: InterleavedJob, count: int) -> Round:
-    """Return the round that the player's process measured; raise `UserError` if the process failed."""
-    record = player.record
+def _read_round(member: InterleavedJob, count: int) -> Round:
+    """Return the round that the member's process measured; raise `UserError` if the process failed."""
+    record = member.record
     if record is None:
-        raise UserError(f"not enough memory for {count} processes of {player.trial.label}; use a smaller model")
+        raise UserError(f"not enough memory for {count} processes of {member.trial.label}; use a smaller model")
     if record.status != "ok":
-        raise UserError(f"{player.trial.label} can't be measured: {record.status} at {record.stage}: {record.reason}")
-    return Round(player.folder, player.number, record, player.trial.runtime.device)
+        raise UserError(f"{member.trial.label} can't be measured: {record.status} at {record.stage}: {record.reason}")
+    return Round(member.folder, member.number, record, member.trial.runtime.device)
 
 
 def _compute_stolen_share(before: Any) -> float:

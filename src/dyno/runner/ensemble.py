@@ -205,20 +205,20 @@ def measure(
     """
     unmeasured = list(trials)
     while len({*(t.id for t in unmeasured), *([reference.id] if reference else [])}) > 1 and unmeasured:
-        players = _build_players(run, unmeasured, reference, number, file_of, kind, options)
+        members = _build_members(run, unmeasured, reference, number, file_of, kind, options)
         ended: list[InterleavedJob] = []
 
-        def end(player: InterleavedJob, ended: list[InterleavedJob] = ended) -> None:
-            ended.append(player)
-            assert player.record is not None
-            if player.number >= 0:
-                if player.record.status != "ok" and kind == ROUND:
-                    note_retry(player.folder, player.trial)
-                progress.done(player.trial, player.record, seconds=player.used_s)
+        def end(member: InterleavedJob, ended: list[InterleavedJob] = ended) -> None:
+            ended.append(member)
+            assert member.record is not None
+            if member.number >= 0:
+                if member.record.status != "ok" and kind == ROUND:
+                    note_retry(member.folder, member.trial)
+                progress.done(member.trial, member.record, seconds=member.used_s)
 
-        with held(players[0].job.runtime, progress.waiting):
-            InterleavedGroup(players, f"{number} {players[0].trial.id}", progress, end).play()
-        measured = {player.trial.id for player in ended if player.number >= 0}
+        with held(members[0].job.runtime, progress.waiting):
+            InterleavedGroup(members, f"{number} {members[0].trial.id}", progress, end).run()
+        measured = {member.trial.id for member in ended if member.number >= 0}
         unmeasured = [trial for trial in unmeasured if trial.id not in measured]
         if unmeasured and len(ended) < 2:
             progress.note(f"memory for only one process: {unmeasured[0].model.name} is measured one after the other")
@@ -226,7 +226,7 @@ def measure(
     return unmeasured
 
 
-def _build_players(
+def _build_members(
     run: Run,
     trials: Sequence[Trial],
     reference: Trial | None,
@@ -241,7 +241,7 @@ def _build_players(
     """
     ids = {trial.id for trial in trials}
     order = sorted(trials, key=lambda trial: reference is None or trial.id != reference.id)
-    players = [
+    members = [
         InterleavedJob(
             job(trial, number, file_of, options, kind),
             run.fresh(trial, number, kind),
@@ -255,10 +255,10 @@ def _build_players(
         while run.record(reference, free, COMPANION) is not None:
             free += 1
         companion = job(reference, number, file_of, options, COMPANION)
-        players.insert(
+        members.insert(
             0, InterleavedJob(companion, run.fresh(reference, free, COMPANION), -1, _read_memory(run, reference))
         )
-    return players
+    return members
 
 
 def _read_memory(run: Run, trial: Trial) -> int:

@@ -36,12 +36,12 @@ MOST_AGAIN = 1.0  # of a boundary's time, for blocks in place of disturbed ones
 
 @dataclass
 class InterleavedJob:
-    """A job that measures in turns, its folder, its round (-1: not a round of the study) and the most memory it is
-    known to need (bytes, 0: unknown). It is started within `where`, which may confine what is started there.
+    """A job that measures in turns: its folder, its round (-1: none of the study's), its memory (bytes, 0: unknown).
 
-    The rest is what became of it: `said` is its last word, "" before any and once it has ended; `used_s` is the time
-    that it ran; `company` has for each of its blocks how many measured then, itself included; `delays` what share of
-    each block of this boundary its threads waited for a processor.
+    It is started within the context `where`, which may confine it. The other fields are its state: the `last_message`
+    ("" before the first and after its end), its running time `used_s`, and its `pipes` with the unread `buffer`. Per
+    block, `active_counts` holds the number of jobs that measured at once, and `delays` the share of the block that its
+    threads waited for a processor (this boundary only).
     """
 
     job: Job
@@ -49,14 +49,14 @@ class InterleavedJob:
     number: int
     memory: int = 0
     where: Callable[[], AbstractContextManager[None]] = nullcontext
-    said: str = ""
+    last_message: str = ""
     used_s: float = 0.0
-    company: list[int] = field(default_factory=list)
+    active_counts: list[int] = field(default_factory=list)
     delays: list[float] = field(default_factory=list)
     record: Record | None = None
     started: launcher.JobProcess | None = None
-    ends: tuple[int, int] = (-1, -1)
-    heard: bytes = b""
+    pipes: tuple[int, int] = (-1, -1)
+    buffer: bytes = b""
 
     @property
     def trial(self) -> Trial:
@@ -64,14 +64,14 @@ class InterleavedJob:
         return self.job.trial
 
 
-def each(players: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
+def list_single_turns(members: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
     """Return one turn per job."""
-    return [[player] for player in players]
+    return [[member] for member in members]
 
 
-def each_and_all(players: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
+def list_single_and_joint_turns(members: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
     """Return one turn per job, and one for all jobs at once."""
-    return [*each(players), list(players)]
+    return [*list_single_turns(members), list(members)]
 
 
 @dataclass
@@ -84,11 +84,11 @@ class InterleavedGroup:
     memory they need. In later rounds on a CPU they import, load and end in parallel. They always warm up in turn.
     """
 
-    players: Sequence[InterleavedJob]
+    members: Sequence[InterleavedJob]
     seed: str
     progress: Progress
     ended: Callable[[InterleavedJob], None]
-    turns: Callable[[Sequence[InterleavedJob]], list[list[InterleavedJob]]] = each
+    turns: Callable[[Sequence[InterleavedJob]], list[list[InterleavedJob]]] = list_single_turns
     apart: bool = False
     name: str = field(default_factory=lambda: uuid4().hex[:12])  # of this set of processes, kept in their records
     alive: list[InterleavedJob] = field(default_factory=list)
@@ -98,65 +98,65 @@ class InterleavedGroup:
     together: bool = False  # whether jobs load in parallel
     pids: set[int] = field(default_factory=set)  # of all that began to load
 
-    def play(self) -> None:
+    def run(self) -> None:
         """Measure as many jobs as memory holds, the first among them; `ended` is given each once it has its record.
 
         Those that had no room keep none, nor does one that ran out of memory beside others.
         """
-        runtime = self.players[0].job.runtime
+        runtime = self.members[0].job.runtime
         self.gpu = find_gpu(runtime.device, launcher.environment(runtime))
         try:
-            self._load_players()
+            self._load_members()
             while self.alive:
                 self._measure_boundary()
         finally:
-            for player in list(self.alive):
-                self._let_go(player)
+            for member in list(self.alive):
+                self._let_go(member)
             if self.gpu:
                 self.gpu.close()
 
-    def _load_players(self) -> None:
+    def _load_members(self) -> None:
         """Start them in shuffled order until memory is full: those that import at once, then each until it is warm."""
-        self.together = not self.apart and not self.gpu and all(player.memory for player in self.players)
-        waiting, place = self._shuffle_items("start", self.players), 0
+        self.together = not self.apart and not self.gpu and all(member.memory for member in self.members)
+        waiting, place = self._shuffle_items("start", self.members), 0
         while waiting:
             together: list[InterleavedJob] = []
             while waiting and len(together) < self._at_once():
-                first_waits = self.players[0] in waiting[1:]
+                first_waits = self.members[0] in waiting[1:]
                 group = together if self.together else ()
                 if self.apart or not place or self._has_room([waiting[0], *group], 1 + len(together) + first_waits):
-                    self._start_player(waiting[0], place)
+                    self._start_member(waiting[0], place)
                     together.append(waiting[0])
                     place += 1
                 elif together:  # how much they need is known once they have loaded
                     break
                 del waiting[0]
-            self._advance_players(together)
-            imported = [player for player in together if player.said]
+            self._advance_members(together)
+            imported = [member for member in together if member.last_message]
             if self.together:
                 self._load_engines(imported)
-                for player in imported:
-                    self._warm_players([player])
+                for member in imported:
+                    self._warm_members([member])
             elif self.apart:
-                for number in sorted({player.number for player in imported}):  # those of several rounds share a device
-                    one_round = [player for player in imported if player.number == number]
+                for number in sorted({member.number for member in imported}):  # those of several rounds share a device
+                    one_round = [member for member in imported if member.number == number]
                     self._load_engines(one_round)
-                    self._warm_players(one_round)
+                    self._warm_members(one_round)
             else:
                 self._load_in_turn(imported, waiting)
 
     def _load_in_turn(self, imported: Sequence[InterleavedJob], waiting: Sequence[InterleavedJob]) -> None:
         """Let one after the other load and warm up, those that have room beside all that have."""
-        for number, player in enumerate(imported):
-            first_waits = self.players[0] in (*imported[number + 1 :], *waiting)
-            if number and not self._has_room([player], 1 + first_waits):
-                self._let_go(player)
-                shutil.rmtree(player.folder)
+        for number, member in enumerate(imported):
+            first_waits = self.members[0] in (*imported[number + 1 :], *waiting)
+            if number and not self._has_room([member], 1 + first_waits):
+                self._let_go(member)
+                shutil.rmtree(member.folder)
                 continue
             free = self.gpu.free() if self.gpu else 0.0
-            self._load_engines([player])
-            self._warm_players([player])
-            if self.gpu and player.said:
+            self._load_engines([member])
+            self._warm_members([member])
+            if self.gpu and member.last_message:
                 self.largest_on_gpu = max(self.largest_on_gpu, free - self.gpu.free())
 
     def _at_once(self) -> int:
@@ -165,66 +165,66 @@ class InterleavedGroup:
         A job is pinned to as many processors as it has threads, and all jobs to the same ones.
         """
         if self.apart or self.together:
-            return len(self.players)
-        return max(1, min(len(os.sched_getaffinity(0)), self.players[0].job.runtime.threads))
+            return len(self.members)
+        return max(1, min(len(os.sched_getaffinity(0)), self.members[0].job.runtime.threads))
 
-    def _load_engines(self, players: Sequence[InterleavedJob]) -> None:
+    def _load_engines(self, members: Sequence[InterleavedJob]) -> None:
         """Let jobs that have imported load in parallel."""
-        for player in players:
-            self.pids.add(_find_process(player).pid)
-        for player in players:
-            assert player.started is not None
-            player.started.telemetry.loads()
-            self.progress.start(player.trial, player.number)
-        self._advance_players(players, GO)
+        for member in members:
+            self.pids.add(_find_process(member).pid)
+        for member in members:
+            assert member.started is not None
+            member.started.telemetry.loads()
+            self.progress.start(member.trial, member.number)
+        self._advance_members(members, GO)
 
-    def _warm_players(self, players: Sequence[InterleavedJob]) -> None:
+    def _warm_members(self, members: Sequence[InterleavedJob]) -> None:
         """Let jobs that have loaded warm up in parallel."""
-        self._advance_players([player for player in players if player.said], GO)
+        self._advance_members([member for member in members if member.last_message], GO)
 
-    def _has_room(self, players: Sequence[InterleavedJob], count: int) -> bool:
-        """Return whether `count` processes of the largest player's size fit into the free memory."""
-        need = max(self.largest, *(player.memory for player in players)) or UNKNOWN_B
+    def _has_room(self, members: Sequence[InterleavedJob], count: int) -> bool:
+        """Return whether `count` processes of the largest member's size fit into the free memory."""
+        need = max(self.largest, *(member.memory for member in members)) or UNKNOWN_B
         if self.gpu and self.gpu.free() < ROOM * self.largest_on_gpu * count:
             return False
         return nvml.read_available() > ROOM * need * count
 
-    def _start_player(self, player: InterleavedJob, place: int) -> None:
-        together = len(self.players) if self.together else 1
-        job = player.job = replace(
-            player.job,
-            options={**player.job.options, "turns": {"set": self.name, "place": place, "together": together}},
+    def _start_member(self, member: InterleavedJob, place: int) -> None:
+        together = len(self.members) if self.together else 1
+        job = member.job = replace(
+            member.job,
+            options={**member.job.options, "turns": {"set": self.name, "place": place, "together": together}},
         )
-        self.progress.start(player.trial, player.number)
+        self.progress.start(member.trial, member.number)
         hear, tell = os.pipe()
         listen, say = os.pipe()
         try:
             extra = {CONDUCTOR: f"{hear},{say}"}
-            with player.where():
-                player.started = launcher.start(job, player.folder, extra, (hear, say), self.pids)
+            with member.where():
+                member.started = launcher.start(job, member.folder, extra, (hear, say), self.pids)
         finally:
             os.close(hear)
             os.close(say)
-            player.ends = (listen, tell)
-        self.alive.append(player)
+            member.pipes = (listen, tell)
+        self.alive.append(member)
 
-    def _let_go(self, player: InterleavedJob) -> None:
-        """End the player's process, without a record."""
-        assert player.started is not None
-        self.alive.remove(player)
-        launcher.abandon(player.started)
-        _close_pipes(player)
+    def _let_go(self, member: InterleavedJob) -> None:
+        """End the member's process, without a record."""
+        assert member.started is not None
+        self.alive.remove(member)
+        launcher.abandon(member.started)
+        _close_pipes(member)
 
     def _measure_boundary(self) -> None:
-        """Measure one boundary's blocks for all live players, then advance each to its next boundary or its end.
+        """Measure one boundary's blocks for all live members, then advance each to its next boundary or its end.
 
-        A block in which other programs disturbed a player is measured again by all, within MOST_AGAIN.
+        A block in which other programs disturbed a member is measured again by all, within MOST_AGAIN.
         """
-        plan, boundary = self.alive[0].trial.plan, self.alive[0].said.removeprefix(READY).strip()
+        plan, boundary = self.alive[0].trial.plan, self.alive[0].last_message.removeprefix(READY).strip()
         last = self.alive[0].job.boundaries[-1]
         seconds = plan.seconds * len(self.alive)
-        for player in self.alive:
-            player.delays.clear()
+        for member in self.alive:
+            member.delays.clear()
         spent: list[float] = []  # by each block
         while self.alive:
             disturbed = self._disturbed_blocks()
@@ -238,121 +238,121 @@ class InterleavedGroup:
             spent.append(0.0)
             for turn in self._shuffle_items(f"{boundary} {number}", self.turns(self.alive)):
                 self.progress.tick(f"{boundary} in turns, block {number + 1}", begun + spent[number])
-                spent[number] += self._measure_block([player for player in turn if player in self.alive])
+                spent[number] += self._measure_block([member for member in turn if member in self.alive])
         order = self._shuffle_items(f"{boundary} end", self.alive)
         if boundary == last:  # the first is what others are compared with: its record is on disk first
-            order.sort(key=lambda player: player is not self.players[0])
-        groups = each(order)
+            order.sort(key=lambda member: member is not self.members[0])
+        groups = list_single_turns(order)
         if self.apart:
             groups = [order]
         elif self.together and boundary == last:
             groups = [order[:1], order[1:]]
         for group in filter(None, groups):
             self.progress.start(group[0].trial, group[0].number)
-            self._advance_players(group, END)
+            self._advance_members(group, END)
 
     def _disturbed_blocks(self) -> set[int]:
-        """Return the numbers of this boundary's blocks in which other programs disturbed any of the players.
+        """Return the numbers of this boundary's blocks in which other programs disturbed any of the members.
 
-        Players that measure in parallel disturb each other, so no block of theirs counts as disturbed.
+        Members that measure in parallel disturb each other, so none of their blocks count as disturbed.
         """
-        flags = [find_disturbed(player.delays) for player in self.alive] if self.turns is each else []
+        flags = [find_disturbed(member.delays) for member in self.alive] if self.turns is list_single_turns else []
         return {number for own in flags for number, is_disturbed in enumerate(own) if is_disturbed}
 
-    def _measure_block(self, players: Sequence[InterleavedJob]) -> float:
+    def _measure_block(self, members: Sequence[InterleavedJob]) -> float:
         """Measure a block with these jobs at once; return the sum of the seconds that they ran."""
-        before = sum(player.used_s for player in players)
-        for player in players:
-            player.company.append(len(players))
-        self._advance_players(players, GO)
-        for player in players:
-            word, _, delay = player.said.partition(" ")
+        before = sum(member.used_s for member in members)
+        for member in members:
+            member.active_counts.append(len(members))
+        self._advance_members(members, GO)
+        for member in members:
+            word, _, delay = member.last_message.partition(" ")
             if word == DONE:
-                player.said = DONE
-                player.delays.append(float(delay or 0.0))
-        return sum(player.used_s for player in players) - before
+                member.last_message = DONE
+                member.delays.append(float(delay or 0.0))
+        return sum(member.used_s for member in members) - before
 
     def _shuffle_items(self, what: str, listed: Sequence[T]) -> list[T]:
         return random.Random(f"{self.seed} {what}").sample(list(listed), len(listed))
 
-    def _advance_players(self, players: Sequence[InterleavedJob], word: str = "") -> None:
+    def _advance_members(self, members: Sequence[InterleavedJob], word: str = "") -> None:
         """Send the jobs the word and let them run in parallel until each has answered or ended.
 
         No other dyno measures on these processors meanwhile.
         """
-        if not players:
+        if not members:
             return
-        with processors_held(players[0].job.runtime, self.progress.sharing):
-            self._run_players(players, word)
+        with processors_held(members[0].job.runtime, self.progress.sharing):
+            self._run_members(members, word)
 
-    def _run_players(self, players: Sequence[InterleavedJob], word: str) -> None:
-        running, begin = list(players), time.monotonic()
-        measuring = word == GO and any(player.said not in (IMPORTED, LOADED) for player in players)
+    def _run_members(self, members: Sequence[InterleavedJob], word: str) -> None:
+        running, begin = list(members), time.monotonic()
+        measuring = word == GO and any(member.last_message not in (IMPORTED, LOADED) for member in members)
         if word:
-            for player in running:
-                _wake_player(player)
-            for player in running:
+            for member in running:
+                _wake_member(member)
+            for member in running:
                 with suppress(BrokenPipeError):
-                    os.write(player.ends[1], f"{word}\n".encode())
-        for player in running:
-            player.said = ""
+                    os.write(member.pipes[1], f"{word}\n".encode())
+        for member in running:
+            member.last_message = ""
         while running:
             _read_lines(running)
             elapsed = time.monotonic() - begin
-            late = [p for p in running if not p.said and p.used_s + elapsed > p.trial.plan.timeout_s]
-            for player in [p for p in running if p.said or p in late or _find_process(p).poll() is not None]:
-                running.remove(player)
-                self._stop_player(player, elapsed, player in late)
-            for player in players:
-                launcher.trim_logs(player.folder)
+            late = [p for p in running if not p.last_message and p.used_s + elapsed > p.trial.plan.timeout_s]
+            for member in [p for p in running if p.last_message or p in late or _find_process(p).poll() is not None]:
+                running.remove(member)
+                self._stop_member(member, elapsed, member in late)
+            for member in members:
+                launcher.trim_logs(member.folder)
             if not measuring:
-                self.progress.tick(launcher.read_stage(players[-1].folder), players[-1].used_s + elapsed)
+                self.progress.tick(launcher.read_stage(members[-1].folder), members[-1].used_s + elapsed)
 
-    def _stop_player(self, player: InterleavedJob, elapsed: float, timed_out: bool) -> None:
+    def _stop_member(self, member: InterleavedJob, elapsed: float, timed_out: bool) -> None:
         """Freeze the job if it spoke, else take its record; it ran for so long since it spoke last."""
-        started = player.started
+        started = member.started
         assert started is not None
-        if player.said:
+        if member.last_message:
             _send_signal(started, signal.SIGSTOP)
             started.telemetry.pause()
-        player.used_s += elapsed
-        if player.said:
-            if player.said != IMPORTED and not player.said.startswith(DONE):
+        member.used_s += elapsed
+        if member.last_message:
+            if member.last_message != IMPORTED and not member.last_message.startswith(DONE):
                 self.largest = max(self.largest, _measure_resident(started.process.pid))
             return
-        player.record = launcher.finish(started, player.trial.plan.timeout_s, timed_out)
-        self.alive.remove(player)
-        _close_pipes(player)
-        if player.record.status == "oom" and self.alive:  # by itself it may have enough
-            shutil.rmtree(player.folder)
+        member.record = launcher.finish(started, member.trial.plan.timeout_s, timed_out)
+        self.alive.remove(member)
+        _close_pipes(member)
+        if member.record.status == "oom" and self.alive:  # by itself it may have enough
+            shutil.rmtree(member.folder)
         else:
-            self.ended(player)
+            self.ended(member)
 
 
-def _wake_player(player: InterleavedJob) -> None:
-    assert player.started is not None
-    _send_signal(player.started, signal.SIGCONT)
-    player.started.telemetry.resume()
+def _wake_member(member: InterleavedJob) -> None:
+    assert member.started is not None
+    _send_signal(member.started, signal.SIGCONT)
+    member.started.telemetry.resume()
 
 
-def _find_process(player: InterleavedJob) -> subprocess.Popen[bytes]:
-    assert player.started is not None
-    return player.started.process
+def _find_process(member: InterleavedJob) -> subprocess.Popen[bytes]:
+    assert member.started is not None
+    return member.started.process
 
 
-def _read_lines(players: Sequence[InterleavedJob]) -> None:
+def _read_lines(members: Sequence[InterleavedJob]) -> None:
     """Take down the next line of each job that has one within POLL_S."""
-    ready, _, _ = select.select([player.ends[0] for player in players], [], [], POLL_S)
+    ready, _, _ = select.select([member.pipes[0] for member in members], [], [], POLL_S)
     closed = False
-    for player in players:
-        if player.ends[0] in ready:
-            more = os.read(player.ends[0], 4096)
-            player.heard += more
+    for member in members:
+        if member.pipes[0] in ready:
+            more = os.read(member.pipes[0], 4096)
+            member.buffer += more
             closed = closed or not more
-        line, newline, rest = player.heard.partition(b"\n")
+        line, newline, rest = member.buffer.partition(b"\n")
         if newline:
-            player.heard, player.said = rest, line.decode()
-    if closed and not any(player.said for player in players):  # one is about to end
+            member.buffer, member.last_message = rest, line.decode()
+    if closed and not any(member.last_message for member in members):  # one is about to end
         time.sleep(POLL_S)
 
 
@@ -361,8 +361,8 @@ def _send_signal(started: launcher.JobProcess, number: int) -> None:
         os.killpg(started.process.pid, number)
 
 
-def _close_pipes(player: InterleavedJob) -> None:
-    for end in player.ends:
+def _close_pipes(member: InterleavedJob) -> None:
+    for end in member.pipes:
         os.close(end)
 
 
