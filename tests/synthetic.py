@@ -148,6 +148,9 @@ def _on_card(folder: Path, card: Card, number: int, arrays: dict[str, np.ndarray
     if card.events:
         arrays["latency_model_gpu"] = arrays["latency_model"].copy()
         arrays["latency_model"] += card.gap
+    if card.copies:
+        arrays["latency_all"] = arrays["latency_model"] + card.copies
+        arrays["throughput"] *= min(1.0, float(np.median(arrays["latency_model"])) / card.copies)
     if card.enqueue:
         arrays["enqueue_all"] = np.full(20, card.enqueue)
     spans = {b: 1.02 * float(arrays[f"latency_{b}"].sum()) for b in ("model", "all")} | {"throughput": 0.5}

@@ -17,12 +17,14 @@ Window = tuple[float, float]
 class Card:
     """What a GPU does in every round of a trial.
 
-    `gap` is what launching adds to the host's clock (s) and `enqueue` the time inside run() (0: not measured). `held`
+    `gap` is what launching adds to the host's clock (s), `copies` those of a batch (s; more than the model takes, they
+    bound the throughput) and `enqueue` the time inside run() (0: not measured). `held`
     is the part of each window (as shares, from and to) in which `reasons` limit the clock; `others` processes are there
     from before the job began, and `busy` is the utilisation (%) without the job.
     """
 
     gap: float = 0.0
+    copies: float = 0.0
     enqueue: float = 0.0
     events: bool = True
     reasons: int = 0

@@ -204,6 +204,21 @@ def test_ten_microseconds_are_nothing(tmp_path: Path) -> None:
     assert launch is not None and launch.outside > 0.05 * launch.host and launch.sentence == ""
 
 
+@pytest.mark.parametrize(("copies", "is_bound"), [(0.012, True), (0.002, False), (0.0, False)])
+def test_copies_that_bound_the_throughput_are_named(tmp_path: Path, copies: float, is_bound: bool) -> None:
+    """A batch takes the model 4 ms; 12 ms of copies overlap it and decide how many batches a second there are."""
+    ways = [Way("tensorrt", "fp16", 0.004 / (0.3 + 0.7 * b), batch=b, card=Card(copies=copies)) for b in (1, 8)]
+    found = results(tmp_path, *ways)
+    measured = remarks.describe_copies(found.trials[-1])
+    assert measured is not None and measured.is_bound is is_bound
+    assert measured.model == pytest.approx(0.0041, rel=0.05)
+    if is_bound:
+        assert (measured.copies, measured.batch) == pytest.approx((0.012, 0.012), rel=0.05)
+    advice = "the model 4.1"
+    assert ("copies bound the throughput" in said(found)) is is_bound
+    assert (("tensorrt@input=uint8 copies a quarter" in said(found)) and advice in said(found)) is is_bound
+
+
 @pytest.mark.parametrize(
     ("card", "words"),
     [

@@ -65,6 +65,42 @@ def describe_launch(t: TrialResult) -> Launch | None:
     return Launch(float(np.median(host)), float(np.median(gpu)), float(np.median(inside)) if inside.size else None)
 
 
+# Copies overlap the model's work on other batches: they bound the throughput only where they take nearly all its time.
+COPYING = 0.85  # of a batch's time at full throughput
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Seconds of a batch: at full throughput, inside the model, and in copies from and to the host's memory."""
+
+    batch: float
+    model: float
+    copies: float
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether copies, not the model, bound the throughput."""
+        return self.copies >= COPYING * self.batch and self.model < COPYING * self.batch
+
+    @property
+    def sentence(self) -> str:
+        """The bound, as a sentence."""
+        return (
+            f"copies bound the throughput: of {_format_time(self.batch)} a batch, copying inputs and outputs takes "
+            f"{_format_time(self.copies)} and the model {_format_time(self.model)}"
+        )
+
+
+def describe_copies(t: TrialResult) -> Copies | None:
+    """Return what copies cost a trial on a GPU; None unless all three boundaries were measured there."""
+    model, whole = t.medians("model", "host"), t.medians("all", "host")
+    rates = [rate for r in t.good if (rate := r.value("throughput", "throughput"))]
+    if t.device == "cpu" or not (model and whole and rates):
+        return None
+    inside = float(np.median(model))
+    return Copies(t.batch / float(np.median(rates)), inside, float(np.median(whole)) - inside)
+
+
 @dataclass(frozen=True)
 class ThrottleCounts:
     """Latencies of a boundary over the good rounds: how many were taken, of these under a throttled GPU, of these
@@ -129,9 +165,10 @@ def list_gpu_warnings(t: TrialResult) -> list[str]:
 
 
 def list_gpu_notes(t: TrialResult) -> list[str]:
-    """Return the explanations of a trial's numbers: launching, a power cap, memory that was taken before."""
-    launching = describe_launch(t) if t.device != "cpu" else None
+    """Return the explanations of a trial's numbers: launching, copies, a power cap, memory that was taken before."""
+    launching, copies = describe_launch(t) if t.device != "cpu" else None, describe_copies(t)
     sentences = [launching.sentence] if launching and launching.sentence else []
+    sentences += [copies.sentence] if copies and copies.is_bound else []
     if t.gpu is None:
         return sentences
     if capped := t.gpu.reasons.get(timeline.POWER_CAP, 0.0):

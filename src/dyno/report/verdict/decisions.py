@@ -34,7 +34,7 @@ from dyno.report.verdict.findings import (
     ms,
     spread,
 )
-from dyno.results import blocks, stats
+from dyno.results import blocks, remarks, stats
 from dyno.results import ranking as results_ranking
 from dyno.results.correctness import distance
 from dyno.results.metrics.accuracy import OVER, UNDECIDED
@@ -690,11 +690,22 @@ def _most_images(ranking: Ranking, run: RunData) -> Decision:
     shown = [("right", describe_correctness(ranking, contest.ranked.iloc[0], run))]
     if contest.leads:
         shown.insert(0, ("real", describe_reality(ranking, contest, None, run, doubted, THROUGHPUT)))
+    if bound := _describe_copies(run.trials[contest.ranked.iloc[0]["trial"]]):
+        shown.append(("bound", bound))
     badge = choose_badge(contest, None, run, doubted)
     kind = BEST if badge == DECIDED else WARNING
     findings = (*confirmed, *list_rejected(contest.leads[:1]))
     text = _describe_rate(ranking, contest, run)
     return Decision(kind, ranking.where, text, tuple(shown), findings, (), badge, contest.candidates, "throughput")
+
+
+def _describe_copies(best: TrialResult) -> str:
+    """Return how copies bound the throughput and what helps; "" where they don't."""
+    copies = remarks.describe_copies(best)
+    if copies is None or not copies.is_bound:
+        return ""
+    advice = "" if best.options.get("input") == "uint8" else f" (images: {best.backend}@input=uint8 copies a quarter)"
+    return copies.sentence + advice
 
 
 def _describe_rate(ranking: Ranking, contest: Contest, run: RunData) -> str:
