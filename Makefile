@@ -7,6 +7,7 @@ NEWEST := .venv-newest
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
 READY := $(VENV)/.ready
+ENGINES_READY := $(VENV)/.ready-engines
 OTHER_READY := $(OTHER)/.ready
 RUNS ?= runs
 # The tests run in three processes side by side, since jobs often wait: those of the whole program, those that load engines
@@ -38,7 +39,7 @@ help:  ## list the targets
 
 setup: $(READY) $(OTHER_READY)  ## make .venv with everything in it, and .venv-other where another Python is found
 
-demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
+demo: $(if $(wildcard $(READY)),$(READY),$(ENGINES_READY))  ## the whole job on scikit-learn's digits, into runs/demo
 	$(BIN)/dyno demo
 
 # What PYTEST has goes last: another -m there decides.
@@ -109,8 +110,15 @@ distclean: clean  ## remove the environments too
 
 # uv reads the registry's own metadata, so it takes the CUDA build of torch that the constraints mean.
 # Byte-code is compiled once here: where writing it later is switched off, every import would take 2-3 times as long.
+INSTALL = $(UV) pip install --quiet --python $(BIN)/python --compile-bytecode --constraints tools/constraints.txt
 $(READY): pyproject.toml tools/constraints.txt | $(UV)
-	$(UV) pip install --python $(BIN)/python --compile-bytecode --constraints tools/constraints.txt -e '.[all,dev]'
+	@echo "Installing Dyno, its engines and what its tests need into $(VENV): about 7 GB, one to five minutes."
+	$(INSTALL) -e '.[all,dev]'
+	@touch $@
+
+$(ENGINES_READY): pyproject.toml tools/constraints.txt | $(UV)
+	@echo "Installing Dyno with PyTorch, ONNX Runtime and OpenVINO into $(VENV): about 6 GB, one to five minutes."
+	$(INSTALL) -e '.[all]'
 	@touch $@
 
 $(UV):
