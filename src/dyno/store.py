@@ -367,6 +367,10 @@ class Cache:
         }
         return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]
 
+    def has(self, key: str) -> bool:
+        """Return whether a file is stored under this key, without reading it."""
+        return (self.folder / key).is_dir()
+
     def find(self, key: str) -> tuple[Artifact | None, str]:
         """Return the file stored under this key; without one, also why: "" (never built) or the fault."""
         try:

@@ -110,7 +110,7 @@ def test_a_model_is_whole_before_the_next_has_its_files(
 
     monkeypatch.setattr(Files, "all", made)
     execute(study, tmp_path, log)
-    assert seen == [(0, {"one"}), (4, {"two"})]
+    assert seen == [(0, {"one"})] * 2 + [(4, {"two"})] * 2
     assert [(number, trial.model.name) for number, trial in log.began] == [
         (number, name) for name in ("one", "two") for number in (0, 0, 1, 1)
     ]

@@ -29,6 +29,7 @@ from dyno.report.tables.trial_table import read_trials
 from dyno.report.verdict.verdict import list_sentences
 from dyno.results import correctness
 from dyno.results.blocks import find_drift, log_ratios
+from dyno.results.ranking import pending, rank_goals
 from dyno.results.trial_result import load_run
 from dyno.runner import ensemble, turns
 from dyno.runner.execute import Files, Rounds, execute
@@ -70,6 +71,31 @@ def test_a_first_answer_comes_with_the_first_batch(study: Any, tmp_path: Path) -
     answers = [line for line in printed.getvalue().splitlines() if " round " in line and "ahead after" in line]
     assert [re.match(r"\w+ round \d( of \d)?", line)[0] for line in answers] == ["in round 1", "after round 1 of 2"]  # type: ignore[index]
     assert "at batch 1" in answers[0] or "at batch 2" in answers[0]
+
+
+def test_what_is_ready_is_measured_before_the_last_file_is_made(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third trial's file takes long: the two others give an answer, and one of them measures beside it later."""
+    made: list[str] = []
+    late = "fake@latency_ms=1"
+    monkeypatch.setattr("dyno.runner.execute.BUILDING_S", 0.0)
+    monkeypatch.setattr(Files, "has", lambda _, trial: trial.options["latency_ms"] != 1 or "1" in made)
+    monkeypatch.setattr(Files, "all", lambda _, trials: made.extend(str(t.options["latency_ms"]) for t in trials))
+    printed, folder = StringIO(), tmp_path / "run"
+    execute(
+        study(SLOW, late, FAST, rounds=2, until="decided"), folder, Progress(console=Console(file=printed, width=500))
+    )
+    lines = printed.getvalue().splitlines()
+    assert made[:3] == ["4", "2", "1"]
+    assert lines[0].startswith("1 trial still without a file") and lines[1].startswith("in round 1")
+    sets = {key: record["facts"]["turns"]["set"] for key, record in stored(folder).items()}
+    assert sets["4", "r0"] == sets["2", "r0"] != sets["1", "r0"]
+    assert next(record["facts"]["turns"]["set"] for record in stored(folder, "t*").values()) == sets["1", "r0"]
+    assert sets["4", "r1"] == sets["2", "r1"] == sets["1", "r1"]
+    result = {t.options["latency_ms"]: t for t in load_run(folder)}
+    (beside,) = {key for key, _ in stored(folder, "t*")}
+    assert len(log_ratios(result[int(beside)], result[1], "model", keep_disturbed=True)) == len(result[1].rounds)
 
 
 @pytest.mark.slow
@@ -204,7 +230,7 @@ def test_who_runs_out_of_memory_beside_others_is_tried_by_itself(
 ) -> None:
     # Started last, so that others are alive by then.
     monkeypatch.setattr(
-        turns.InterleavedGroup, "_shuffle_items", lambda self, what, players: sorted(players, key=_memory_bound)
+        turns.InterleavedGroup, "_shuffle_items", lambda self, what, members: sorted(members, key=_memory_bound)
     )
     crowded, never = f"{late}@latency_ms=1@most=1", f"{late}@latency_ms=3@most=0"
     run(study(SLOW, FAST, crowded, never, reference=SLOW), tmp_path / "run")
@@ -214,8 +240,8 @@ def test_who_runs_out_of_memory_beside_others_is_tried_by_itself(
     assert not records["1", "r0"]["facts"].get("turns")
 
 
-def _memory_bound(player: turns.InterleavedJob | list[turns.InterleavedJob]) -> int:
-    return int("most" in (player[0] if isinstance(player, list) else player).trial.options)
+def _memory_bound(member: turns.InterleavedJob | list[turns.InterleavedJob]) -> int:
+    return int("most" in (member[0] if isinstance(member, list) else member).trial.options)
 
 
 class Card:
@@ -343,15 +369,15 @@ def test_what_is_missing_of_a_round_is_measured_beside_the_reference(study: Any,
 
 def test_memory_bounds_how_many_are_alive(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[int] = []
-    advance = turns.InterleavedGroup._advance_players
+    advance = turns.InterleavedGroup._advance_members
 
-    def seen(self: turns.InterleavedGroup, players: list[turns.InterleavedJob], word: str = "") -> None:
+    def seen(self: turns.InterleavedGroup, members: list[turns.InterleavedJob], word: str = "") -> None:
         alive.append(len(self.alive))
-        advance(self, players, word)
+        advance(self, members, word)
 
-    monkeypatch.setattr(turns.InterleavedGroup, "_advance_players", seen)
+    monkeypatch.setattr(turns.InterleavedGroup, "_advance_members", seen)
     # A machine with room for two processes: each has what the others of its group have left.
-    monkeypatch.setattr(turns.InterleavedGroup, "_has_room", lambda self, player, count: len(self.alive) + count <= 2)
+    monkeypatch.setattr(turns.InterleavedGroup, "_has_room", lambda self, member, count: len(self.alive) + count <= 2)
     run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path)
     assert max(alive) == 2
     sets = {key[0]: r["facts"]["turns"]["set"] for key, r in stored(tmp_path).items()}
@@ -389,23 +415,23 @@ def test_what_makes_no_sense_in_turns_is_refused(study: Any) -> None:
 def test_disturbed_blocks_are_measured_again_by_all(
     delays: tuple[float, ...], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three blocks of 0.05 s were planned for each of two players; of those in place of others as many have room."""
+    """Three blocks of 0.05 s were planned for each of two members; of those in place of others as many have room."""
     plan = Plan(seconds=0.15, blocks=3, block_s=0.05)
     job = SimpleNamespace(boundaries=("model",), trial=SimpleNamespace(plan=plan, label=""))
-    players: Any = [turns.InterleavedJob(job, Path(), 0, said="ready model") for _ in range(2)]  # type: ignore[arg-type]
-    group = turns.InterleavedGroup(players, "seed", Progress(quiet=True), lambda player: None, alive=players)
+    members: Any = [turns.InterleavedJob(job, Path(), 0, last_message="ready model") for _ in range(2)]  # type: ignore[arg-type]
+    group = turns.InterleavedGroup(members, "seed", Progress(quiet=True), lambda member: None, alive=members)
     measured: list[int] = []
 
     def block(measuring: list[turns.InterleavedJob]) -> float:
-        (player,) = measuring
-        number = len(player.delays)
+        (member,) = measuring
+        number = len(member.delays)
         measured.append(number)
-        is_hit = player is players[0] and number < len(delays)
-        player.delays.append(delays[number] if is_hit else 0.0)
+        is_hit = member is members[0] and number < len(delays)
+        member.delays.append(delays[number] if is_hit else 0.0)
         return 0.05
 
     monkeypatch.setattr(group, "_measure_block", block)
-    monkeypatch.setattr(group, "_advance_players", lambda *_: None)
+    monkeypatch.setattr(group, "_advance_members", lambda *_: None)
     group._measure_boundary()
     assert sorted(measured) == sorted([*range(blocks)] * 2)
 
@@ -440,6 +466,33 @@ def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
     assert everything == pytest.approx([np.median(each) for each in logs])
 
 
+@pytest.mark.parametrize(("lost", "is_short"), [((), False), ((2,), True), ((0, 1, 2), False)])
+def test_rounds_that_other_programs_took_are_made_up_for(
+    study: Any, tmp_path: Path, lost: tuple[int, ...], is_short: bool
+) -> None:
+    """Four equal engines: the runner-up gets rounds, and every rival while rounds are missing; without a quiet one all
+    rounds count, and none is missing."""
+    run(study(*(f"fake@latency_ms={2 + k / 100}" for k in range(4)), rounds=3, seconds=0.3, until="rounds"), tmp_path)
+    rng = np.random.default_rng(1)
+    for trial in load_run(tmp_path):
+        for number, each in enumerate(trial.rounds):
+            arrays = dict(np.load(each.folder / "samples.npz"))
+            arrays["latency_model"] = np.full(len(arrays["latency_model"]), 2e-3 * rng.normal(1, 0.02))
+            np.savez(each.folder / "samples.npz", **arrays)
+            record = json.loads((each.folder / "record.json").read_text())
+            blocks = len(record["facts"]["blocks"]["model"])
+            record["facts"]["delays"] = {"model": [0.0] + [0.5 * (number in lost)] * (blocks - 1)}
+            (each.folder / "record.json").write_text(json.dumps(record))
+    text = (tmp_path / "study.toml").read_text()
+    (tmp_path / "study.toml").write_text(text.replace('until = "rounds"', 'until = "decided"'))
+    found = read_trials(tmp_path)
+    winner, runner_up, *others = rank_goals(found)[0].fastest["trial"]
+    asked = {id for pair in pending(found) if winner in pair.trials for id in pair.trials}
+    behind = {*others} - {found.frame["reference"].iloc[0]}
+    assert runner_up in asked and behind
+    assert asked & behind == (behind if is_short else set())
+
+
 @pytest.mark.parametrize("cold", [0.0, 0.3])
 def test_an_engine_that_is_not_warm_is_a_warning(study: Any, tmp_path: Path, cold: float) -> None:
     """Its latencies begin 30 % too high and fall from block to block, in every round."""
@@ -453,6 +506,10 @@ def test_an_engine_that_is_not_warm_is_a_warning(study: Any, tmp_path: Path, col
             seconds = trial.options["latency_ms"] / 1e3 * (1 + excess * np.exp(-block / 4))
             arrays["latency_model"] = seconds * rng.normal(1, 0.005, len(block))
             np.savez(each.folder / "samples.npz", **arrays)
+            path = each.folder / "record.json"
+            record = json.loads(path.read_text())
+            record["facts"]["delays"] = {}  # on a busy machine blocks would be left out
+            path.write_text(json.dumps(record))
     fast, slow = sorted(load_run(tmp_path), key=lambda trial: trial.options["latency_ms"])
     change = find_drift(fast, slow, "model")
     assert change is not None and change.low < change.value < change.high

@@ -424,14 +424,15 @@ def image_costs(rounds: Iterable[Round], row: pd.Series) -> list[float]:
 
 @dataclass(frozen=True)
 class Contest:
-    """A ranking's first row, and the speed-up of that row over each further one.
+    """A ranking's first row, and the speed-up of that row over each further one, with its evidence.
 
     A claim to be the fastest is a claim against each row, so they are one family (multiple comparisons with the best,
     Hsu 1981; here by Holm's procedure). A pair that the table decides keeps the table's verdict.
     """
 
     ranked: pd.DataFrame
-    leads: tuple[stats.Speedup, ...]
+    leads: tuple[stats.Speedup, ...] = ()
+    evidence: tuple[stats.Evidence | None, ...] = ()
 
     @property
     def rivals(self) -> list[tuple[pd.Series, stats.Speedup]]:
@@ -458,14 +459,14 @@ class Contest:
 def compare_first(ranked: pd.DataFrame, speed: str, run: RunData) -> Contest:
     """Compare the first row of a ranking by LATENCY or THROUGHPUT with every other one."""
     if ranked.empty:
-        return Contest(ranked, ())
+        return Contest(ranked)
     first, *others = (row for _, row in ranked.iterrows())
     own = run.trials[first["trial"]]
     family = [compare_rows(own, run.trials[row["trial"]], first, row, speed, run.rule) for row in others]
     found = stats.decide_family(family, run.rule)
     if speed == LATENCY:
         found = [_read_lead(first, row) or lead for row, lead in zip(others, found, strict=True)]
-    return Contest(ranked, tuple(found))
+    return Contest(ranked, tuple(found), tuple(family))
 
 
 def _read_lead(first: pd.Series, row: pd.Series) -> stats.Speedup | None:
@@ -504,7 +505,8 @@ class UndecidedPair:
 
 
 def pending(run: RunData) -> list[UndecidedPair]:
-    """Return the pairs that another round is for: each winner with its reference and with its runner-up.
+    """Return the pairs that another round is for: each winner with its reference, its runner-up, and rivals that lost
+    rounds to other programs.
 
     Until every row is decided, and in a comparison, where each row is a question, it is each trial with its reference.
     A pair with a failed trial is left out.
@@ -522,22 +524,30 @@ def pending(run: RunData) -> list[UndecidedPair]:
         if row["trial"] in asked
     ]
     for winners in ranked:
-        pairs += _find_close_pair(winners, run)
+        pairs += _find_close_pairs(winners, run)
     return [pair for pair in dict.fromkeys(pairs) if pair.trials <= good]
 
 
-def _find_close_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPair]:
-    """Yield the winner and its runner-up, if they are in one group and it is undecided which of them is faster.
+def _find_close_pairs(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPair]:
+    """Yield the undecided pairs of the winner with rivals of its group: the runner-up, and those short of rounds.
 
-    Rivals behind the runner-up get no further rounds: `--until every-row` is for them.
+    Other rivals get no further rounds: `--until every-row` is for them.
     """
     contest = compare_first(ranked, LATENCY, run)
-    if not contest.leads or contest.leads[0].verdict != stats.UNDECIDED:
-        return
-    row, second = (ranked.iloc[k] for k in range(PLACES))
-    if run.trials[row["trial"]].group == run.trials[second["trial"]].group:
-        pair = frozenset((str(row["trial"]), str(second["trial"])))
-        yield UndecidedPair(pair, str(row["boundary"]), _count_rounds(contest.leads[0].more))
+    for place, (lead, found) in enumerate(zip(contest.leads, contest.evidence, strict=True), 1):
+        winner, rival = ranked.iloc[0], ranked.iloc[place]
+        in_group = run.trials[winner["trial"]].group == run.trials[rival["trial"]].group
+        if in_group and lead.verdict == stats.UNDECIDED and (place < PLACES or _is_short(found, run.rule.first)):
+            pair = frozenset((str(winner["trial"]), str(rival["trial"])))
+            yield UndecidedPair(pair, str(winner["boundary"]), _count_rounds(lead.more) if place < PLACES else 1)
+
+
+def _is_short(found: stats.Evidence | None, planned: int) -> bool:
+    """Return whether a pair lost so many rounds to other programs that fewer than planned are left to judge it by.
+
+    They are made up for, as often as there were rounds planned. Which rounds are lost doesn't depend on latencies.
+    """
+    return found is not None and found.disturbed > 0 and found.rounds < planned and found.looked < 2 * planned
 
 
 def _count_rounds(more: float | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import platform
 import random
 import shutil
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dyno.formatting import counting
 from dyno.jobs.launcher import LOGS, read_end
 from dyno.jobs.progress import Progress
 from dyno.results import correctness, remarks, timeline
@@ -123,6 +125,7 @@ def _last_seconds(run: Run, trial: Trial) -> float:
 
 
 READING_S = 5.0  # of a run, beyond which its answer is not shown again before it ends
+BUILDING_S = 60.0  # of making files, after which what is ready gives a first answer
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
 
@@ -174,7 +177,8 @@ def execute(
 
         fits = correctness.make_matcher(study.reference, todo) if study.reference else None
         options = {ENERGY: SUSTAINED_S} if study.energy else {}
-        rounds = Rounds(run, files, progress, fits, launch, options)
+        building_s = BUILDING_S if study.until in LOOKS else math.inf
+        rounds = Rounds(run, files, progress, fits, launch, options, building_s)
         if other_routes and not study.routes:
             rounds.all(todo, most=1)  # a first answer, before other routes to the ONNX file are exported
             measure = partial(execute, progress=progress)
@@ -204,7 +208,8 @@ def prepare(study: Study, run: Run, planned: list[PlannedTrial], progress: Progr
 @dataclass(frozen=True)
 class Rounds:
     """Measures rounds of a study's trials; `fits` says which of them is the reference that was requested, and `options`
-    are further ones of the jobs of the planned rounds."""
+    are further ones of the jobs of the planned rounds. After `building_s` seconds of making files, the trials that have
+    theirs are measured once, so that a first answer doesn't wait for the last engine."""
 
     run: Run
     files: Files
@@ -212,6 +217,7 @@ class Rounds:
     fits: Fits
     launch: Launch | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    building_s: float = math.inf
 
     def all(self, trials: list[Trial], others: Sequence[Trial] = (), *, most: int = sys.maxsize) -> None:
         """Measure every round of the trials that isn't stored yet, the first `most` at most, one model after the other.
@@ -230,11 +236,13 @@ class Rounds:
                 turns = bool(same_model[0].plan.blocks)
                 beside = [t for t in others if model_key(t) == key] if turns else []
                 # In turns, those whose rounds are stored may be measured once more beside others.
-                self.files.all([*same_model, *beside] if turns and incomplete else incomplete)
+                first = self._make_files([*same_model, *beside] if turns and incomplete else incomplete, beside)
                 if turns:
                     for number in range(min(planned, most)):
                         is_new = any(_find_record(self.run, trial, number) is None for trial in incomplete)
-                        self._in_turns([t for t in same_model if number < t.plan.rounds], number, beside, self.options)
+                        done = first if not number else []
+                        todo = [t for t in same_model if number < t.plan.rounds and t not in done]
+                        self._in_turns(todo, number, [*beside, *done], self.options)
                         if is_new and number < planned - 1:
                             self._show_answer(number, planned)
                     continue
@@ -243,6 +251,27 @@ class Rounds:
                         self._measure_alone(trial, number, self.options)
                     if incomplete and number < planned - 1:
                         self._show_answer(number, planned)
+
+    def _make_files(self, trials: Sequence[Trial], beside: Sequence[Trial]) -> list[Trial]:
+        """Make the trials' files; return the trials that were measured once meanwhile, as that took too long.
+
+        Two trials that weren't measured in one set have one paired round fewer, so only a study that goes on until its
+        pairs are decided does that.
+        """
+        ready: list[Trial] = []
+        first: list[Trial] = []
+        begun = time.monotonic()
+        for place, trial in enumerate(sorted(trials, key=lambda trial: not self.files.has(trial))):
+            late = time.monotonic() - begun > self.building_s
+            if late and trial.plan.blocks and not first and len(ready) > 1 and not self.files.has(trial):
+                first = [each for each in ready if each not in beside and _find_record(self.run, each, 0) is None]
+                left = counting(len(trials) - place, "trial")
+                self.progress.note(f"{left} still without a file: what is ready is measured once before")
+                self._in_turns(first, 0, [each for each in ready if each not in first], self.options)
+                self._show_answer(0, is_part=True)
+            self.files.all([trial])
+            ready.append(trial)
+        return first
 
     def further(self, trials: list[Trial], number: int, boundaries: Sequence[str]) -> None:
         """Measure round `number` of trials of one model, at these boundaries only."""
@@ -295,6 +324,8 @@ class Rounds:
             stored = {trial.id: _find_record(self.run, trial, number) for trial in group}
             runnable = [t for t in group if (r := stored[t.id]) is None or r.status == "ok"]
             reference = ensemble.reference(runnable, self.fits)
+            if pending == [reference]:  # what the others measured beside instead
+                reference = ensemble.reference([t for t in runnable if t != reference], self.fits)
             for trial in ensemble.measure(self.run, pending, reference, number, self.files.of, self.progress, options):
                 self._measure_alone(trial, number, options)
             if not number and group is not groups[-1]:  # a first answer doesn't wait for the other batches and sizes
@@ -404,6 +435,12 @@ class Files:
         for trial in trials:
             for number in range(max(1, trial.plan.builds)):
                 self.of(trial, number)
+
+    def has(self, trial: Trial) -> bool:
+        """Return whether the trial needs no file that is still to be made."""
+        if trial.recipe is None or self._substitute_key(trial.recipe) in self.results:
+            return True
+        return self.cache.has(self.cache.key(trial.recipe))
 
     def of(self, trial: Trial, number: int) -> Artifact | Record | None:
         """Return the file for this round of the trial.
