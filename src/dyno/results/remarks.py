@@ -65,12 +65,12 @@ def describe_launch(t: TrialResult) -> Launch | None:
     return Launch(float(np.median(host)), float(np.median(gpu)), float(np.median(inside)) if inside.size else None)
 
 
-# Copies overlap the model's work on other batches: they bound the throughput only where they take nearly all its time.
+# CopyTimes overlap the model's work on other batches: they bound the throughput only where they take nearly all its time.
 COPYING = 0.85  # of a batch's time at full throughput
 
 
 @dataclass(frozen=True)
-class Copies:
+class CopyTimes:
     """Seconds of a batch: at full throughput, inside the model, and in copies from and to the host's memory."""
 
     batch: float
@@ -91,14 +91,14 @@ class Copies:
         )
 
 
-def describe_copies(t: TrialResult) -> Copies | None:
+def describe_copies(t: TrialResult) -> CopyTimes | None:
     """Return what copies cost a trial on a GPU; None unless all three boundaries were measured there."""
     model, whole = t.medians("model", "host"), t.medians("all", "host")
     rates = [rate for r in t.good if (rate := r.value("throughput", "throughput"))]
     if t.device == "cpu" or not (model and whole and rates):
         return None
     inside = float(np.median(model))
-    return Copies(t.batch / float(np.median(rates)), inside, float(np.median(whole)) - inside)
+    return CopyTimes(t.batch / float(np.median(rates)), inside, float(np.median(whole)) - inside)
 
 
 @dataclass(frozen=True)
