@@ -65,7 +65,7 @@ def describe_launch(t: TrialResult) -> Launch | None:
     return Launch(float(np.median(host)), float(np.median(gpu)), float(np.median(inside)) if inside.size else None)
 
 
-# CopyTimes overlap the model's work on other batches: they bound the throughput only where they take nearly all its time.
+# Copies overlap the model's work on other batches: they bound the throughput only where they take nearly all its time.
 COPYING = 0.85  # of a batch's time at full throughput
 
 

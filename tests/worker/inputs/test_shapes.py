@@ -166,6 +166,15 @@ def test_numbers_alone_fix_the_batch_where_the_file_has_it() -> None:
     assert fixed_batch(tensors(x=("seq", 16)), {"x": None}, {}) == 1
 
 
+@pytest.mark.parametrize("name", ["batch", "batch_size"])
+def test_a_later_axis_is_the_batch_under_any_name(name: str) -> None:
+    """Also where the file calls it as Dyno does: a recurrent network's state beside its sound, two layers of it."""
+    inputs = [Tensor("sound", "float32", (name, 512)), Tensor("state", "float32", (2, name, 128))]
+    shapes = described_shapes(inputs, batch_axes(inputs, [Tensor("state_n", "float32", (2, name, 128))]), {})
+    assert shapes == {"state": (2, "batch", 128)}
+    assert Dims(2, 0, 0, shapes).batch_axis("state", (2, 2, 128)) == 1
+
+
 DIMS = Dims(2, 6, 5)
 PREPROCESS = Preprocess()
 

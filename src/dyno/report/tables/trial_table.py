@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ PERCENTILES = {"p90": 0.9, "p95": 0.95, "p99": 0.99}
 FEW = "in parentheses: too few samples in a round, of which " + ", ".join(
     f"{name} needs {samples_for(q)}" for name, q in PERCENTILES.items()
 )
-OPEN = "?: undecided; about as many more would settle it"
+OPEN = "? N: undecided; about N more would settle it"
 MOST_COLUMNS = 8  # in a terminal
 BOUNDARIES = {"all": "host memory to host memory", "model": "inputs and outputs on the device"}
 STAGES = ("decode", "preprocess", "inference", "postprocess")  # of an evaluation, per image
@@ -600,7 +601,7 @@ def make_footnote(rows: list[Row]) -> tuple[str, ...]:
     tested = [(r["images"], r["set_aside"]) for r in judged if not missing(r.get("set_aside")) and r["set_aside"]]
     notes = [f"accuracy is on {images_tested(*counts)}" for counts in dict.fromkeys(tested)]
     notes += [FEW] if any(few("p95", r.get("samples_model")) for r in rows) else []
-    notes += [OPEN] if any(outcome(r).startswith("?") for r in rows) else []
+    notes += [OPEN] if any(re.match(r"\? >?\d", outcome(r)) for r in rows) else []
     return ("; ".join(notes),) if notes else ()
 
 

@@ -102,7 +102,8 @@ def described_shapes(
     lengths = _Lengths(inputs, batched, given)
     shapes = {tensor.name: lengths.shape(tensor) for tensor in inputs}
     lengths.refuse_unknown()
-    return {t.name: shapes[t.name] for t in inputs if t.name in given or shapes[t.name] != lengths.usual(t)}
+    is_usual = {t.name: not batched[t.name] and shapes[t.name] == lengths.usual(t) for t in inputs}
+    return {t.name: shapes[t.name] for t in inputs if t.name in given or not is_usual[t.name]}
 
 
 class _Lengths:
