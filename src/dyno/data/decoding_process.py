@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from dyno.data.decode import Transform, register_formats
+from dyno.data.decode import INDEX_BYTES, Transform, register_formats
 from dyno.data.rows import timed
 from dyno.worker.spec import Preprocess, from_json
-
-INDEX_BYTES = 8
 
 
 def main() -> int:

@@ -222,7 +222,7 @@ def _check_options(shot: VideoJobSpec, study: Study) -> None:
     """Raise `UserError` for options that can't work, before anything is started."""
     if shot.source == STDIN and (shot.several or study.rounds > 1):
         raise UserError("standard input can be read only once; give one backend and --rounds 1")
-    if shot.source == STDIN and not shot.options.width:
+    if shot.source == STDIN and not shot.options.frame_size:
         raise UserError("raw frames don't say how large they are; give --frame-size WIDTHxHEIGHT")
     if shot.options.streams > 1 and (shot.source == STDIN or shot.source.startswith("camera:")):
         raise UserError(f"{shot.source} can be read only once; omit --streams")

@@ -111,6 +111,13 @@ class Session(ABC):
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Return the slot's outputs as host arrays by name; valid until the slot runs again."""
 
+    def answer(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Run one inference on the feeds in slot 0; return copies of its outputs."""
+        self.bind(feeds)
+        self.run()
+        self.wait()
+        return {name: np.array(array) for name, array in self.fetch().items()}
+
     def parts(self, feeds: Arrays) -> dict[str, float]:
         """Return the seconds of one inference from host to host, part by part; empty where parts can't be measured."""
         return {}

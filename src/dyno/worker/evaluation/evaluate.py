@@ -339,11 +339,7 @@ class _RowTest:
         )
 
     def _run_batch(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        session = self._session
-        session.bind(session.stage(feeds))
-        session.run()
-        session.wait()
-        return {name: np.array(a) for name, a in session.fetch().items()}
+        return self._session.answer(self._session.stage(feeds))
 
 
 def _format_shape(shape: Sequence[int | str]) -> str:

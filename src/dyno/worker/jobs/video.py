@@ -27,7 +27,7 @@ from dyno.worker.registry import find
 from dyno.worker.spec import Job, Trial, Unavailable, UserError
 from dyno.worker.tasks.detect import BoxReader, Detect
 from dyno.worker.video import alone, on_device, stages, steps
-from dyno.worker.video.drawing import Tracker
+from dyno.worker.video.drawing import Tracker, draw
 from dyno.worker.video.media import Batch, Frame, Preparation, Sink, Source, codec_threads, disk_full, lanes_beside, now
 from dyno.worker.video.opening import describe_old_pyav, has_pyav, open_sink, open_source, prepare_libraries
 from dyno.worker.video.options import OPENING, VideoOptions
@@ -294,9 +294,9 @@ class _VideoJob:
                               engine.take_back),
         ]  # fmt: skip
         if tracker:
-            chain.append(steps.TrackingStage(tracker, keep))
+            chain.append(steps.FrameStage(steps.TRACK, tracker.identify, keep.add))
         if output:
-            chain += [steps.DrawingStage(), steps.EncodingStage(sink)]
+            chain += [steps.FrameStage(steps.DRAW, draw), steps.FrameStage(steps.ENCODE, sink.write)]
         reading = itertools.islice(source.read(sound=output is not None), self._options.frames or None)
         pipeline = stages.VideoPipeline(steps.DECODE, reading, chain, source.live)
         return _VideoStream(source, sink, keep, tracker, pipeline, output if output != self._output else None)

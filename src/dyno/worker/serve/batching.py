@@ -284,7 +284,7 @@ class BatchFormingSession(Session):
         for begin, count in self._iter_batches():
             part = self._answer_requests(begin, count)
             if part is None:
-                parts = [_run_once(self._ladder[-1].session, self._fed)]
+                parts = [self._ladder[-1].session.answer(self._fed)]
                 break
             parts.append(part)
         self._answered = {name: np.concatenate([p[name] for p in parts]) if len(parts) > 1 else a
@@ -318,14 +318,7 @@ class BatchFormingSession(Session):
                 feeds[name] = array
             else:
                 return None
-        answered = _run_once(rung.session, feeds)
+        answered = rung.session.answer(feeds)
         if any(a.shape[:1] != (rung.size,) for a in answered.values()):
             return None
         return {name: a[:count] for name, a in answered.items()}
-
-
-def _run_once(session: Session, feeds: Arrays) -> dict[str, np.ndarray]:
-    session.bind(feeds)
-    session.run()
-    session.wait()
-    return {name: np.array(array) for name, array in session.fetch().items()}

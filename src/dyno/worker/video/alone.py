@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from dyno.worker.spec import Plan
 from dyno.worker.video import steps
 from dyno.worker.video.drawing import Tracker, draw
 from dyno.worker.video.media import Batch, Frame, Preparation, Sink, Source, now
-from dyno.worker.video.stages import PipelineStage, VideoPipeline, run
+from dyno.worker.video.stages import VideoPipeline, run
 
 # Of one measurement, of which there is one before the video and one behind it: frames at most, those of one turn, and
 # how long no further turn begins.
@@ -292,20 +293,11 @@ def crowded(copies: Sequence[StageCopy], engine: steps.SessionThread, answered: 
     return ContentionCost(factor / len(copies), of_engine / frames)
 
 
-@dataclass(frozen=True)
-class _EmptyItem:
-    """What stages that do nothing hand on."""
-
-    began: int = 0
-
-
 def hand_over(count: int) -> float:
     """Return the processor time, in seconds, of handing one item on: through `count` stages that do nothing else."""
-    idle = [PipelineStage() for _ in range(count)]
-    for number, step in enumerate(idle):
-        step.name = str(number)
+    idle = [steps.FrameStage(str(number)) for number in range(count)]
     cpu = time.process_time()
-    run([VideoPipeline("source", itertools.repeat(_EmptyItem(), HANDED), idle)], lambda: None)
+    run([VideoPipeline("source", itertools.repeat(SimpleNamespace(began=0), HANDED), idle)], lambda: None)
     return (time.process_time() - cpu) / (HANDED * count)
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from dyno.worker.backend import Session
 from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.postprocess import Detections
-from dyno.worker.video.drawing import NOBODY, Tracker, draw
-from dyno.worker.video.media import SQUARE, Batch, Frame, Preparation, Sink, now
+from dyno.worker.video.drawing import NOBODY
+from dyno.worker.video.media import SQUARE, Batch, Frame, Preparation, now
 from dyno.worker.video.stages import AHEAD, DEPTH, PipelineStage, numbers
 
 DECODE, PREPARE, INFER, POSTPROCESS, TRACK, DRAW, ENCODE = STAGES = (
@@ -330,41 +330,16 @@ class PostprocessingStage(PipelineStage):
                 self._keep.add(frame)
 
 
-class TrackingStage(PipelineStage):
-    """Boxes of the same object get its identity; then they are kept."""
+class FrameStage(PipelineStage):
+    """Apply the actions to each frame, one after the other: tracking, drawing, encoding."""
 
-    name = TRACK
-
-    def __init__(self, tracker: Tracker, keep: DetectionRecorder) -> None:
-        self._tracker, self._keep = tracker, keep
+    def __init__(self, name: str, *actions: Callable[[Frame], object]) -> None:
+        self.name, self._actions = name, actions
 
     def work(self, item: Any) -> Iterable[Frame]:
-        self._tracker.identify(item)
-        self._keep.add(item)
+        for action in self._actions:
+            action(item)
         return (item,)
-
-
-class DrawingStage(PipelineStage):
-    """Boxes are drawn on their frame."""
-
-    name = DRAW
-
-    def work(self, item: Any) -> Iterable[Frame]:
-        draw(item)
-        return (item,)
-
-
-class EncodingStage(PipelineStage):
-    """Frames go to the sink."""
-
-    name = ENCODE
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    def work(self, item: Any) -> Iterable[Any]:
-        self._sink.write(item)
-        return ()
 
 
 def line(frame: Frame) -> dict[str, Any]:
