@@ -20,9 +20,8 @@ from dyno.videos import figures as videos
 from dyno.videos.figures import LoadRun
 from dyno.worker.facts.job import ServeFacts, ServeStep
 from dyno.worker.serve import rates
+from dyno.worker.serve.options import PERCENTILES
 from dyno.worker.spec import ENDPOINT
-
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,9 @@ class RateMeasurement:
 
     def percentile(self, name: str) -> Interval | None:
         """Return that percentile of the latencies; None with too few requests, or where it falls on unanswered ones."""
-        if self.count < stats.samples_for(QUANTILES[name]):
+        if self.count < stats.samples_for(PERCENTILES[name]):
             return None
-        q = QUANTILES[name]
+        q = PERCENTILES[name]
         found = videos.section_interval(
             self.latencies, lambda part: rates.find_percentile(part, q), stats.samples_for(q)
         )
@@ -166,7 +165,7 @@ class ServingRun(LoadRun):
     @property
     def bounded(self) -> str:
         """The percentile that has the bound."""
-        return next(name for name, q in QUANTILES.items() if q == self.facts[0].percentile)
+        return next(name for name, q in PERCENTILES.items() if q == self.facts[0].percentile)
 
     @cached_property
     def by_round(self) -> list[float]:

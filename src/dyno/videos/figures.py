@@ -126,6 +126,12 @@ class Video:
         are at work."""
         return Bound(PROCESSORS, self.limits(self.facts.streams)[PROCESSORS])
 
+    def find_percentile(self, q: float, to: str = "known") -> float | None:
+        """Return a percentile of the latencies; None with too few frames. The median needs one frame alone."""
+        samples = self.latencies(to)
+        least = 1 if q == PERCENTILES[0] else stats.samples_for(q)
+        return stats.percentile_of(samples, q) if len(samples) >= least else None
+
     @property
     def utilization(self) -> float:
         """The share of the processors' time in which the pipeline worked."""

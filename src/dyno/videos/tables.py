@@ -50,7 +50,6 @@ def _make_video_table(run: RunData) -> Table | None:
 
 def _make_row(filmed: VideoRun) -> Row:
     video = filmed.typical
-    known = video.latencies("known")
     return {
         "label": filmed.trial.label, "trial": filmed.trial.id, "rounds": len(filmed.videos),
         "frames": video.facts.frames,
@@ -60,11 +59,8 @@ def _make_row(filmed: VideoRun) -> Row:
         "inference_fps": video.inference_rate, "beside_fps": video.inference_beside,
         **limited("fps", filmed.rate), "bound_fps": video.bound.rate, "bound_by": video.bound.name,
         "reached": 100 * video.bound.share(video.rate),
-        **{f"p{100 * q:g}_s": stats.percentile_of(known, q) if len(known) >= least else None for q, least in LEAST},
+        **{f"p{100 * q:g}_s": video.find_percentile(q) for q in PERCENTILES},
     }  # fmt: skip
-
-
-LEAST = tuple((q, 1 if q == PERCENTILES[0] else stats.samples_for(q)) for q in PERCENTILES)
 
 
 def _video_notes(filmed: list[VideoRun]) -> Iterator[str]:
@@ -123,9 +119,8 @@ def _stream_row(filmed: VideoRun, count: int) -> Row:
     }  # fmt: skip
     if count != video.facts.streams:
         return row
-    known = video.latencies("known")
-    p99 = stats.percentile_of(known, PERCENTILES[-1]) if len(known) >= stats.samples_for(PERCENTILES[-1]) else None
-    return row | {"reached_fps": video.rate, "error": 100 * (predicted.rate / video.rate - 1), "reached_p99_s": p99}
+    error, p99 = 100 * (predicted.rate / video.rate - 1), video.find_percentile(PERCENTILES[-1])
+    return row | {"reached_fps": video.rate, "error": error, "reached_p99_s": p99}
 
 
 def stream_sentences(video: Video, rows: list[Row]) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Any
 from dyno.formatting import counting, show, significant
 from dyno.report import export
 from dyno.report.export import Event
-from dyno.results import stats
 from dyno.videos.figures import PERCENTILES, PROCESSORS, Bound, Run, Video, VideoRun
 from dyno.worker.facts.job import DEVICE
 
@@ -137,13 +136,9 @@ def _explain_loss(video: Video) -> str:
 
 def _describe_latencies(video: Video) -> Iterator[str]:
     for to, what in (("known", "its boxes are known"), ("written", "it is written")):
-        samples = video.latencies(to)
-        if len(samples) and (to == "known" or video.facts.output):
-            parts = [
-                f"p{100 * q:g} {show(stats.percentile_of(samples, q), 'duration')}"
-                for q in PERCENTILES
-                if q == HALF or len(samples) >= stats.samples_for(q)
-            ]
+        found = {q: value for q in PERCENTILES if (value := video.find_percentile(q, to)) is not None}
+        if found and (to == "known" or video.facts.output):
+            parts = [f"p{100 * q:g} {show(value, 'duration')}" for q, value in found.items()]
             yield f"From the beginning of a frame's reading until {what}: {', '.join(parts)}."
 
 

@@ -116,7 +116,7 @@ class Session(ABC):
         self.bind(feeds)
         self.run()
         self.wait()
-        return {name: np.array(array) for name, array in self.fetch().items()}
+        return {name: array.copy() for name, array in self.fetch().items()}
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
         """Return the seconds of one inference from host to host, part by part; empty where parts can't be measured."""
