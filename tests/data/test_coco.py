@@ -11,14 +11,10 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 import drawn
+from drawn import truth
 from dyno import data as dyno_data
 from dyno.study import images
-from dyno.worker.spec import DataSpec, ModelSpec, UserError
-
-
-def truth(data: DataSpec) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(data.folder, "truth.json").read_text())
-    return found
+from dyno.worker.spec import ModelSpec, UserError
 
 
 def test_the_truth_is_the_file_s_own(coco: Any, make: Any) -> None:

@@ -1,6 +1,5 @@
 """YOLO's folders become letterboxed images and COCO's ground truth; what is wrong in them is one line."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,9 @@ import pytest
 from PIL import Image
 
 import drawn
+from drawn import truth
 from dyno import data as dyno_data
-from dyno.worker.spec import DataSpec, UserError
-
-
-def truth(data: DataSpec) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(data.folder, "truth.json").read_text())
-    return found
+from dyno.worker.spec import UserError
 
 
 def of_ultralytics(folder: Path, task: str) -> list[dict[str, Any]]:
@@ -38,11 +33,7 @@ def test_the_truth_is_what_ultralytics_reads(yolo: Any, make: Any, kind: str, ta
     folder = yolo(kind)
     data = make(folder, calibration=5)
     about, found = dyno_data.meta(data), truth(data)
-    assert (about["has"], about["classes"], about["truth"]) == (
-        has,
-        ["disc", "triangle"],
-        "truth.json",
-    )
+    assert (about["has"], about["classes"], about["truth"]) == (has, drawn.NAMES, "truth.json")
     assert about.get("keypoints") == ([3, 3] if kind == "pose" else None)
     assert (data.count, about["splits"]) == (6, {"test": 6, "calibration": 5})
     theirs = {Path(label["im_file"]).name: label for label in of_ultralytics(folder, task)}
@@ -332,6 +323,5 @@ def test_a_folder_of_images_has_its_labels(yolo: Any, make: Any, tmp_path: Path,
             image.rename(given / image.name)
     else:
         given = folder / "images/val"
-    data = make(given, outputs=2)
-    truth = json.loads(Path(data.folder, "truth.json").read_text())
-    assert [one["category_id"] for one in truth["annotations"]] == [drawn.shape(k)[0] for k in range(6)]
+    found = truth(make(given, outputs=2))
+    assert [one["category_id"] for one in found["annotations"]] == [drawn.shape(k)[0] for k in range(6)]

@@ -74,6 +74,12 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def model(nets: str) -> ModelSpec:
+    """A small network with dropout."""
+    return dataclasses.replace(NET, source=f"{nets}:two")
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
@@ -106,8 +112,7 @@ def interrupt(at: str):
     ],
     ids=lambda s: s["optimizer"],
 )
-def test_a_training_that_was_stopped_ends_with_the_same_bytes(settings, digits, nets, tmp_path):
-    model = dataclasses.replace(NET, source=f"{nets}:two")  # with dropout
+def test_a_training_that_was_stopped_ends_with_the_same_bytes(settings, digits, model, tmp_path):
     whole = fit(digits, tmp_path / "whole", model, **settings)
     for stage in ("epoch 2/3, batch", "epoch 3/3, test"):
         with pytest.raises(KeyboardInterrupt):
@@ -127,8 +132,7 @@ def test_a_network_with_batch_norm_goes_on_too(digits, tmp_path):
 
 
 @pytest.mark.parametrize("write", range(4))
-def test_a_kill_between_two_writes_is_mended(write, digits, nets, tmp_path, monkeypatch):
-    model = dataclasses.replace(NET, source=f"{nets}:two")
+def test_a_kill_between_two_writes_is_mended(write, digits, model, tmp_path, monkeypatch):
     whole = fit(digits, tmp_path / "whole", model, epochs=1)
     left, replace = [write], os.replace
 
@@ -147,16 +151,14 @@ def test_a_kill_between_two_writes_is_mended(write, digits, nets, tmp_path, monk
     assert left == {network.STATE, network.BEST, network.LAST, network.HISTORY}
 
 
-def test_neither_workers_nor_what_ran_before_change_the_result(digits, nets, tmp_path):
-    model = dataclasses.replace(NET, source=f"{nets}:two")
+def test_neither_workers_nor_what_ran_before_change_the_result(digits, model, tmp_path):
     first = fit(digits, tmp_path / "a", model, epochs=2)
     torch.rand(7)
     assert fit(digits, tmp_path / "b", model, epochs=2, workers=2).sha256 == first.sha256
     assert fit(digits, tmp_path / "c", model, epochs=2, seed=1).sha256 != first.sha256
 
 
-def test_other_settings_or_data_are_named(digits, nets, tmp_path):
-    model = dataclasses.replace(NET, source=f"{nets}:two")
+def test_other_settings_or_data_are_named(digits, model, tmp_path):
     fit(digits, tmp_path / "run", model, epochs=1)
     with pytest.raises(
         UserError, match=r"began with lr 0\.005 \(now 0\.1\), training images of-digits\d+ \(now another"
@@ -165,8 +167,7 @@ def test_other_settings_or_data_are_named(digits, nets, tmp_path):
     assert fit(digits, tmp_path / "run", model, epochs=1, workers=1).epochs == 1
 
 
-def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, nets, tmp_path):
-    model = dataclasses.replace(NET, source=f"{nets}:two")
+def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, model, tmp_path):
     fit(digits, tmp_path, model, epochs=1)
     path = tmp_path / network.STATE
     assert set(torch.load(path, weights_only=True)) == {"about", "module", "optimizer", "schedule", "scaler"}
@@ -179,8 +180,7 @@ def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, nets, tmp_path
         fit(digits, tmp_path, model, epochs=1)
 
 
-def test_the_best_epoch_is_kept_when_the_loss_diverges(digits, nets, tmp_path, monkeypatch):
-    model = dataclasses.replace(NET, source=f"{nets}:two")
+def test_the_best_epoch_is_kept_when_the_loss_diverges(digits, model, tmp_path, monkeypatch):
     loss, calls = network.loss, []
 
     def diverging(*given):
@@ -195,13 +195,13 @@ def test_the_best_epoch_is_kept_when_the_loss_diverges(digits, nets, tmp_path, m
     assert all(bool(value.isfinite().all()) for value in load_file(tmp_path / network.BEST).values())
 
 
-def test_memory_that_runs_out_is_told_as_that(digits, nets, tmp_path, monkeypatch):
+def test_memory_that_runs_out_is_told_as_that(digits, model, tmp_path, monkeypatch):
     def full(*given):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
     monkeypatch.setattr(network, "loss", full)
     with pytest.raises(MemoryError, match="Tried to allocate 9 GiB"):
-        fit(digits, tmp_path, dataclasses.replace(NET, source=f"{nets}:two"))
+        fit(digits, tmp_path, model)
 
 
 @pytest.mark.gpu
@@ -215,9 +215,9 @@ def test_a_gpu_learns_and_goes_on(mixed, digits, tmp_path):
         fit(digits, tmp_path, **{**settings, "device": "cpu", "mixed_precision": "none"})
 
 
-def test_the_table_says_what_happened(digits, nets, tmp_path):
+def test_the_table_says_what_happened(digits, model, tmp_path):
     stages: list[str] = []
-    result = fit(digits, tmp_path, dataclasses.replace(NET, source=f"{nets}:two"), stages.append)
+    result = fit(digits, tmp_path, model, stages.append)
     assert stages[:2] == ["build the model", "epoch 1/3"], "before the first batch, which may take long"
     rows = (tmp_path / network.HISTORY).read_text().splitlines()
     assert rows[0] == "epoch,lr,train_loss,test_loss,top1,seconds,images_per_s"
@@ -252,8 +252,8 @@ def test_published_weights_keep_all_but_the_head(tmp_path, monkeypatch):
     assert torch.equal(module.layer4[1].conv2.weight, state["layer4.1.conv2.weight"])
 
 
-def test_a_checkpoint_of_another_network_is_refused(nets, tmp_path):
-    save_file(models.load(dataclasses.replace(NET, source=f"{nets}:two")).state_dict(), tmp_path / "x.safetensors")
+def test_a_checkpoint_of_another_network_is_refused(model, tmp_path):
+    save_file(models.load(model).state_dict(), tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=r"don't fit the model: missing conv1\.weight"):
         network.build(dataclasses.replace(NET, weights=str(tmp_path / "x.safetensors"), classes=10), DIMS)
 
