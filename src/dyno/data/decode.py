@@ -68,7 +68,9 @@ def decode_rows(
             os.close(handed_on)
     try:
         with open(results, "rb") as lines:
-            _hand_over(process, order)
+            assert process.stdin is not None
+            with suppress(BrokenPipeError), process.stdin:  # it ended already; there will be no line
+                process.stdin.write(json.dumps(order).encode())
             yield from _in_order(pixels, ask, lines, range(start, len(paths)))
     finally:
         os.close(ask)  # at which the processes end
@@ -78,12 +80,6 @@ def decode_rows(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
             process.wait()
-
-
-def _hand_over(process: subprocess.Popen[bytes], order: dict[str, Any]) -> None:
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # it ended already; there will be no line
-        process.stdin.write(json.dumps(order).encode())
 
 
 def _in_order(pixels: np.ndarray, ask: int, lines: Any, wanted: range) -> Iterator[DecodedRow]:

@@ -369,8 +369,12 @@ def train(
     with begun(folder), Run(folder).locked():
         plan = _plan_training(study, chosen, holdout, folder, view)
         record, now = _run_job(plan, folder, view)
-    result = _make_result(record, folder)
-    _print_outcome(plan, record, result, view, now=now, advise=advise)
+    found = record.facts.training
+    assert found is not None  # every job of this kind that ended well leaves it
+    result = TrainingResult(
+        folder, folder / found.weights, found.top1, found.top5, found.best_epoch, show_history(folder)
+    )
+    _print_outcome(plan, found, result, view, now=now, advise=advise)
     return replace(result, engines=_measure_engines(plan, result, quiet)) if then else result
 
 
@@ -468,25 +472,12 @@ def _explain_end(record: Record, plan: Training, done: int) -> str:
     return f"the training {record.status} after {done} epochs ({record.reason}); the same command resumes there"
 
 
-def _read_trained(record: Record) -> TrainingFacts:
-    assert record.facts.training is not None  # every job of this kind that ended well leaves it
-    return record.facts.training
-
-
-def _make_result(record: Record, folder: Path) -> TrainingResult:
-    found = _read_trained(record)
-    return TrainingResult(
-        folder, folder / found.weights, found.top1, found.top5, found.best_epoch, show_history(folder)
-    )
-
-
 def _print_outcome(
-    plan: Training, record: Record, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
+    plan: Training, facts: TrainingFacts, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
 ) -> None:
     from dyno.formatting import show
     from dyno.results.stats import wilson
 
-    facts = _read_trained(record)
     for note in facts.notes:
         view.say(f"note: {note}")
     share = wilson(facts.hits, facts.count)

@@ -104,9 +104,7 @@ class Video:
     @cached_property
     def by_stage(self) -> Bound:
         """What the slowest stage allows if all others cost nothing."""
-        rates = self.limits(self.facts.streams)
-        del rates[PROCESSORS]
-        return _find_lowest(rates)
+        return _find_lowest({k: v for k, v in self.limits(self.facts.streams).items() if k != PROCESSORS})
 
     def limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
         """Return the frames/s that each stage and the processors allow `streams` streams together.

@@ -63,11 +63,9 @@ class VideoJobSpec:
     def unwritten(self) -> tuple[str, ...]:
         """Return the requested files that don't exist."""
         wanted = [Path(path) for path in (self.output, self.boxes) if path]
-        kept = [p for p in wanted if not p.exists() and not (self.several and [*p.parent.glob(self._make_pattern(p))])]
-        return tuple(map(str, kept))
-
-    def _make_pattern(self, path: Path) -> str:
-        return f"{glob.escape(path.stem)}-*{glob.escape(path.suffix)}"
+        made = [p for p in wanted if p.exists() or (self.several and any(p.parent.glob(
+            f"{glob.escape(p.stem)}-*{glob.escape(p.suffix)}")))]  # fmt: skip
+        return tuple(str(path) for path in wanted if path not in made)
 
     def named(self, path: str, trial: Trial) -> str:
         """Return the output path of this trial."""

@@ -32,7 +32,7 @@ from dyno.table import (
     with_limits,
 )
 from dyno.videos import figures, words
-from dyno.videos.figures import PERCENTILES, Stage, Video, VideoRun
+from dyno.videos.figures import PERCENTILES, Video, VideoRun
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 
@@ -74,40 +74,36 @@ def _video_notes(filmed: list[VideoRun]) -> Iterator[str]:
 
 
 def _make_stages_table(run: RunData) -> Table | None:
-    rows = [_stage_row(f, stage) for f in figures.of_run(run) for stage in f.typical.stages]
-    if not rows:
-        return None
-    return STAGES.of(STAGE_COLUMNS, rows, group=("label",), below=_stage_notes, printed=printed(STAGE_COLUMNS))
-
-
-def _stage_row(filmed: VideoRun, stage: Stage) -> Row:
-    return {
-        "label": filmed.trial.label, "trial": filmed.trial.id, "stage": stage.name,
-        **limited("alone_s", stage.alone), "alone_fps": 1 / stage.alone.value,
-        **limited("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.crowded,
-        "working": 100 * stage.working,
-        "starved": 100 * stage.starved, "blocked": 100 * stage.blocked, "queue": stage.queue,
-    }  # fmt: skip
-
-
-def _stage_notes(rows: list[Row]) -> list[str]:
-    return [
+    note = (
         "alone and in the pipeline: time per frame. working, starved and blocked: shares of the pipeline's time in "
         "which the stage worked, waited for something to do, and waited for room behind it."
-    ]
+    )
+    rows: list[Row] = [
+        {
+            "label": filmed.trial.label, "trial": filmed.trial.id, "stage": stage.name,
+            **limited("alone_s", stage.alone), "alone_fps": 1 / stage.alone.value,
+            **limited("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.crowded,
+            "working": 100 * stage.working, "starved": 100 * stage.starved, "blocked": 100 * stage.blocked,
+            "queue": stage.queue,
+        }
+        for filmed in figures.of_run(run) for stage in filmed.typical.stages
+    ]  # fmt: skip
+    if not rows:
+        return None
+    shown = printed(STAGE_COLUMNS)
+    return STAGES.of(STAGE_COLUMNS, rows, group=("label",), below=lambda part: [note], printed=shown)
 
 
 def _make_streams_table(run: RunData) -> Table | None:
     filmed = figures.of_run(run)
     rows = [_stream_row(f, count) for f in filmed for count in sorted({*STREAMS, f.typical.facts.streams})]
     videos = {f.trial.label: f for f in filmed}
-
-    def write_notes(part: list[Row]) -> list[str]:
-        return stream_sentences(videos[part[0]["label"]].typical, part)
-
     if not rows:
         return None
-    return STREAM_TABLE.of(STREAM_COLUMNS, rows, group=("label",), below=write_notes, printed=printed(STREAM_COLUMNS))
+    return STREAM_TABLE.of(
+        STREAM_COLUMNS, rows, group=("label",), printed=printed(STREAM_COLUMNS),
+        below=lambda part: stream_sentences(videos[part[0]["label"]].typical, part),
+    )  # fmt: skip
 
 
 def _stream_row(filmed: VideoRun, count: int) -> Row:

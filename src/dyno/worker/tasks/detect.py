@@ -133,7 +133,7 @@ class BoxReader:
         if not len(sizes):
             return []
         chosen = self._choose_layout(outputs, input_size, len(sizes))
-        beside = self._task.beside({name: array.shape for name, array in outputs.items()})
+        beside = self._task.beside(shapes_of(outputs))
         found = []
         for image, (height, width) in enumerate(np.asarray(sizes).tolist()):
             place = ImagePlacement(height, width, *input_size, aspects[image] if aspects else 1.0)
@@ -147,8 +147,7 @@ class BoxReader:
     ) -> tuple[Fit, BoxForm] | None:
         with self._choosing:
             if self._chosen is None:
-                shapes = {name: array.shape for name, array in outputs.items()}
-                seen = self._task.seen(shapes, size, self._classes, self._keypoints, images)
+                seen = self._task.seen(shapes_of(outputs), size, self._classes, self._keypoints, images)
                 self._chosen = layouts.choose(replace(seen, values=outputs))
             return self._chosen
 
@@ -157,8 +156,7 @@ class BoxReader:
         chosen: tuple[Fit, BoxForm] | None, limits: tuple[float, float, int],
     ) -> Detections:  # fmt: skip
         confidence, iou, most = limits
-        shapes = {name: array.shape for name, array in outputs.items()}
-        extra = (chosen[0].extra if chosen else self._task.extra(shapes, self._keypoints)) or 0
+        extra = (chosen[0].extra if chosen else self._task.extra(shapes_of(outputs), self._keypoints)) or 0
         rows, kinds, scores = np.empty((0, 4 + extra), np.float32), np.empty(0, np.int32), np.empty(0, np.float32)
         form = chosen[1] if chosen else CORNERS
         if chosen:
@@ -178,8 +176,9 @@ class BoxReader:
         highest = max((int(one.classes.max()) for one in found if len(one.classes)), default=0)
         most = max(NOT_IN_COCO[-1] + 7, self._classes) if self._classes == COCO_CLASSES else self._classes
         if self._classes and highest > most:
-            shapes = {name: array.shape for name, array in outputs.items()}
-            raise UnreadBoxes(layouts.describe(shapes, f"a box is of class {highest}, and there are {self._classes}"))
+            raise UnreadBoxes(
+                layouts.describe(shapes_of(outputs), f"a box is of class {highest}, and there are {self._classes}")
+            )
 
 
 class DetectionCollector(Collector):
@@ -260,6 +259,11 @@ def numbered_as(labels: np.ndarray, classes: int) -> tuple[np.ndarray | None, st
 def joined(parts: list[np.ndarray], dtype: Any, *shape: int) -> np.ndarray:
     """Return the parts one after the other, of which there may be none."""
     return np.concatenate([np.empty((0, *shape), dtype), *(part.reshape(-1, *shape) for part in parts)]).astype(dtype)
+
+
+def shapes_of(outputs: Mapping[str, np.ndarray]) -> dict[str, Shape]:
+    """Return the shape of each output."""
+    return {name: array.shape for name, array in outputs.items()}
 
 
 def shown(shapes: Iterable[Shape]) -> str:
