@@ -13,16 +13,16 @@ from dyno.data.photos import (
     COUNT,
     EXTENSIONS,
     Listing,
-    all_known,
+    are_known_synsets,
     calibration_photos,
-    images,
+    describe_synset,
+    escape_name,
+    find_images,
     is_system,
-    left_out,
     list_synsets,
     name_below,
-    printable,
-    readable,
     stratified_order,
+    warn_unread_formats,
 )
 from dyno.data.photos import Photo as Photo
 from dyno.worker.spec import UserError, absolute
@@ -47,7 +47,7 @@ class ClassFolders(DataFormat):
         return path.is_dir() and not IMAGES.fits(path)
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        return scan(path, wanted.calibration, wanted.seed, wanted.train, wanted.outputs)
+        return scan_folder(path, wanted.calibration, wanted.seed, wanted.train, wanted.outputs)
 
 
 class UnlabelledImages(DataFormat):
@@ -61,17 +61,17 @@ class UnlabelledImages(DataFormat):
         if not path.is_dir():
             return False
         folders = any(inner.is_dir() and not is_system(inner.name) for inner in path.iterdir())
-        return not folders and bool(images(path))
+        return not folders and bool(find_images(path))
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        return replace(scan(path, wanted.calibration, wanted.seed, wanted.train), sized=wanted.objects)
+        return replace(scan_folder(path, wanted.calibration, wanted.seed, wanted.train), sized=wanted.objects)
 
 
 CLASS_FOLDERS = ClassFolders()
 IMAGES = UnlabelledImages()
 
 
-def scan(folder: Path, calibration: int, seed: int, train: bool = False, outputs: int = 0) -> Listing:
+def scan_folder(folder: Path, calibration: int, seed: int, train: bool = False, outputs: int = 0) -> Listing:
     """List the folder's images; raises `UserError` when it is missing, or has no class folders or an empty one.
 
     With `train` all images of train/ are listed, and those for calibration are marked among them. `outputs` is the
@@ -84,10 +84,10 @@ def scan(folder: Path, calibration: int, seed: int, train: bool = False, outputs
         if train and train_root is None:
             raise UserError(f"{folder} has no train/; put the training images there and the others into test/")
         classes = list_folders(train_root or test_root)
-        if not classes and images(test_root):
-            photos = [Photo(path, name_below(path, folder), -1, "test") for path in images(folder)]
-            return Listing(printable(folder.name), [], photos, about=_describe_labels("none", folder))
-        standard = outputs == COUNT and all_known(classes)
+        if not classes and find_images(test_root):
+            photos = [Photo(path, name_below(path, folder), -1, "test") for path in find_images(folder)]
+            return Listing(escape_name(folder.name), [], photos, about=_describe_labels("none", folder))
+        standard = outputs == COUNT and are_known_synsets(classes)
         test = _list_photos(folder, test_root, classes, "test")
         training = _list_photos(folder, train_root, classes, "train") if train_root and train else []
         if train_root is None or not calibration:
@@ -104,22 +104,24 @@ def calibration_listing(folder: Path) -> Listing:
     """List the images of a calibration folder if there are no others to test on."""
     photos = [replace(photo, split="test", calibrates=True) for photo in calibration_photos(folder)]
     warning = "outputs are compared on the calibration images themselves; give --data for others"
-    return Listing(printable(absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]})
+    return Listing(
+        escape_name(absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]}
+    )
 
 
 def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: list[Photo]) -> Listing:
     """List the photos with labels by the order of their folders, or by their place among ImageNet's 1,000 classes."""
-    name, about = printable(folder.name), _describe_labels("imagenet1k" if standard else "folders", folder)
+    name, about = escape_name(folder.name), _describe_labels("imagenet1k" if standard else "folders", folder)
     if not standard:
-        return Listing(name, [printable(one) for one in classes], photos, about=about)
+        return Listing(name, [escape_name(one) for one in classes], photos, about=about)
     order = list(list_synsets())
     number = [order.index(synset) for synset in classes]
     photos = [replace(photo, label=number[photo.label] if photo.label >= 0 else -1) for photo in photos]
-    return Listing(name, [readable(synset) for synset in order], photos, about=about)
+    return Listing(name, [describe_synset(synset) for synset in order], photos, about=about)
 
 
 def _describe_labels(labels: str, folder: Path) -> dict[str, Any]:
-    warnings = left_out(folder)
+    warnings = warn_unread_formats(folder)
     warnings += warn_labels(folder) if labels != "none" else []
     return {"label_source": labels, **({"warnings": warnings} if warnings else {})}
 
@@ -142,7 +144,7 @@ def _list_photos(folder: Path, root: Path, classes: list[str], split: str) -> li
     if unknown := sorted(set(present) - set(classes)):
         raise UserError(f"class {unknown[0]!r} is in {root} but not in {root.parent / 'train'}")
     label = {name: i for i, name in enumerate(classes)}
-    images_of = {name: images(root / name) for name in present}
+    images_of = {name: find_images(root / name) for name in present}
     if not any(images_of.values()):
         raise UserError(f"no images in {root}; known formats: {', '.join(sorted(EXTENSIONS))}")
     if empty := [name for name in present if not images_of[name]]:

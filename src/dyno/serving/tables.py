@@ -83,7 +83,7 @@ def _describe_right(served: ServingRun) -> Iterator[str]:
         yield f"Outputs are compared with none: {outputs.missing}."
 
 
-def bound_of(served: ServingRun) -> str:
+def format_bound(served: ServingRun) -> str:
     """Return the bound, `p99 <= 20 ms`, or "" without one."""
     facts = served.facts[0]
     if not facts.bound_s:
@@ -99,7 +99,7 @@ def _describe_highest(served: ServingRun) -> Iterator[str]:
     facts = served.facts[0]
     if not facts.bound_s:
         return
-    bound = bound_of(served)
+    bound = format_bound(served)
     if served.highest is None:
         yield from _explain_no_rate(served, bound)
         return
@@ -224,7 +224,8 @@ def _make_row(served: ServingRun) -> Row:
     outputs = served.outputs
     row: Row = {
         "label": served.trial.label, "trial": served.trial.id, "rounds": len(served.facts),
-        "bound": bound_of(served), "holds": "" if not served.facts[0].bound_s else "yes" if served.highest else "none",
+        "bound": format_bound(served),
+        "holds": "" if not served.facts[0].bound_s else "yes" if served.highest else "none",
         **limited("rate", served.highest), **limited("full_rate", served.capacity), "lanes": served.facts[0].lanes,
     }  # fmt: skip
     if outputs.word:
@@ -332,7 +333,7 @@ PALE = 0.35  # how opaque a median is
 MEDIAN = "p50"
 
 
-def latency_by_rate(run: RunData) -> Any:
+def draw_latency_by_rate(run: RunData) -> Any:
     """Draw a line for the bounded percentile of each trial and a pale one for its median; None without any.
 
     Each stable rate of each round is a point.
@@ -383,6 +384,6 @@ LATENCY_BY_RATE = Chart(
     "serve-latency",
     "Latency of requests against their rate: the bounded percentile, its median pale, the bound dashed. Rates at which "
     "the queue grew without end have no point.",
-    latency_by_rate,
+    draw_latency_by_rate,
     19,
 )

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from dyno import data as dyno_data
 from dyno.api import run
-from dyno.data.folders import scan
+from dyno.data.folders import scan_folder
 from dyno.jobs.launcher import launch
 from dyno.runner import device_lock
 from dyno.store import Run, begun, cache_dir, sha256_of
@@ -37,7 +37,7 @@ from dyno.worker.facts.job import TrainingFacts
 from dyno.worker.option_values import check_types, native
 from dyno.worker.record import DamagedRecord, Record, read_record, write_json
 from dyno.worker.spec import FIXED, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
-from dyno.worker.training.options import TrainOptions, options
+from dyno.worker.training.options import TrainOptions, make_options
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -89,7 +89,7 @@ def _has_classes(root: Path) -> bool:
 
 def _split_images(root: Path, share: float, seed: int) -> dict[str, Path]:
     """Return every image by its path in the split folder: `train/CLASS/…` or `test/CLASS/…`."""
-    listing = scan(root, 0, seed)
+    listing = scan_folder(root, 0, seed)
     rng = np.random.default_rng(seed)
     placed: dict[str, Path] = {}
     for label, name in enumerate(listing.classes):
@@ -246,11 +246,11 @@ class TrainingView:
         if len(rows) > self._shown:
             self._print_opening()
         for row in rows[self._shown :]:
-            self.say(line(row, self.epochs))
+            self.say(format_epoch(row, self.epochs))
         self._shown = max(self._shown, len(rows))
 
 
-def line(row: Row, epochs: int) -> str:
+def format_epoch(row: Row, epochs: int) -> str:
     """Format an epoch as one line."""
     width = len(str(epochs))
     return (
@@ -260,7 +260,7 @@ def line(row: Row, epochs: int) -> str:
     )
 
 
-def chart(rows: tuple[Row, ...], path: Path) -> None:
+def draw_curves(rows: tuple[Row, ...], path: Path) -> None:
     """Draw losses, top-1 and learning rate over the epochs, as PNG."""
     from dyno.report.style import COLORS, WIDTH, save, styled
 
@@ -353,7 +353,7 @@ def train(
     given: dict[str, Any] = {name: settings.pop(name) for name in OF_STUDY if name in settings}
     kinds = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}
     check_types({**settings, "data": data, "out": out, "holdout": holdout}, kinds)
-    chosen = options(settings)
+    chosen = make_options(settings)
     given["backends"] = then or "pytorch"  # which may be one alone
     study = Study(models=(model,), sizes=(str(size),) if size else (), seed=chosen.seed, data=str(data),
                   device=chosen.device, **given)  # fmt: skip
@@ -413,7 +413,7 @@ def _run_job(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, 
         record = launch(job, folder, math.inf, view.tick)
     if rows := show_history(folder):
         try:
-            chart(rows, folder / CURVES)
+            draw_curves(rows, folder / CURVES)
         except ModuleNotFoundError as e:
             view.say(f"no {CURVES}: {lacking([e.name or 'matplotlib'])}")
     about = {"status": record.status, "reason": record.reason, "started": begun}

@@ -204,7 +204,7 @@ HEIGHT = 0.8  # of a stage's row
 PALETTE = [color for name, color in COLORS.items() if name != "fake"]
 
 
-def timeline(run: RunData) -> Any:
+def draw_timeline(run: RunData) -> Any:
     """Draw a row for each stage, with a bar for each frame's work in the frame's colour; None if the run has no video.
 
     A pale bar follows where the next stage had no room for the frame.
@@ -252,7 +252,7 @@ TIMELINE = Chart(
     "video-timeline",
     "The stages of a video over time, some frames from its middle: a bar is the work on one frame or batch, each in a "
     "different colour; pale bars wait for room in the next stage; gaps wait for the previous stage.",
-    timeline,
+    draw_timeline,
     18,
 )
 
@@ -289,7 +289,7 @@ class StageTimeline:
         return int(earlier.argmax()) if len(earlier) and np.isfinite(earlier.max()) else -1
 
 
-def shares(video: Video) -> dict[str, float]:
+def compute_critical_path(video: Video) -> dict[str, float]:
     """Return the seconds on the critical path by stage and between stages; they sum to the end of the last work."""
     tracks = [StageTimeline.of(video, stage.name) for stage in video.stages]
     found = dict.fromkeys((*(track.name for track in tracks), HAND_OVER), 0.0)
@@ -354,7 +354,7 @@ def _iter_rows(label: str, video: Video) -> Iterator[Row]:
     """Yield a row for each stage and the time between; none with several streams, whose times are the first one's."""
     if video.facts.streams > 1:
         return
-    found, stages = shares(video), {stage.name: stage for stage in video.stages}
+    found, stages = compute_critical_path(video), {stage.name: stage for stage in video.stages}
     whole, frames = sum(found.values()) or 1.0, max(1, video.facts.frames)
     for name, seconds in found.items():
         row: Row = {"label": label, "stage": name, "path_ms": 1e3 * seconds / frames, "share": 100 * seconds / whole}

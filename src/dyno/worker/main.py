@@ -150,7 +150,7 @@ def train_model(job: Job, journal: Journal) -> None:
     assert job.trial is not None
     trial = job.trial
     journal.record = replace(journal.record, system=system.describe(("torch", "torchvision", "timm")))
-    options, images = loop.job(job.options)
+    options, images = loop.read_job_options(job.options)
     place = (journal.folder, journal.stage, trial.runtime.threads)
     journal.facts(training=loop.train(options, images, trial.data, trial.model, trial.dims, *place))
 

@@ -15,7 +15,7 @@ from dyno.worker.nets import models
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Unavailable, UserError
 from dyno.worker.training import network
 from dyno.worker.training.loop import train
-from dyno.worker.training.options import AUGMENTATIONS, OPTIMIZERS, TrainOptions, options
+from dyno.worker.training.options import AUGMENTATIONS, OPTIMIZERS, TrainOptions, make_options
 
 NET = ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1, preprocess=Preprocess((0.5,), (0.5,), 0.0))
 SIZE = 32
@@ -89,7 +89,7 @@ def fit(data: DataSpec, folder: Path, model: ModelSpec = NET, tell=lambda text: 
     """Train on the data set's own split and test on the other."""
     folder.mkdir(exist_ok=True)
     training = dataclasses.replace(data, split="train")
-    return train(options({**QUICK, **settings}), training, data, model, dims, folder, tell)
+    return train(make_options({**QUICK, **settings}), training, data, model, dims, folder, tell)
 
 
 def interrupt(at: str):
@@ -181,13 +181,13 @@ def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, model, tmp_pat
 
 
 def test_the_best_epoch_is_kept_when_the_loss_diverges(digits, model, tmp_path, monkeypatch):
-    loss, calls = network.loss, []
+    loss, calls = network.compute_loss, []
 
     def diverging(*given):
         calls.append(1)
         return loss(*given) * (float("nan") if len(calls) > 8 else 1)
 
-    monkeypatch.setattr(network, "loss", diverging)
+    monkeypatch.setattr(network, "compute_loss", diverging)
     with pytest.raises(
         UserError, match=r"diverged in epoch 2 .* lower lr, now 0.005; the best weights, of epoch 1 with"
     ):
@@ -199,7 +199,7 @@ def test_memory_that_runs_out_is_told_as_that(digits, model, tmp_path, monkeypat
     def full(*given):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr(network, "loss", full)
+    monkeypatch.setattr(network, "compute_loss", full)
     with pytest.raises(MemoryError, match="Tried to allocate 9 GiB"):
         fit(digits, tmp_path, model)
 
@@ -231,7 +231,7 @@ def test_weights_of_another_number_of_classes_get_a_new_head(digits, tmp_path):
     state = models.load(dataclasses.replace(NET, classes=4, seed=9)).state_dict()
     save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / "four.safetensors")
     given = dataclasses.replace(NET, weights=str(tmp_path / "four.safetensors"), classes=10)
-    module, notes = network.build(given, DIMS)
+    module, notes = network.build_network(given, DIMS)
     assert notes[0].endswith("has 4 classes and the data 10: fc.weight, fc.bias begin from random values")
     assert torch.equal(module.conv1.weight, state["conv1.weight"]) and module.fc.weight.shape[0] == 10
     result = fit(digits, tmp_path / "run", given, epochs=1, freeze=True)
@@ -247,7 +247,7 @@ def test_published_weights_keep_all_but_the_head(tmp_path, monkeypatch):
     torch.save(state, tmp_path / "hub/checkpoints/resnet18-f37072fd.pth")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     net = ModelSpec("r", "torchvision:resnet18", pretrained=True, classes=3)
-    module, notes = network.build(net, Dims(2, 32, 32))
+    module, notes = network.build_network(net, Dims(2, 32, 32))
     assert "has 1000" in notes[0].replace("published weights of torchvision:resnet18 ", "") and "the data 3" in notes[0]
     assert torch.equal(module.layer4[1].conv2.weight, state["layer4.1.conv2.weight"])
 
@@ -255,14 +255,14 @@ def test_published_weights_keep_all_but_the_head(tmp_path, monkeypatch):
 def test_a_checkpoint_of_another_network_is_refused(model, tmp_path):
     save_file(models.load(model).state_dict(), tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=r"don't fit the model: missing conv1\.weight"):
-        network.build(dataclasses.replace(NET, weights=str(tmp_path / "x.safetensors"), classes=10), DIMS)
+        network.build_network(dataclasses.replace(NET, weights=str(tmp_path / "x.safetensors"), classes=10), DIMS)
 
 
 def test_auxiliary_classifiers_weigh_less():
     scores, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     alone = torch.nn.functional.cross_entropy(scores, labels)
-    assert torch.isclose(network.loss((scores, scores), labels, 0.0), 1.3 * alone)
-    assert torch.isclose(network.loss(scores, labels, 0.0), alone)
+    assert torch.isclose(network.compute_loss((scores, scores), labels, 0.0), 1.3 * alone)
+    assert torch.isclose(network.compute_loss(scores, labels, 0.0), alone)
 
 
 @pytest.mark.parametrize("kind", AUGMENTATIONS)
@@ -322,14 +322,14 @@ def test_every_image_is_in_one_batch_and_none_is_alone(images, sizes, tmp_path):
 )
 def test_options_that_can_not_work_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        options(settings)
+        make_options(settings)
 
 
 def test_every_optimiser_has_a_usual_rate():
     for name, (lr, decay) in OPTIMIZERS.items():
-        chosen = options({"optimizer": name})
+        chosen = make_options({"optimizer": name})
         assert (chosen.peak, chosen.decay) == (lr, decay)
-        assert options({"optimizer": name, "lr": 0.5, "weight_decay": 0.0}).settings()["lr"] == 0.5
+        assert make_options({"optimizer": name, "lr": 0.5, "weight_decay": 0.0}).settings()["lr"] == 0.5
 
 
 def test_what_does_not_fit_is_refused(digits, nets, tmp_path):

@@ -394,7 +394,7 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     count = min(trial.data.count, len(decoded.images)) if decoded else trial.data.count
     batches = math.ceil(count / batch)
     pipeline = Pipeline(session, decoded or RandomInputs(session, trial, batches), helpers if decoded else 1)
-    collector = tasks.find(trial.model.task).collector(_describe_evaluation(trial, decoded, batch, count))
+    collector = tasks.find_task(trial.model.task).collector(_describe_evaluation(trial, decoded, batch, count))
     warm_up = min(batches, math.ceil(min(MOST_WARM_UP, WARM_UP * count) / batch)) if decoded and timed else 0
     raw_outputs, rows = _RawOutputs(collector), find_rows(session, trial, batch)
 

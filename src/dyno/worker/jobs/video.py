@@ -27,7 +27,7 @@ from dyno.worker.registry import find
 from dyno.worker.spec import Job, Trial, Unavailable, UserError
 from dyno.worker.tasks.detect import BoxReader, Detect
 from dyno.worker.video import alone, on_device, stages, steps
-from dyno.worker.video.drawing import Tracker, draw
+from dyno.worker.video.drawing import Tracker, draw_detections
 from dyno.worker.video.media import Batch, Frame, Preparation, Sink, Source, codec_threads, disk_full, lanes_beside, now
 from dyno.worker.video.opening import describe_old_pyav, has_pyav, open_sink, open_source, prepare_libraries
 from dyno.worker.video.options import OPENING, VideoOptions
@@ -166,7 +166,9 @@ class _VideoJob:
         height, width = bench.first.size
         self._facts = replace(self._facts, height=height, width=width)
         self._found = [
-            alone.StageMeasurement(stages, self._measure_crowding(bench.answered), alone.hand_over(len(stages) - 1))
+            alone.StageMeasurement(
+                stages, self._measure_crowding(bench.answered), alone.measure_hand_over(len(stages) - 1)
+            )
         ]
 
     def after(self) -> None:
@@ -179,7 +181,7 @@ class _VideoJob:
         with suppress(KeyboardInterrupt):
             stages, bench, _ = self._engine.call(self._measure_alone)
             crowd = self._measure_crowding(bench.answered)
-            self._found.append(alone.StageMeasurement(stages, crowd, alone.hand_over(len(stages) - 1)))
+            self._found.append(alone.StageMeasurement(stages, crowd, alone.measure_hand_over(len(stages) - 1)))
         self._source.damaged, self._source.left = damaged, left
         self._store_found()
 
@@ -198,11 +200,11 @@ class _VideoJob:
             _remove_path(path)
         if bench.first is None:
             raise UserError(f"{self._source.name} has no frames")
-        inference, rate = alone.infer(self._engine, bench.feeds, self._trial.plan, self._preparation.batch)
+        inference, rate = alone.measure_inference(self._engine, bench.feeds, self._trial.plan, self._preparation.batch)
         return {**bench.results(), steps.INFER: inference}, bench, rate
 
     def _measure_crowding(self, answered: list[Batch]) -> alone.ContentionCost | None:
-        """Measure the processor time of stages under full CPU load; None with one processor. See `alone.crowded`."""
+        """Measure the processor time of stages under full CPU load (`alone.measure_contention`); None with one."""
         count = min(len(steps.STAGES), self._facts.processors // codec_threads())
         if self._facts.processors == 1:
             return None
@@ -213,7 +215,7 @@ class _VideoJob:
         copies = [alone.StageCopy(self._source, preparation, self._answering, self._new_tracker(), sink, answered[0])
                   for preparation, sink in zip(preparations, sinks or [None] * count, strict=True)]  # fmt: skip
         try:
-            return alone.crowded(copies, self._engine, answered)
+            return alone.measure_contention(copies, self._engine, answered)
         finally:
             for copy in copies:
                 copy.close()
@@ -222,7 +224,7 @@ class _VideoJob:
 
     def _store_found(self) -> None:
         """Store what was found of the stages alone until now, and of the video where it has run."""
-        found = alone.joined(self._found)
+        found = alone.join_measurements(self._found)
         self._arrays |= {f"alone_{name}": one.seconds for name, one in found.stages.items()}
         cpu = {name: one.cpu for name, one in found.stages.items()}
         self._facts = replace(self._facts, cpu=cpu, hand_over=found.hand_over)
@@ -253,7 +255,9 @@ class _VideoJob:
         contention, cpu, since = system.CpuContention(), time.process_time(), now()
         stopped = False
         try:
-            stages.run([line.stages for line in lines], _make_ticker(journal, lines, self._options.frames, since))
+            stages.run_pipelines(
+                [line.stages for line in lines], _make_ticker(journal, lines, self._options.frames, since)
+            )
         except KeyboardInterrupt:
             stopped = True
         except OSError as e:
@@ -296,7 +300,7 @@ class _VideoJob:
         if tracker:
             chain.append(steps.FrameStage(steps.TRACK, tracker.identify, keep.add))
         if output:
-            chain += [steps.FrameStage(steps.DRAW, draw), steps.FrameStage(steps.ENCODE, sink.write)]
+            chain += [steps.FrameStage(steps.DRAW, draw_detections), steps.FrameStage(steps.ENCODE, sink.write)]
         reading = itertools.islice(source.read(sound=output is not None), self._options.frames or None)
         pipeline = stages.VideoPipeline(steps.DECODE, reading, chain, source.live)
         return _VideoStream(source, sink, keep, tracker, pipeline, output if output != self._output else None)
@@ -373,7 +377,7 @@ def _choose_decoder(options: VideoOptions, trial: Trial) -> str:
 
 
 def _find_task(trial: Trial) -> Detect:
-    task = tasks.find(trial.model.task)
+    task = tasks.find_task(trial.model.task)
     if not isinstance(task, Detect):
         raise UserError(f"{trial.model.name} is for {task.name}, which has no boxes; see --task")
     return task

@@ -59,8 +59,8 @@ class Batcher:
     """Give each free instance the next batch, and record when each request began and was answered.
 
     `began` and `ended` are seconds by the clock, NaN for requests that were refused or left; `size` is the number of
-    requests in a request's batch, 0 for those. Refused is who found the queue full, and whom `answer` of `serve` gave
-    no answer; `complaint` is what the first of the latter was told, "" without any.
+    requests in a request's batch, 0 for those. Requests are `refused` that found the queue full, or got no answer from
+    the `answer` of `answer_requests`; `complaint` is the reason of the first of the latter, "" without any.
     """
 
     def __init__(self, arrivals: Arrivals, rules: BatchingRules, clock: Clock) -> None:
@@ -129,7 +129,7 @@ class Batcher:
         return first if last < self._next else min(full, first + self._rules.max_wait)
 
 
-def serve(batcher: Batcher, answer: Callable[[int], None]) -> None:
+def answer_requests(batcher: Batcher, answer: Callable[[int], None]) -> None:
     """Answer batches until there are no more requests; an `Unanswered` batch doesn't end the loop."""
     try:
         while (batch := batcher.take()) is not None:

@@ -88,7 +88,7 @@ class Arrivals:
         return (len(self.times) - 1) / float(self.times[-1] - self.times[0])
 
 
-def poisson(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
+def draw_arrivals(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
     """Return a Poisson process: independent exponential intervals with the mean 1 / `rate`.
 
     It counts the requests expected in `seconds`, or, if that is 0, in ten seconds, at least `least`.

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 GROUP = "dyno.tasks"
 
 
-def find(name: str) -> Task:
+def find_task(name: str) -> Task:
     """Return the task of that name; raise a `UserError` with the nearest for an unknown one."""
-    check_known("task", name, names())
+    check_known("task", name, list_tasks())
     return _load_tasks()[name]
 
 
-def names() -> list[str]:
+def list_tasks() -> list[str]:
     """Return the names of the tasks."""
     return list(_load_tasks())
 
 
-def metrics() -> list[str]:
+def list_metrics() -> list[str]:
     """Return the metrics for budgets: each task's, by the names of their objects in `results/metrics`."""
     return list(dict.fromkeys(metric for task in _load_tasks().values() for metric in task.metrics))
 

@@ -15,7 +15,7 @@ from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
 from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes, Shape, Task, layouts
 from dyno.worker.tasks.layouts import Fit, ObservedOutputs, UnreadBoxes
-from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, ImagePlacement, KeptRows, best
+from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, ImagePlacement, KeptRows, select_best
 
 COCO_CLASSES = 80
 NOT_IN_COCO = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of its numbers from 1 to 90
@@ -56,7 +56,7 @@ class Detect(Task):
         known = replace(metadata, classes=model.classes or metadata.classes,
                         keypoints=tuple(model.keypoints or metadata.keypoints))  # fmt: skip
         try:
-            fits = layouts.possible(self.seen(outputs.shapes, outputs.size, known.classes or 0, known.keypoints))
+            fits = layouts.list_fits(self.seen(outputs.shapes, outputs.size, known.classes or 0, known.keypoints))
         except UnreadBoxes:
             self._check_classes(model, outputs, known)
             return Purpose(classes=known.classes, keypoints=known.keypoints)
@@ -71,13 +71,13 @@ class Detect(Task):
             return
         try:
             other = layouts.agreed_classes(
-                layouts.possible(self.seen(outputs.shapes, outputs.size, 0, known.keypoints))
+                layouts.list_fits(self.seen(outputs.shapes, outputs.size, 0, known.keypoints))
             )
         except UnreadBoxes:
             return
         has = f"{other} classes" if other else "another number of classes"
         raise UserError(
-            f"{model.name} gives {shown(outputs.shapes.values())}, which has {has} for {self.name}, not "
+            f"{model.name} gives {format_shapes(outputs.shapes.values())}, which has {has} for {self.name}, not "
             f"{model.classes}; check --task and --classes"
         )
 
@@ -92,7 +92,7 @@ class Detect(Task):
         """Return what layouts are to fit; `UnreadBoxes` without an output that the task needs."""
         beside = self.beside(shapes)
         if self.refers_to and not beside:
-            raise UnreadBoxes(layouts.describe(shapes, f"there are no {self.refers_to}"))
+            raise UnreadBoxes(layouts.describe_unread(shapes, f"there are no {self.refers_to}"))
         boxes = {name: shape for name, shape in shapes.items() if name != beside}
         return ObservedOutputs(boxes, size, classes, self.extra(shapes, keypoints), images)
 
@@ -148,7 +148,7 @@ class BoxReader:
         with self._choosing:
             if self._chosen is None:
                 seen = self._task.seen(shapes_of(outputs), size, self._classes, self._keypoints, images)
-                self._chosen = layouts.choose(replace(seen, values=outputs))
+                self._chosen = layouts.choose_layout(replace(seen, values=outputs))
             return self._chosen
 
     def _read_image(
@@ -163,7 +163,9 @@ class BoxReader:
             fit = chosen[0]
             one = fit.layout.decode(fit, outputs, image)
             overlap = None if fit.layout.suppressed else iou
-            kept, kinds, scores = best(one, lambda boxes: form.corners(boxes, place.input), confidence, overlap, most)
+            kept, kinds, scores = select_best(
+                one, lambda boxes: form.corners(boxes, place.input), confidence, overlap, most
+            )
             parts = [one.boxes, *([one.rest] if one.rest is not None else [])]
             rows = np.concatenate([part[:, kept] for part in parts]).T.astype(np.float32)
         boxes = place.boxes(form.corners(rows[:, :4], place.input))
@@ -177,7 +179,9 @@ class BoxReader:
         most = max(NOT_IN_COCO[-1] + 7, self._classes) if self._classes == COCO_CLASSES else self._classes
         if self._classes and highest > most:
             raise UnreadBoxes(
-                layouts.describe(shapes_of(outputs), f"a box is of class {highest}, and there are {self._classes}")
+                layouts.describe_unread(
+                    shapes_of(outputs), f"a box is of class {highest}, and there are {self._classes}"
+                )
             )
 
 
@@ -217,7 +221,7 @@ class DetectionCollector(Collector):
         unread = next((batch for batch in batches if isinstance(batch, str)), "")
         if unread or self._samples is None:
             return [unread] if unread else []
-        labels = joined([found.classes for batch in batches for _, found in batch], np.int32)
+        labels = join_arrays([found.classes for batch in batches for _, found in batch], np.int32)
         _, note = numbered_as(labels, self._names)
         return [note] if note else []
 
@@ -226,14 +230,14 @@ class DetectionCollector(Collector):
             return {}
         pairs = [pair for batch in batches for pair in batch]
         detections = [detections for _, detections in pairs]
-        labels, _ = numbered_as(joined([d.classes for d in detections], np.int32), self._names)
+        labels, _ = numbered_as(join_arrays([d.classes for d in detections], np.int32), self._names)
         if labels is None:
             return {}
         image = np.repeat([sample for sample, _ in pairs], [len(d.scores) for d in detections])
         return {
             "detection_image": image.astype(np.int64),
-            "detection_box": joined([d.boxes for d in detections], np.float32, 4),
-            "detection_score": joined([d.scores for d in detections], np.float32),
+            "detection_box": join_arrays([d.boxes for d in detections], np.float32, 4),
+            "detection_score": join_arrays([d.scores for d in detections], np.float32),
             "detection_class": labels,
             **self._task.arrays(detections, self._model),
         }
@@ -256,7 +260,7 @@ def numbered_as(labels: np.ndarray, classes: int) -> tuple[np.ndarray | None, st
     return None, f"{layouts.UNREAD}: a box is of class {labels.max()}, and the data has {classes} classes"
 
 
-def joined(parts: list[np.ndarray], dtype: Any, *shape: int) -> np.ndarray:
+def join_arrays(parts: list[np.ndarray], dtype: Any, *shape: int) -> np.ndarray:
     """Return the parts one after the other, of which there may be none."""
     return np.concatenate([np.empty((0, *shape), dtype), *(part.reshape(-1, *shape) for part in parts)]).astype(dtype)
 
@@ -266,6 +270,6 @@ def shapes_of(outputs: Mapping[str, np.ndarray]) -> dict[str, Shape]:
     return {name: array.shape for name, array in outputs.items()}
 
 
-def shown(shapes: Iterable[Shape]) -> str:
+def format_shapes(shapes: Iterable[Shape]) -> str:
     """Return shapes for messages: 1x84x8400, 1x32x160x160."""
     return ", ".join("x".join(map(str, shape)) for shape in shapes)

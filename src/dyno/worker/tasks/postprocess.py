@@ -51,7 +51,7 @@ class BoxForm:
             return boxes
         if self.order == SIDES.order:
             return np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
-        return corners(boxes)
+        return convert_centres(boxes)
 
     def points(self, points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         """Return points (x, y, ...) in pixels of the input."""
@@ -109,7 +109,7 @@ class KeptRows:
     keypoints: Sequence[int]
 
 
-def suppress(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np.ndarray:
+def suppress_overlaps(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np.ndarray:
     """Return the rows of the boxes that are kept, at most `most`.
 
     `boxes` (left, top, right, bottom) and `labels` are sorted by falling score. A box is dropped when its intersection
@@ -136,7 +136,7 @@ def suppress(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np
     return np.array(chosen, np.int64)
 
 
-def encode(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np.ndarray:
+def encode_mask(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np.ndarray:
     """Run lengths of a mask that lies at (top, left) in an image and is empty elsewhere.
 
     COCO's uncompressed encoding: down the columns, zeros and ones in turn, zeros first (uint32).
@@ -206,7 +206,7 @@ def _compute_taps(at: np.ndarray, margin: int, length: int, ratio: float, count:
     return low, np.minimum(low + 1, count - 1), (at - low).astype(np.float32)
 
 
-def best(
+def select_best(
     found: Candidates, corner_boxes: Callable[[np.ndarray], np.ndarray], confidence: float, iou: float | None, most: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return which boxes are left, by falling score, with their classes and scores.
@@ -232,11 +232,11 @@ def best(
     finite = np.isfinite(boxes).all(1)
     if not finite.all():
         anchors, labels, values, boxes = anchors[finite], labels[finite], values[finite], boxes[finite]
-    kept = slice(most) if iou is None else suppress(corner_boxes(boxes), labels, iou, most)
+    kept = slice(most) if iou is None else suppress_overlaps(corner_boxes(boxes), labels, iou, most)
     return anchors[kept], labels[kept].astype(np.int32), values[kept]
 
 
-def corners(boxes: np.ndarray) -> np.ndarray:
+def convert_centres(boxes: np.ndarray) -> np.ndarray:
     """Return left, top, right and bottom of boxes given by centre, width and height."""
     half = boxes[:, 2:] / 2
     return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)

@@ -17,7 +17,7 @@ from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, from_
 from dyno.worker.training import network
 from dyno.worker.training.network import State
 from dyno.worker.training.options import TrainOptions
-from dyno.worker.training.options import options as options_by_name
+from dyno.worker.training.options import make_options as options_by_name
 
 LOSS_EVERY = 20  # batches between two readings of the loss, each of which synchronises with the GPU
 ONE_CYCLE_UP = 0.3  # share of the training in which the learning rate rises, as in torch's OneCycleLR
@@ -33,8 +33,8 @@ class Loop:
         self.options = options
         self.module = module
         self.device = torch.device(options.device)
-        self.optimizer = optimizer(module, options)
-        self.schedule = schedule(self.optimizer, options, steps)
+        self.optimizer = make_optimizer(module, options)
+        self.schedule = make_schedule(self.optimizer, options, steps)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=options.mixed_precision == "fp16")
 
     def parts(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Loop:
     def step(self, x: Any, y: Any) -> Any:
         """Run one batch forwards and backwards; return the loss, still on the device."""
         with self.autocast():
-            loss = network.loss(self.module(x), y, self.options.label_smoothing)
+            loss = network.compute_loss(self.module(x), y, self.options.label_smoothing)
         self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
@@ -60,7 +60,7 @@ class Loop:
         return loss.detach()
 
 
-def optimizer(module: Any, options: TrainOptions) -> Any:
+def make_optimizer(module: Any, options: TrainOptions) -> Any:
     """Return torch's optimiser over the trainable parameters; sgd has Nesterov's momentum if there is any."""
     from torch import optim
 
@@ -73,7 +73,7 @@ def optimizer(module: Any, options: TrainOptions) -> Any:
     return {"adamw": optim.AdamW, "adam": optim.Adam}[options.optimizer](parameters, lr, weight_decay=decay)
 
 
-def schedule(optimizer: Any, options: TrainOptions, steps: int) -> Any:
+def make_schedule(optimizer: Any, options: TrainOptions, steps: int) -> Any:
     """Return torch's learning-rate schedule over all batches of the training, stepped once per batch."""
     from torch.optim import lr_scheduler
 
@@ -118,7 +118,7 @@ def train(
     splits = network.Split.open(training), network.Split.open(test)
     model = _with_classes(model, dims, *splits)
     report("build the model")
-    module, notes = network.build(model, dims, freeze=options.freeze)
+    module, notes = network.build_network(model, dims, freeze=options.freeze)
     transform = network.make_augmentation(options.augment, (dims.height, dims.width))
     reader = network.BatchReader(splits[0], model.preprocess, options, transform)
     test_reader = network.BatchReader(splits[1], model.preprocess, replace(options, workers=0))
@@ -246,6 +246,6 @@ def _evaluate_best(
     )
 
 
-def job(options: Mapping[str, Any]) -> tuple[TrainOptions, DataSpec]:
+def read_job_options(options: Mapping[str, Any]) -> tuple[TrainOptions, DataSpec]:
     """Return the options and training images from a job's `options`."""
     return options_by_name(options["settings"]), from_json(DataSpec, options["training"])

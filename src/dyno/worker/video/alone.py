@@ -22,9 +22,9 @@ from dyno.worker.backend import Arrays
 from dyno.worker.inputs import input_data
 from dyno.worker.spec import Plan
 from dyno.worker.video import steps
-from dyno.worker.video.drawing import Tracker, draw
+from dyno.worker.video.drawing import Tracker, draw_detections
 from dyno.worker.video.media import Batch, Frame, Preparation, Sink, Source, now
-from dyno.worker.video.stages import VideoPipeline, run
+from dyno.worker.video.stages import VideoPipeline, run_pipelines
 
 # Of one measurement, of which there is one before the video and one behind it: frames at most, those of one turn, and
 # how long no further turn begins.
@@ -149,7 +149,7 @@ class Bench:
             return
         for frame in frames:
             with self._clocks[steps.DRAW].timing():
-                draw(frame)
+                draw_detections(frame)
         for frame in frames:
             with self._clocks[steps.ENCODE].timing():
                 self._sink.write(replace(frame, packets=[]))
@@ -181,7 +181,7 @@ class Bench:
             list(pool.map(self._answer.work, self.answered))
 
 
-def infer(
+def measure_inference(
     engine: steps.SessionThread, feeds: Sequence[Arrays], plan: Plan, size: int
 ) -> tuple[IsolatedTimes, measure.Sampling]:
     """Measure inference with every slot or lane at work, on batches of the video; return it with its sampling."""
@@ -234,7 +234,7 @@ class StageCopy:
                 self._tracker.identify(frame)
         if self._sink is not None:
             for frame in frames:
-                draw(frame)
+                draw_detections(frame)
             for frame in frames:
                 self._sink.write(frame)
         return time.thread_time() - began
@@ -254,7 +254,9 @@ class ContentionCost:
     inference: float
 
 
-def crowded(copies: Sequence[StageCopy], engine: steps.SessionThread, answered: Sequence[Batch]) -> ContentionCost:
+def measure_contention(
+    copies: Sequence[StageCopy], engine: steps.SessionThread, answered: Sequence[Batch]
+) -> ContentionCost:
     """Run all copies and the engine together, and compare them with one copy alone.
 
     In turns: one, all, the next one, all. The first turn of all sets libraries up and doesn't count. A codec's own
@@ -293,11 +295,11 @@ def crowded(copies: Sequence[StageCopy], engine: steps.SessionThread, answered: 
     return ContentionCost(factor / len(copies), of_engine / frames)
 
 
-def hand_over(count: int) -> float:
+def measure_hand_over(count: int) -> float:
     """Return the processor time, in seconds, of handing one item on: through `count` stages that do nothing else."""
     idle = [steps.FrameStage(str(number)) for number in range(count)]
     cpu = time.process_time()
-    run([VideoPipeline("source", itertools.repeat(SimpleNamespace(began=0), HANDED), idle)], lambda: None)
+    run_pipelines([VideoPipeline("source", itertools.repeat(SimpleNamespace(began=0), HANDED), idle)], lambda: None)
     return (time.process_time() - cpu) / (HANDED * count)
 
 
@@ -311,7 +313,7 @@ class StageMeasurement:
     hand_over: float
 
 
-def joined(measurements: Sequence[StageMeasurement]) -> StageMeasurement:
+def join_measurements(measurements: Sequence[StageMeasurement]) -> StageMeasurement:
     """Return several measurements as one: all seconds, and the means of processor times and factors."""
     stages = {}
     for name in measurements[0].stages:

@@ -127,7 +127,7 @@ class Planes(Picture):
 
     def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray], aspect: Fraction = SQUARE) -> None:
         self.height, self.width, self.aspect = decoded.height, decoded.width, aspect
-        self.tags = tags(decoded)
+        self.tags = read_tags(decoded)
         self._decoded, self._convert = decoded, convert
         self._own: Any = None  # a frame like the decoded one
 
@@ -145,7 +145,7 @@ class Planes(Picture):
     def layers(self) -> tuple[PicturePlane, ...]:
         if self._own is None:
             self._own = self._copy_planes()
-        rows = weights(matrix_of(self.tags[0], self.height, self.width))
+        rows = compute_weights(matrix_of(self.tags[0], self.height, self.width))
         parts = zip(read_planes(self._own), (1, 2, 2), rows, strict=True)
         return tuple(PicturePlane(plane, step, (row,)) for plane, step, row in parts)
 
@@ -184,7 +184,7 @@ def make_blank(height: int, width: int) -> Any:
     return av.VideoFrame(width + width % 2, height + height % 2, PIXELS)
 
 
-def of_image(image: np.ndarray) -> Any:
+def convert_image(image: np.ndarray) -> Any:
     """Return a PyAV frame in `PIXELS` and `ITU_601`, from RGB of even height and width."""
     import cv2
 
@@ -196,19 +196,23 @@ def of_image(image: np.ndarray) -> Any:
     return made
 
 
-def tags(decoded: Any) -> tuple[int, int, int]:
+def read_tags(decoded: Any) -> tuple[int, int, int]:
     """Return FFmpeg's numbers of a frame's matrix, primaries and transfer characteristics."""
     names = ("colorspace", "color_primaries", "color_trc")
     return tuple(int(getattr(decoded, name, UNKNOWN)) for name in names)  # type: ignore[return-value]
 
 
-def fits(decoded: Any) -> bool:
+def has_plane_format(decoded: Any) -> bool:
     """Return whether `Planes` can be made of such a frame: pixels, their range and their matrix are the usual ones."""
-    return usual(decoded) and decoded.format.name == PIXELS and all(plane.line_size > 0 for plane in decoded.planes)
+    return (
+        has_known_colours(decoded)
+        and decoded.format.name == PIXELS
+        and all(plane.line_size > 0 for plane in decoded.planes)
+    )
 
 
-def usual(decoded: Any) -> bool:
-    """Return whether the range and the matrix of a frame's values are known to `weights`."""
+def has_known_colours(decoded: Any) -> bool:
+    """Return whether the range and the matrix of a frame's values are known to `compute_weights`."""
     return int(decoded.colorspace) in (*SHARES, UNKNOWN) and int(decoded.color_range) != FULL_RANGE
 
 
@@ -226,7 +230,7 @@ def matrix_of(number: int, height: int, width: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def weights(matrix: int) -> Weights:
+def compute_weights(matrix: int) -> Weights:
     """Return the weights of red, green and blue in brightness and both colours (ITU-T H.273, 8.3).
 
     Brightness is from 16 to 235, colours from 16 to 240.
@@ -292,7 +296,7 @@ class Surface(Picture):
 
     def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray], aspect: Fraction = SQUARE) -> None:
         self.height, self.width, self.aspect = decoded.height, decoded.width, aspect
-        self._tags = tags(decoded)
+        self._tags = read_tags(decoded)
         self._decoded, self._convert = decoded, convert
         self._host: Planes | None = None
 

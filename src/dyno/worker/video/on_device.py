@@ -21,7 +21,7 @@ from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.layouts import AnchorTable
-from dyno.worker.video.media import GREY, Picture, Preparation, Surface, weights
+from dyno.worker.video.media import GREY, Picture, Preparation, Surface, compute_weights
 
 GREYS = 0.299, 0.587, 0.114  # what red, green and blue add to a grey network's input, as OpenCV has it
 DECODED_THERE = 2  # arrays of a picture
@@ -188,7 +188,7 @@ class DevicePreparation(Preparation):
     @cache  # noqa: B019 - there are a few of these objects in a process
     def _compute_shares(self, matrix: int) -> tuple[list[float], list[Any]]:
         """Return the offsets of brightness and both colours, and the share of each in red, green and blue."""
-        rows = np.asarray(weights(matrix))
+        rows = np.asarray(compute_weights(matrix))
         columns = np.linalg.inv(rows[:, :3]).T.astype(np.float32)
         shares = [
             self._torch.from_numpy(column.copy()).to(self._ends.device)[None, :, None, None] for column in columns

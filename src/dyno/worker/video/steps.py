@@ -17,9 +17,9 @@ import numpy as np
 from dyno.worker.backend import Session
 from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.postprocess import Detections
-from dyno.worker.video.drawing import NOBODY
+from dyno.worker.video.drawing import NO_OBJECT
 from dyno.worker.video.media import SQUARE, Batch, Frame, Preparation, now
-from dyno.worker.video.stages import AHEAD, DEPTH, PipelineStage, numbers
+from dyno.worker.video.stages import AHEAD, DEPTH, PipelineStage, make_number_array
 
 DECODE, PREPARE, INFER, POSTPROCESS, TRACK, DRAW, ENCODE = STAGES = (
     "decode", "preprocess", "inference", "postprocess", "track", "draw", "encode",
@@ -80,7 +80,7 @@ class PreparationStage(PipelineStage):
         """
         session = engine.session
         in_flight = AHEAD * engine.lanes if engine.lanes > 1 else session.slots
-        count = room_for(preparation.batch) + in_flight + (filling(preparation.batch, threads) + 1) + 1
+        count = room_for(preparation.batch) + in_flight + (count_filling(preparation.batch, threads) + 1) + 1
         return [session.stage(preparation.new_feed()) for _ in range(count)]
 
     def work(self, item: Any) -> Iterable[Batch]:
@@ -93,7 +93,7 @@ class PreparationStage(PipelineStage):
         if self._pool is None:
             return (self._complete_batch(batch),)
         self._filling.append((batch, writing))
-        return self._take_full_batches(filling(self._batch, self._threads))
+        return self._take_full_batches(count_filling(self._batch, self._threads))
 
     @property
     def holds(self) -> bool:
@@ -144,7 +144,7 @@ class PreparationStage(PipelineStage):
             self._free.put(preparation)
 
 
-def filling(batch: int, threads: int) -> int:
+def count_filling(batch: int, threads: int) -> int:
     """Return the number of batches of `batch` frames that `threads` threads write in parallel; 0 for one thread."""
     return -(-threads // min(threads, batch)) if threads > 1 else 0
 
@@ -282,13 +282,13 @@ class DetectionRecorder:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[str] | None = path.open("w", encoding="utf-8") if path else None
-        self.began, self.known, self.boxes = numbers(), numbers(), numbers()
+        self.began, self.known, self.boxes = make_number_array(), make_number_array(), make_number_array()
 
     def add(self, frame: Frame) -> None:
         """Add the next frame."""
         assert frame.detections is not None
         if self._file:
-            self._file.write(json.dumps(line(frame)) + "\n")
+            self._file.write(json.dumps(describe_frame(frame)) + "\n")
         self.began.append(frame.began)
         self.known.append(now())
         self.boxes.append(len(frame.detections.scores))
@@ -342,7 +342,7 @@ class FrameStage(PipelineStage):
         return (item,)
 
 
-def line(frame: Frame) -> dict[str, Any]:
+def describe_frame(frame: Frame) -> dict[str, Any]:
     """Return a frame's boxes as JSON: left, top, right and bottom in pixels of the frame, whose aspect is given where
     they aren't square; the identity of its object (null: not yet) where objects are tracked; run lengths of masks;
     keypoints."""
@@ -356,7 +356,7 @@ def line(frame: Frame) -> dict[str, Any]:
             "class": int(detections.classes[k]),
         }
         if frame.identities is not None:
-            box["identity"] = int(frame.identities[k]) if frame.identities[k] != NOBODY else None
+            box["identity"] = int(frame.identities[k]) if frame.identities[k] != NO_OBJECT else None
         if detections.masks is not None:
             box["mask"] = {"size": list(frame.size), "counts": detections.masks[k].tolist()}
         if detections.keypoints is not None:
