@@ -16,11 +16,11 @@ from dyno.data.photos import (
     are_known_synsets,
     calibration_photos,
     describe_synset,
-    escape_name,
     find_images,
     is_system,
     list_synsets,
     name_below,
+    printable,
     stratified_order,
     warn_unread_formats,
 )
@@ -86,7 +86,7 @@ def scan_folder(folder: Path, calibration: int, seed: int, train: bool = False, 
         classes = list_folders(train_root or test_root)
         if not classes and find_images(test_root):
             photos = [Photo(path, name_below(path, folder), -1, "test") for path in find_images(folder)]
-            return Listing(escape_name(folder.name), [], photos, about=_describe_labels("none", folder))
+            return Listing(printable(folder.name), [], photos, about=_describe_labels("none", folder))
         standard = outputs == COUNT and are_known_synsets(classes)
         test = _list_photos(folder, test_root, classes, "test")
         training = _list_photos(folder, train_root, classes, "train") if train_root and train else []
@@ -104,16 +104,14 @@ def calibration_listing(folder: Path) -> Listing:
     """List the images of a calibration folder if there are no others to test on."""
     photos = [replace(photo, split="test", calibrates=True) for photo in calibration_photos(folder)]
     warning = "outputs are compared on the calibration images themselves; give --data for others"
-    return Listing(
-        escape_name(absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]}
-    )
+    return Listing(printable(absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]})
 
 
 def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: list[Photo]) -> Listing:
     """List the photos with labels by the order of their folders, or by their place among ImageNet's 1,000 classes."""
-    name, about = escape_name(folder.name), _describe_labels("imagenet1k" if standard else "folders", folder)
+    name, about = printable(folder.name), _describe_labels("imagenet1k" if standard else "folders", folder)
     if not standard:
-        return Listing(name, [escape_name(one) for one in classes], photos, about=about)
+        return Listing(name, [printable(one) for one in classes], photos, about=about)
     order = list(list_synsets())
     number = [order.index(synset) for synset in classes]
     photos = [replace(photo, label=number[photo.label] if photo.label >= 0 else -1) for photo in photos]

@@ -141,7 +141,7 @@ def stratified_order(labels: np.ndarray, seed: int) -> np.ndarray:
     return np.argsort(quota, kind="stable")
 
 
-def escape_name(name: str) -> str:
+def printable(name: str) -> str:
     """Return the name on one line of valid Unicode: file names may hold line breaks and undecodable bytes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
@@ -149,8 +149,8 @@ def escape_name(name: str) -> str:
 def name_below(path: Path, folder: Path) -> str:
     """Return the path for messages: relative to the folder if it is inside."""
     if not path.is_relative_to(folder):
-        return escape_name(path.as_posix())
-    return escape_name(path.relative_to(folder).as_posix())
+        return printable(path.as_posix())
+    return printable(path.relative_to(folder).as_posix())
 
 
 def find_images(root: Path) -> list[Path]:

@@ -17,11 +17,11 @@ from dyno.data.photos import (
     Photo,
     are_known_synsets,
     describe_synset,
-    escape_name,
     find_image_folder,
     is_image,
     is_system,
     list_synsets,
+    printable,
     stratified_order,
     without_missing,
 )
@@ -75,11 +75,11 @@ class LabelTable(DataFormat):
         labels, classes, standard = _number_labels(file, table.labels, table.classes, wanted.outputs)
         folder, suffix = find_image_folder(file, table.names)
         rows = zip(table.names, labels, table.splits, strict=True)
-        photos = [Photo(folder / (name + suffix), escape_name(name), label, split) for name, label, split in rows]
+        photos = [Photo(folder / (name + suffix), printable(name), label, split) for name, label, split in rows]
         photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
         warnings = [line for line in (missing, _warn_unlisted(photos, folder, file)) if line]
         about = {"label_source": "imagenet1k" if standard else "table", **({"warnings": warnings} if warnings else {})}
-        return Listing(escape_name(file.stem), classes, _split_photos(photos, wanted), about=about)
+        return Listing(printable(file.stem), classes, _split_photos(photos, wanted), about=about)
 
 
 TABLE = LabelTable()
@@ -107,7 +107,7 @@ def _warn_unlisted(photos: list[Photo], folder: Path, file: Path) -> str:
     listed = {photo.path for photo in photos}
     others = [path for path in folder.iterdir() if is_image(path.name) and path not in listed]
     are = "1 image is" if len(others) == 1 else f"{len(others):,} images are"
-    return f"{are} not in {file.name} and left out, e.g. {escape_name(min(others).name)}" if others else ""
+    return f"{are} not in {file.name} and left out, e.g. {printable(min(others).name)}" if others else ""
 
 
 def _find_tables(folder: Path) -> list[Path]:
@@ -171,7 +171,7 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
     if label is not None:
         labels = [row[label] for row in body]
     elif all(row[c] in ("0", "1", "0.0", "1.0") for row in body for c in rest) and rest:
-        classes = [escape_name(shown[c]) for c in rest]
+        classes = [printable(shown[c]) for c in rest]
         marks = [[k for k, c in enumerate(rest) if float(row[c])] for row in body]
         if wrong := next((n for n, mark in enumerate(marks, begin + 1) if len(mark) != 1), 0):
             raise UserError(f"{file}, row {wrong}: {len(marks[wrong - begin - 1])} classes are 1; each image needs one")
@@ -195,7 +195,7 @@ def _number_labels(file: Path, labels: list[str], named: list[str], outputs: int
             every = list(list_synsets())
             return [every.index(label) for label in labels], [describe_synset(synset) for synset in every], True
         place = {label: k for k, label in enumerate(order)}
-        return [place[label] for label in labels], [escape_name(label) for label in order], False
+        return [place[label] for label in labels], [printable(label) for label in order], False
     numbers = [int(float(label)) for label in labels]
     highest, count = max(numbers), len(named) or outputs
     if highest >= (count or MOST_CLASSES):

@@ -20,11 +20,11 @@ from dyno.data.photos import (
     Listing,
     Photo,
     Sizes,
-    escape_name,
     find_images,
     is_image,
     is_system,
     name_below,
+    printable,
     sample_calibration,
 )
 from dyno.worker.extras import install
@@ -208,7 +208,7 @@ class Yolo(DataFormat):
             description = dataclasses.replace(
                 description, names=[str(i) for i in range(max(wanted.outputs, classes_used(present)))]
             )
-        name = escape_name(path.name if path.is_dir() else path.parent.name)
+        name = printable(path.name if path.is_dir() else path.parent.name)
 
         def annotate_photos(photos: list[Photo], sizes: Sizes) -> Annotations:
             return read_labels(photos, sizes, description.names, description.keypoints, description.folder, warnings)
@@ -276,7 +276,7 @@ def _from_yaml(file: Path) -> _Description:
     if lost:
         taken = "" if train else "; calibration images are taken from the test images"
         lost = f"{file.name}, train: {lost}{taken}"
-    classes = [escape_name(str(name)) for name in names]
+    classes = [printable(str(name)) for name in names]
     return _Description(absolute(file.parent), classes, _parse_shape(file, about), test, train, [file], lost, moved)
 
 
