@@ -61,7 +61,7 @@ def test_processors_that_slow_each_other_down_allow_less() -> None:
     assert figures.predict_streams(found, 4).rate == pytest.approx(80, rel=0.02)
     assert "1.50 times the processor time" in " ".join(words.list_sentences(found))
     steady = crowded(video(processors=2), 1.5, inference=0.010)  # the engine is no slower in a crowd
-    assert steady.crowded == pytest.approx(1.5 * 0.004 + 0.010)
+    assert steady.cpu_under_load == pytest.approx(1.5 * 0.004 + 0.010)
     assert figures.predict_streams(steady, 4).rate > 1.1 * figures.predict_streams(found, 4).rate
     decoding = crowded(video({"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}, processors=2), 1.5)
     assert figures.predict_streams(decoding, 4).rate == pytest.approx(2 / (1.5 * 0.0121), rel=0.02)

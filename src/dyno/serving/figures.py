@@ -56,7 +56,7 @@ class RateMeasurement:
         return int(self._choose_counted("refused").sum())
 
     @property
-    def left(self) -> int:
+    def unanswered(self) -> int:
         """Those that still waited when no more were answered."""
         return self.count - int(self._answered.sum()) - self.refused
 
@@ -185,7 +185,7 @@ class ServingRun(LoadRun):
         return stats.center(self.by_round)
 
     @cached_property
-    def there(self) -> RateMeasurement | None:
+    def at_highest(self) -> RateMeasurement | None:
         """The rate in a round that is the highest, of the round in the middle; of several at one rate the last."""
         if self.highest is None:
             return None

@@ -146,7 +146,7 @@ def _nothing_holds(served: ServingRun, bound: str, once: bool) -> str:
 
 
 def _describe_waiting(served: ServingRun) -> Iterator[str]:
-    there = served.there
+    there = served.at_highest
     if there is None:
         return
     queued, computed = there.queued, there.computed
@@ -220,7 +220,7 @@ def _make_serve_table(run: RunData) -> Table | None:
 
 
 def _make_row(served: ServingRun) -> Row:
-    there = served.there
+    there = served.at_highest
     outputs = served.outputs
     row: Row = {
         "label": served.trial.label, "trial": served.trial.id, "rounds": len(served.facts),
@@ -260,7 +260,7 @@ def _rate_row(served: ServingRun, tried: RateMeasurement) -> Row:
     row: Row = {
         "label": served.trial.label, "trial": served.trial.id, "round": tried.round + 1, "rate": tried.step.rate,
         "served": tried.served, "requests": tried.count, **_time_cells(tried), "refused": tried.refused,
-        "left": tried.left,
+        "left": tried.unanswered,
         "holds": tried.step.verdict or ("unstable" if tried.step.unstable else ""),
     }  # fmt: skip
     for name in PERCENTILES:

@@ -31,16 +31,19 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage. `alone` is the mean seconds of a frame with nothing beside it and `beside` that in the pipeline, with
-    95 % intervals; `cpu` the processor time of a frame, alone, and `crowded` that with every processor at work. Shares
-    of the pipeline's time: `working`, `starved` (its queue was empty) and `blocked` (the next one's was full). `queue`
-    is the mean number of items that waited."""
+    """A stage of the pipeline.
+
+    `alone` is the mean seconds of a frame with nothing beside it and `beside` that in the pipeline, with 95 %
+    intervals; `cpu` the processor time of a frame, alone, and `cpu_under_load` with every processor at work. Shares of
+    the pipeline's time: `working`, `starved` (its queue was empty) and `blocked` (the next one's was full). `queue` is
+    the mean number of items that waited.
+    """
 
     name: str
     alone: Interval
     beside: Interval
     cpu: float
-    crowded: float
+    cpu_under_load: float
     working: float
     starved: float
     blocked: float
@@ -115,7 +118,7 @@ class Video:
             s.name: (1 if s.name == SHARED else streams) / (s.alone.value * shares.get(s.name, 1.0))
             for s in self.stages
         }
-        seconds = sum(s.crowded * shares.get(s.name, 1.0) for s in self.stages)
+        seconds = sum(s.cpu_under_load * shares.get(s.name, 1.0) for s in self.stages)
         return rates | {PROCESSORS: self.facts.processors / seconds if seconds > 0 else math.inf}
 
     @cached_property
@@ -136,9 +139,9 @@ class Video:
         return self.facts.cpu_whole * self.rate / self.facts.processors
 
     @property
-    def crowded(self) -> float:
+    def cpu_under_load(self) -> float:
         """Processor time of a frame with every processor at work, all stages together, in seconds."""
-        return sum(stage.crowded for stage in self.stages)
+        return sum(stage.cpu_under_load for stage in self.stages)
 
     def crowding(self, busy: float) -> float:
         """Return the factor on the processor time of work while `busy` processors are busy.
@@ -161,7 +164,7 @@ class Video:
     @property
     def heaviest(self) -> Stage:
         """The stage that takes the most processor time."""
-        return max(self.stages, key=lambda stage: stage.crowded)
+        return max(self.stages, key=lambda stage: stage.cpu_under_load)
 
     def latencies(self, to: str) -> np.ndarray:
         """Return the seconds from the start of reading a frame until its boxes are `known`, or it is `written`."""
@@ -181,14 +184,14 @@ class Video:
             alone,
             mean_interval(ended - began, len(began) / frames),
             cpu,
-            self._estimate_crowded(name, cpu),
+            self._estimate_cpu_under_load(name, cpu),
             float((ended - began).sum() / whole),
             float(starved.sum() / whole),
             float((handed - ended).sum() / whole),
             float(waiting.mean()) if len(waiting) else 0.0,
         )
 
-    def _estimate_crowded(self, name: str, cpu: float) -> float:
+    def _estimate_cpu_under_load(self, name: str, cpu: float) -> float:
         """Return the processor time of a frame with every processor at work; an engine's was measured by itself."""
         if name == SHARED and self.facts.cpu_inference:
             return max(cpu, self.facts.cpu_inference)
@@ -451,7 +454,7 @@ def _make_server(video: Video, stage: Stage) -> Server:
 
     The simulation slows all stages down alike, so these seconds include the stage's own slow-down under full CPU load.
     """
-    in_crowd = stage.crowded / stage.cpu / video.crowding(video.facts.processors) if stage.cpu else 1.0
+    in_crowd = stage.cpu_under_load / stage.cpu / video.crowding(video.facts.processors) if stage.cpu else 1.0
     handed = video.facts.hand_over if stage is not video.stages[0] else 0.0
     seconds = video.arrays[f"alone_{stage.name}"] * in_crowd + handed
     processors = (stage.cpu + handed) / (stage.alone.value + handed)

@@ -38,39 +38,39 @@ STREAMS = (1, 2, 4, 8, 16, 32)
 
 
 def _make_video_table(run: RunData) -> Table | None:
-    filmed = figures.of_run(run)
-    if not filmed:
+    runs = figures.of_run(run)
+    if not runs:
         return None
-    rows = [_make_row(each) for each in filmed]
-    if len(filmed) > 1:
-        gains = figures.list_speedups(filmed, run.rule)
+    rows = [_make_row(each) for each in runs]
+    if len(runs) > 1:
+        gains = figures.list_speedups(runs, run.rule)
         rows = [row | compare_cells(gain, gain is None) for row, gain in zip(rows, gains, strict=True)]
-    return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_video_notes(filmed)), printed=printed(VIDEO_COLUMNS))
+    return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_video_notes(runs)), printed=printed(VIDEO_COLUMNS))
 
 
-def _make_row(filmed: VideoRun) -> Row:
-    video = filmed.typical
+def _make_row(run: VideoRun) -> Row:
+    video = run.typical
     return {
-        "label": filmed.trial.label, "trial": filmed.trial.id, "rounds": len(filmed.videos),
+        "label": run.trial.label, "trial": run.trial.id, "rounds": len(run.videos),
         "frames": video.facts.frames,
         "streams": video.facts.streams if video.facts.streams > 1 else None,
         "dropped": video.facts.dropped if video.facts.live else None,
         "objects": sum(video.facts.objects.values()) if video.facts.tracker else None,
         "inference_fps": video.inference_rate, "beside_fps": video.inference_beside,
-        **limited("fps", filmed.rate), "bound_fps": video.bound.rate, "bound_by": video.bound.name,
+        **limited("fps", run.rate), "bound_fps": video.bound.rate, "bound_by": video.bound.name,
         "reached": 100 * video.bound.share(video.rate),
         **{f"p{100 * q:g}_s": video.find_percentile(q) for q in PERCENTILES},
     }  # fmt: skip
 
 
-def _video_notes(filmed: list[VideoRun]) -> Iterator[str]:
+def _video_notes(runs: list[VideoRun]) -> Iterator[str]:
     yield (
         "fps: end to end, from the first frame's reading to the closed file. inference alone and beside: with nothing "
         "else running, and while the other stages run. bound: the lower of the slowest stage's rate and that of the "
         "processors, from the stages alone. p50 to p99: from a frame's reading until its boxes are known."
     )
-    if len(filmed) > 1:
-        yield f"speedup: fps over that of {figures.find_reference(filmed).trial.label}."
+    if len(runs) > 1:
+        yield f"speedup: fps over that of {figures.find_reference(runs).trial.label}."
 
 
 def _make_stages_table(run: RunData) -> Table | None:
@@ -80,13 +80,13 @@ def _make_stages_table(run: RunData) -> Table | None:
     )
     rows: list[Row] = [
         {
-            "label": filmed.trial.label, "trial": filmed.trial.id, "stage": stage.name,
+            "label": each.trial.label, "trial": each.trial.id, "stage": stage.name,
             **limited("alone_s", stage.alone), "alone_fps": 1 / stage.alone.value,
-            **limited("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.crowded,
+            **limited("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.cpu_under_load,
             "working": 100 * stage.working, "starved": 100 * stage.starved, "blocked": 100 * stage.blocked,
             "queue": stage.queue,
         }
-        for filmed in figures.of_run(run) for stage in filmed.typical.stages
+        for each in figures.of_run(run) for stage in each.typical.stages
     ]  # fmt: skip
     if not rows:
         return None
@@ -95,9 +95,9 @@ def _make_stages_table(run: RunData) -> Table | None:
 
 
 def _make_streams_table(run: RunData) -> Table | None:
-    filmed = figures.of_run(run)
-    rows = [_stream_row(f, count) for f in filmed for count in sorted({*STREAMS, f.typical.facts.streams})]
-    videos = {f.trial.label: f for f in filmed}
+    runs = figures.of_run(run)
+    rows = [_stream_row(f, count) for f in runs for count in sorted({*STREAMS, f.typical.facts.streams})]
+    videos = {f.trial.label: f for f in runs}
     if not rows:
         return None
     return STREAM_TABLE.of(
@@ -106,11 +106,11 @@ def _make_streams_table(run: RunData) -> Table | None:
     )  # fmt: skip
 
 
-def _stream_row(filmed: VideoRun, count: int) -> Row:
-    video = filmed.typical
+def _stream_row(run: VideoRun, count: int) -> Row:
+    video = run.typical
     predicted = figures.predict_streams(video, count)
     row = {
-        "label": filmed.trial.label, "trial": filmed.trial.id, "streams": count, "fps": predicted.rate,
+        "label": run.trial.label, "trial": run.trial.id, "streams": count, "fps": predicted.rate,
         "each_fps": predicted.each, "p99_s": predicted.p99, "bound_by": predicted.bound,
     }  # fmt: skip
     if count != video.facts.streams:
@@ -122,7 +122,7 @@ def _stream_row(filmed: VideoRun, count: int) -> Row:
 def stream_sentences(video: Video, rows: list[Row]) -> list[str]:
     """Describe the error of the prediction where it was tried, and how many streams fit at the source's rate."""
     off = next(row["error"] for row in rows if row["streams"] == video.facts.streams) / 100
-    said = [
+    sentences = [
         "Predicted from the stages alone, with one engine for all streams and videos that are read as fast as they are "
         f"taken. For {counting(video.facts.streams, 'stream')}, which ran, it is {show(abs(off), 'percentage')} "
         f"{'above' if off >= 0 else 'below'} what was reached."
@@ -130,10 +130,10 @@ def stream_sentences(video: Video, rows: list[Row]) -> list[str]:
     if video.facts.rate > 0:
         fit = figures.count_fitting(video, video.facts.rate)
         most = f"{fit} or more" if fit == figures.MOST_STREAMS else str(fit)
-        said.append(
+        sentences.append(
             f"Streams that fit at this video's own {significant(video.facts.rate)} frames/s, by the bounds: {most}."
         )
-    return said
+    return sentences
 
 
 VIDEO_COLUMNS = (
@@ -209,23 +209,23 @@ def draw_timeline(run: RunData) -> Any:
 
     A pale bar follows where the next stage had no room for the frame.
     """
-    filmed = figures.of_run(run)[:MOST_TRIALS]
-    if not filmed:
+    runs = figures.of_run(run)[:MOST_TRIALS]
+    if not runs:
         return None
-    rows = [len(each.typical.stages) for each in filmed]
+    rows = [len(each.typical.stages) for each in runs]
     with styled() as figure_class:
-        figure = figure_class(figsize=(WIDTH, 0.8 * len(filmed) + 0.3 * sum(rows)), layout="constrained")
-        places = figure.subplots(len(filmed), 1, squeeze=False, height_ratios=rows)[:, 0]
-        for axes, each in zip(places, filmed, strict=True):
+        figure = figure_class(figsize=(WIDTH, 0.8 * len(runs) + 0.3 * sum(rows)), layout="constrained")
+        places = figure.subplots(len(runs), 1, squeeze=False, height_ratios=rows)[:, 0]
+        for axes, each in zip(places, runs, strict=True):
             _draw_panel(axes, each)
         places[-1].set_xlabel("ms")
     return figure
 
 
-def _draw_panel(axes: Any, filmed: VideoRun) -> None:
-    video = filmed.typical
+def _draw_panel(axes: Any, run: VideoRun) -> None:
+    video = run.typical
     begin, end = _choose_window(video)
-    axes.set_title(filmed.trial.label, fontsize=9)
+    axes.set_title(run.trial.label, fontsize=9)
     for row, stage in enumerate(video.stages):
         began, ended, handed = (video.arrays[f"{stage.name}_{key}"] for key in ("began", "ended", "handed"))
         for k in np.flatnonzero((handed > begin) & (began < end)):
@@ -346,7 +346,7 @@ def _find_source(before: StageTimeline, track: StageTimeline, piece: int) -> int
 
 
 def _make_table(run: RunData) -> Table | None:
-    rows = [row for filmed in figures.of_run(run) for row in _iter_rows(filmed.trial.label, filmed.typical)]
+    rows = [row for each in figures.of_run(run) for row in _iter_rows(each.trial.label, each.typical)]
     return PATH.of(PATH_COLUMNS, rows, notes=(NOTE,), group=("label",)) if rows else None
 
 

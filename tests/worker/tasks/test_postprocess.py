@@ -71,11 +71,11 @@ def test_touching_equal_and_flat_boxes() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("settings", [{}, {"confidence": 0.25, "iou": 0.45, "most": 20}])
+@pytest.mark.parametrize("settings", [{}, {"confidence": 0.25, "iou": 0.45, "max_detections": 20}])
 def test_boxes_are_ultralyticss(seed: int, settings: dict[str, float]) -> None:
     torch, ops = pytest.importorskip("torch"), pytest.importorskip("ultralytics.utils.ops")
     raw = predictions(seed)
-    names = {"confidence": "conf_thres", "iou": "iou_thres", "most": "max_det"}
+    names = {"confidence": "conf_thres", "iou": "iou_thres", "max_detections": "max_det"}
     wanted = reference(raw, CLASSES, **{names[key]: value for key, value in settings.items()})
     found = detections(DETECT, [raw], IMAGES, classes=CLASSES, **settings)
     assert len(found) == 4

@@ -72,8 +72,8 @@ def video(job: Job, journal: Journal) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     trial, backend = job.trial, find(job.trial.backend)
     prepare_libraries()
-    if said := describe_old_pyav():
-        journal.warn(said)
+    if sentence := describe_old_pyav():
+        journal.warn(sentence)
     options = VideoOptions(**job.options["settings"])
     libraries = (*REQUIRES, *(("trackers",) if options.track else ()), *backend.requires)
     journal.record = replace(journal.record, system=system.describe(libraries))

@@ -122,7 +122,7 @@ class BoxReader:
 
     def detections(
         self, outputs: Mapping[str, np.ndarray], sizes: np.ndarray, input_size: tuple[int, int], *,
-        confidence: float = 0.001, iou: float = 0.7, most: int = 300, aspects: Sequence[float] = (),
+        confidence: float = 0.001, iou: float = 0.7, max_detections: int = 300, aspects: Sequence[float] = (),
     ) -> list[Detections]:  # fmt: skip
         """Return the detections of each image of a batch.
 
@@ -138,7 +138,7 @@ class BoxReader:
         for image, (height, width) in enumerate(np.asarray(sizes).tolist()):
             place = ImagePlacement(height, width, *input_size, aspects[image] if aspects else 1.0)
             pool = np.asarray(outputs[beside])[image].astype(np.float32) if beside else np.empty(0, np.float32)
-            found.append(self._read_image(outputs, image, place, pool, chosen, (confidence, iou, most)))
+            found.append(self._read_image(outputs, image, place, pool, chosen, (confidence, iou, max_detections)))
         self._check_labels(found, outputs)
         return found
 
@@ -155,7 +155,7 @@ class BoxReader:
         self, outputs: Mapping[str, np.ndarray], image: int, place: ImagePlacement, beside: np.ndarray,
         chosen: tuple[Fit, BoxForm] | None, limits: tuple[float, float, int],
     ) -> Detections:  # fmt: skip
-        confidence, iou, most = limits
+        confidence, iou, max_detections = limits
         extra = (chosen[0].extra if chosen else self._task.extra(shapes_of(outputs), self._keypoints)) or 0
         rows, kinds, scores = np.empty((0, 4 + extra), np.float32), np.empty(0, np.int32), np.empty(0, np.float32)
         form = chosen[1] if chosen else CORNERS
@@ -164,7 +164,7 @@ class BoxReader:
             one = fit.layout.decode(fit, outputs, image)
             overlap = None if fit.layout.suppressed else iou
             kept, kinds, scores = select_best(
-                one, lambda boxes: form.corners(boxes, place.input), confidence, overlap, most
+                one, lambda boxes: form.corners(boxes, place.input), confidence, overlap, max_detections
             )
             parts = [one.boxes, *([one.rest] if one.rest is not None else [])]
             rows = np.concatenate([part[:, kept] for part in parts]).T.astype(np.float32)

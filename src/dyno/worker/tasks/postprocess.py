@@ -109,8 +109,8 @@ class KeptRows:
     keypoints: Sequence[int]
 
 
-def suppress_overlaps(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np.ndarray:
-    """Return the rows of the boxes that are kept, at most `most`.
+def suppress_overlaps(boxes: np.ndarray, labels: np.ndarray, iou: float, max_detections: int) -> np.ndarray:
+    """Return the rows of the boxes that are kept, at most `max_detections`.
 
     `boxes` (left, top, right, bottom) and `labels` are sorted by falling score. A box is dropped when its intersection
     over union with a kept one of its class is above `iou`.
@@ -122,7 +122,7 @@ def suppress_overlaps(boxes: np.ndarray, labels: np.ndarray, iou: float, most: i
     waiting = np.ones(len(boxes), bool)
     chosen: list[int] = []
     row = 0
-    while len(chosen) < most and waiting[row:].any():
+    while len(chosen) < max_detections and waiting[row:].any():
         row += int(waiting[row:].argmax())
         chosen.append(row)
         others = rest[int(labels[row])]
@@ -207,7 +207,11 @@ def _compute_taps(at: np.ndarray, margin: int, length: int, ratio: float, count:
 
 
 def select_best(
-    found: Candidates, corner_boxes: Callable[[np.ndarray], np.ndarray], confidence: float, iou: float | None, most: int
+    found: Candidates,
+    corner_boxes: Callable[[np.ndarray], np.ndarray],
+    confidence: float,
+    iou: float | None,
+    max_detections: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return which boxes are left, by falling score, with their classes and scores.
 
@@ -232,7 +236,7 @@ def select_best(
     finite = np.isfinite(boxes).all(1)
     if not finite.all():
         anchors, labels, values, boxes = anchors[finite], labels[finite], values[finite], boxes[finite]
-    kept = slice(most) if iou is None else suppress_overlaps(corner_boxes(boxes), labels, iou, most)
+    kept = slice(max_detections) if iou is None else suppress_overlaps(corner_boxes(boxes), labels, iou, max_detections)
     return anchors[kept], labels[kept].astype(np.int32), values[kept]
 
 

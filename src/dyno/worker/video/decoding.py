@@ -71,10 +71,10 @@ class VideoSource(Source):
         with open_container(self.place, self._device) as container:
             video = video_stream(container)
             video.thread_type, video.codec_context.thread_count = "AUTO", codec_threads()
-            heard = container.streams.audio[:1] if sound else []
+            sound_streams = container.streams.audio[:1] if sound else []
             picture_of, index, packets, began = _Pictures(self._aspect, self.note), 0, [], now()
             ending = 0.0
-            for packet in self._iter_packets(container, [video, *heard]):
+            for packet in self._iter_packets(container, [video, *sound_streams]):
                 if packet.stream.type == "audio":
                     if packet.dts is not None:  # the last one is empty
                         packets.append(packet)

@@ -126,10 +126,10 @@ def _format_labels(frame: Frame) -> list[str]:
     """Return the label of each box: the identity of its object if there is one, the class and the score."""
     found = frame.detections
     assert found is not None
-    said = [f"{int(kind)} {score:.2f}" for kind, score in zip(found.classes, found.scores, strict=True)]
+    labels = [f"{int(kind)} {score:.2f}" for kind, score in zip(found.classes, found.scores, strict=True)]
     if frame.identities is None:
-        return said
-    return [f"#{k} {text}" if k != NO_OBJECT else text for k, text in zip(frame.identities, said, strict=True)]
+        return labels
+    return [f"#{k} {text}" if k != NO_OBJECT else text for k, text in zip(frame.identities, labels, strict=True)]
 
 
 def _draw_outline(layers: Sequence[PicturePlane], box: Region, thickness: int, colour: Colour) -> None:

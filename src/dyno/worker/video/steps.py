@@ -37,13 +37,13 @@ class DetectionSettings:
     reader: BoxReader
     confidence: float = 0.25
     iou: float = 0.7
-    most: int = 300
+    max_detections: int = 300
 
     def detections(
         self, outputs: Mapping[str, np.ndarray], frames: list[Frame], size: tuple[int, int]
     ) -> list[Detections]:
         """Return the boxes of each frame of a batch, in the frame's own pixels."""
-        limits: dict[str, Any] = {"confidence": self.confidence, "iou": self.iou, "most": self.most}
+        limits: dict[str, Any] = {"confidence": self.confidence, "iou": self.iou, "max_detections": self.max_detections}
         sizes = np.array([frame.size for frame in frames])
         aspects = [float(frame.picture.aspect) for frame in frames]
         return self.reader.detections(outputs, sizes, size, aspects=aspects, **limits)
