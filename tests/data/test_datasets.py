@@ -342,7 +342,7 @@ def test_full_disk_and_unwritable_cache(tmp_path: Path, make: Any, monkeypatch: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store.rows, "write", full)
+        patched.setattr(store.rows, "write_rows", full)
         with pytest.raises(UserError, match=r"need 7 MB in .* the disk has too little room"):
             make(folder, size=(700, 700))
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["hashes"], "nothing half-made stays"

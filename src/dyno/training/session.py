@@ -10,7 +10,7 @@ import shlex
 import shutil
 import typing
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -202,13 +202,11 @@ class TrainingView:
         self._opening = [opening] if opening else []
         if done and len(done) < self.epochs:
             self._opening.append(f"resuming after epoch {len(done)} of {self.epochs}")
-        if self.quiet or not self.console.is_terminal:
-            yield
-            self._print_epochs()
-            return
         columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=self.console, transient=True) as self._bar:
-            self._task = self._bar.add_task("start", total=self.epochs, completed=self._shown)
+        is_plain = self.quiet or not self.console.is_terminal
+        with nullcontext() if is_plain else Progress(*columns, console=self.console, transient=True) as self._bar:
+            if self._bar is not None:
+                self._task = self._bar.add_task("start", total=self.epochs, completed=self._shown)
             yield
             self._print_epochs()
         self._bar = None

@@ -338,13 +338,10 @@ class Simulation:
     ) -> None:  # fmt: skip
         self._servers, self._known, self._frames = servers, known, frames
         self._processors, self._depth, self._streams, self._crowding = processors, depth, streams, crowding
-        stages = range(len(servers))
-        self._queues = [[deque[int]() for _ in stages] for _ in range(streams)]
-        self._held = [[-1 for _ in stages] for _ in range(streams)]  # the frame that a stage has, -1 for none
-        self._blocked = [[False for _ in stages] for _ in range(streams)]
+        # How many frames of each stream each stage has begun, ended, and handed to the next, in their order.
+        self._begun, self._ended, self._handed = ([[0] * len(servers) for _ in range(streams)] for _ in range(3))
         self._free = [True for _ in servers]
-        self._waiting = [deque[int]() for _ in stages]  # streams that wait for a shared server
-        self._next = [0] * streams
+        self._waiting = [deque[int]() for _ in servers]  # streams that wait for a shared server
         self._began = np.zeros((streams, frames))
         self._latencies: list[float] = []
         self._heap: list[tuple[float, int, int]] = []  # the work done at which a piece ends, its stream and its stage
@@ -356,27 +353,22 @@ class Simulation:
             self._start_frame(stream, 0)
         while self._heap:
             done, stream, stage = heapq.heappop(self._heap)
-            self._now += (done - self._done) * self._compute_slowdown()
+            slowdown = max(1.0, self._asked / self._processors) * self._crowding(self._asked)
+            self._now += (done - self._done) * slowdown
             self._done = done
             self._finish_frame(stream, stage)
         return SimulationResult(self._streams * self._frames / self._now, np.array(self._latencies))
 
-    def _compute_slowdown(self) -> float:
-        return max(1.0, self._asked / self._processors) * self._crowding(self._asked)
-
     def _start_frame(self, stream: int, stage: int) -> None:
         """Begin the next frame that waits for the stage, where there is one and the stage is free."""
-        queue = self._queues[stream][stage]
-        if self._held[stream][stage] >= 0 or not (queue or (stage == 0 and self._next[stream] < self._frames)):
+        frame, arrived = self._begun[stream][stage], self._handed[stream][stage - 1] if stage else self._frames
+        if frame > self._handed[stream][stage] or frame == arrived:
             return
-        if stage == 0:
-            frame, self._next[stream] = self._next[stream], self._next[stream] + 1
-            self._began[stream, frame] = self._now
+        self._begun[stream][stage] += 1
+        if stage:
+            self._hand_on(stream, stage - 1)  # there is room for the one before
         else:
-            frame = queue.popleft()
-        self._held[stream][stage] = frame
-        if stage and self._blocked[stream][stage - 1]:  # there is room for the one before
-            self._hand_on(stream, stage - 1)
+            self._began[stream, frame] = self._now
         if not self._servers[stage].shared:
             self._serve_frame(stream, stage)
         elif self._free[stage]:
@@ -388,7 +380,7 @@ class Simulation:
     def _serve_frame(self, stream: int, stage: int) -> None:
         server = self._servers[stage]
         self._asked += server.processors
-        seconds = float(server.seconds[self._held[stream][stage] % len(server.seconds)])
+        seconds = float(server.seconds[self._ended[stream][stage] % len(server.seconds)])
         heapq.heappush(self._heap, (self._done + seconds, stream, stage))
 
     def _finish_frame(self, stream: int, stage: int) -> None:
@@ -399,18 +391,17 @@ class Simulation:
         else:
             self._free[stage] = True
         if stage == self._known:
-            self._latencies.append(self._now - self._began[stream, self._held[stream][stage]])
+            self._latencies.append(self._now - self._began[stream, self._ended[stream][stage]])
+        self._ended[stream][stage] += 1
         self._hand_on(stream, stage)
 
     def _hand_on(self, stream: int, stage: int) -> None:
-        """Give the frame to the next stage, or keep it until there is room."""
-        last = stage + 1 == len(self._servers)
-        self._blocked[stream][stage] = not last and len(self._queues[stream][stage + 1]) >= self._depth
-        if self._blocked[stream][stage]:
+        """Give an ended frame to the next stage, or keep it until there is room."""
+        last, handed = stage + 1 == len(self._servers), self._handed[stream]
+        is_full = not last and handed[stage] - self._begun[stream][stage + 1] >= self._depth
+        if is_full or handed[stage] == self._ended[stream][stage]:
             return
-        if not last:
-            self._queues[stream][stage + 1].append(self._held[stream][stage])
-        self._held[stream][stage] = -1
+        handed[stage] += 1
         if not last:
             self._start_frame(stream, stage + 1)
         self._start_frame(stream, stage)

@@ -315,8 +315,7 @@ class Surface(Picture):
         # The capsule itself: PyAV has no order of streams, and refuses the one that PyTorch would ask for.
         return [from_dlpack(plane.__dlpack__()) for plane in self._decoded.planes]
 
-    def host(self) -> Planes:
-        """Return the same picture in the host's memory."""
+    def planes(self) -> Planes:
         if self._host is None:
             light, colours = (tensor.cpu().numpy() for tensor in self.tensors())
             copied = make_blank(self.height, self.width)
@@ -328,22 +327,19 @@ class Surface(Picture):
         return self._host
 
     def rgb(self) -> np.ndarray:
-        return self.host().rgb()
+        return self.planes().rgb()
 
     def pixels(self) -> Pixels:
-        return self.host().pixels()
+        return self.planes().pixels()
 
     def layers(self) -> tuple[PicturePlane, ...]:
-        return self.host().layers()
+        return self.planes().layers()
 
     def copy(self) -> Planes:
-        return self.host().copy()
+        return self.planes().copy()
 
     def again(self) -> Surface:
         return Surface(self._decoded, self._convert, self.aspect)
-
-    def planes(self) -> Planes:
-        return self.host()
 
 
 # The ends of the pipeline: a frame, what frames are read from, and what they are written to.
