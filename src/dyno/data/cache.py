@@ -36,7 +36,7 @@ STALE_S = 7 * 24 * 3600  # a killed run can be resumed for so long
 
 @dataclass(frozen=True)
 class Content:
-    """What a data set is made of. `rows` gives an image, or why it can't be read, for each row from a given one on.
+    """The parts of a data set. `rows` gives an image, or why it can't be read, for each row from a given one on.
 
     `columns` has an array of as many rows for each further file, `labels` among them. `check` takes the reasons by
     row; it raises, or returns them as the lines that meta.json lists. `beside` makes further JSON files by name from

@@ -123,7 +123,7 @@ GREY = 114  # around a letterboxed image
 
 
 class Transform:
-    """How an image becomes uint8 of `shape` (channels, height, width); `identity` is all that shapes the pixels.
+    """The conversion of images to uint8 of `shape` (channels, height, width); `identity` is all that shapes pixels.
 
     `upright` rotates it first by its EXIF orientation.
     """

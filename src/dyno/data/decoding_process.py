@@ -1,4 +1,4 @@
-"""What runs beside a process that has many images decoded: copies of itself, each of which decodes one after another.
+"""A process that decodes images for another one, in forked copies of itself that take one image after the other.
 
 python -m dyno.data.decoding_process reads an order on standard input, imports once what decoding needs, and forks.
 """

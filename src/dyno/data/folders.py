@@ -1,4 +1,4 @@
-"""Which images a folder of class folders holds, their labels, and which of them are for calibration."""
+"""Class folders: their images, the labels, and the choice of calibration images."""
 
 from __future__ import annotations
 

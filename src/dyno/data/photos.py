@@ -46,7 +46,7 @@ class Photo:
 
 @dataclass(frozen=True)
 class Annotations:
-    """What is in the images: `about` goes into meta.json, `truth` makes truth.json from the rows that were kept."""
+    """Objects in the images: `about` goes into meta.json, `truth` makes truth.json from the rows that were kept."""
 
     about: dict[str, Any]
     truth: Callable[[np.ndarray], dict[str, Any]]
@@ -75,7 +75,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How images are decoded, and the cache folder that keeps them.
+    """Settings of decoding, and the cache folder of the decoded images.
 
     `set_aside`: how many test images may become calibration images where the listing has no calibration images.
     """

@@ -52,17 +52,17 @@ class RateMeasurement:
 
     @property
     def refused(self) -> int:
-        """Those that found the queue full, or got no answer of a server."""
+        """Requests that found the queue full, or got no answer of a server."""
         return int(self._choose_counted("refused").sum())
 
     @property
     def unanswered(self) -> int:
-        """Those that still waited when no more were answered."""
+        """Requests that still waited when the last answer came."""
         return self.count - int(self._answered.sum()) - self.refused
 
     @property
     def backlog(self) -> int:
-        """How many requests waited when the last one came."""
+        """Requests that waited when the last one came."""
         return rates.count_backlog(self.arrays["arrival"], self.arrays["began"], self.arrays["refused"])
 
     @property
@@ -108,7 +108,7 @@ class RateMeasurement:
         return found if math.isfinite(found.value) else None
 
 
-# Whether the answers to requests are right, as a run's table of trials has it.
+# The check of the answers to requests, from a run's table of trials.
 
 
 @dataclass(frozen=True)

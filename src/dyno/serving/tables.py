@@ -35,7 +35,7 @@ from dyno.videos.words import of_each
 from dyno.worker.serve import rates as serve_rates
 from dyno.worker.serve.options import PERCENTILES
 
-# What the figures of requests say, in sentences.
+# Sentences on the figures of requests.
 
 COMPANY = ": other programs kept "  # of a warning for each rate
 

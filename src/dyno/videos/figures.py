@@ -52,7 +52,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Bound:
-    """The most frames per second that something allows."""
+    """An upper limit on frames per second, and its cause."""
 
     name: str
     rate: float
@@ -69,8 +69,7 @@ def _find_lowest(rates: Mapping[str, float]) -> Bound:
 
 @dataclass(frozen=True)
 class Video:
-    """What is known of a video after one trial's network has answered it once; meanwhile other programs kept `others`
-    processors busy."""
+    """One round of a trial's network on a video; meanwhile other programs kept `others` processors busy."""
 
     facts: VideoFacts
     arrays: Arrays
@@ -106,7 +105,7 @@ class Video:
 
     @cached_property
     def by_stage(self) -> Bound:
-        """What the slowest stage allows if all others cost nothing."""
+        """The limit of the slowest stage, if all others cost nothing."""
         return _find_lowest({k: v for k, v in self.limits(self.facts.streams).items() if k != PROCESSORS})
 
     def limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
@@ -123,8 +122,7 @@ class Video:
 
     @cached_property
     def by_processors(self) -> Bound:
-        """What the processors allow that all stages share: their number over the processor time of a frame while all
-        are at work."""
+        """The limit of the shared processors: their number over a frame's processor time while all are at work."""
         return Bound(PROCESSORS, self.limits(self.facts.streams)[PROCESSORS])
 
     def find_percentile(self, q: float, to: str = "known") -> float | None:
@@ -233,7 +231,7 @@ class LoadRun:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the rounds warn of, each sentence once."""
+        """The warnings of all rounds, each sentence once."""
         return tuple(dict.fromkeys(warning for r in self.trial.good for warning in r.warnings))
 
     @property
@@ -303,7 +301,7 @@ def list_videos(trial: TrialResult) -> VideoRun | None:
 # their rates bounds the whole (operational analysis; Denning and Buzen, Computing Surveys, 1978); a simulation says how
 # near the whole comes, and how long a frame takes.
 
-# What a pipeline would do, from its stages alone: a simulation with bounded queues and shared processors.
+# A simulation of the pipeline from its stages alone, with bounded queues and shared processors.
 #
 # Work is a fluid: while the stages at work ask for more processors than there are, all get slower alike (processor
 # sharing; Kleinrock, Queueing Systems II, 1976, 4.4), and somewhat sooner, as processors that work at the same time
@@ -414,8 +412,8 @@ FRAMES, PIECES = 400, 6400  # that are simulated: of a stream at most, and of al
 
 @dataclass(frozen=True)
 class StreamPrediction:
-    """So many streams at once: frames per second of all together, what bounds them, and the 99th percentile of the
-    seconds from a frame's reading until its boxes are known."""
+    """A prediction for concurrent streams: frames per second of all together, their bound, and the 99th percentile of
+    the seconds from a frame's reading until its boxes are known."""
 
     streams: int
     rate: float

@@ -42,7 +42,7 @@ PATIENCE_S = 20.0  # that an interrupted job has to close its video
 
 @dataclass(frozen=True)
 class VideoJobSpec:
-    """What the jobs of a video have in common: the source, what is written ("" for nothing), the settings.
+    """The settings that all jobs of a video share: the source, the files to write ("" for none), the options.
 
     With `several` trials each writes to a different name; rounds after the first keep nothing.
     """
@@ -112,7 +112,7 @@ def share_processors(job: Job) -> dict[str, str]:
     return {name: value for name, value in SHARED_PROCESSORS.items() if name not in environment}
 
 
-TRACE, EXPORTER = ".trace.json", "dyno"
+TRACE = ".trace.json"
 ABOUT = "video.json"  # in the run folder: which video it is of
 
 
@@ -161,7 +161,7 @@ class VideoResult(LoadResult):
         """Write the pipeline's trace: a track for each stage and each frame of each engine's typical round."""
         from dyno.videos import figures, words
 
-        write_text(path, json.dumps(words.chrome_trace(figures.of_run(self.data), EXPORTER)) + "\n")
+        write_text(path, json.dumps(words.chrome_trace(figures.of_run(self.data))) + "\n")
 
 
 def video(

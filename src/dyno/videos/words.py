@@ -1,4 +1,4 @@
-"""What the figures of a video say, in sentences."""
+"""Sentences on the figures of a video."""
 
 from __future__ import annotations
 
@@ -172,10 +172,10 @@ HOW = (
 )
 
 
-def chrome_trace(runs: Sequence[VideoRun], exporter: str) -> dict[str, Any]:
+def chrome_trace(runs: Sequence[VideoRun]) -> dict[str, Any]:
     """Build a process for each trial's typical round, with a track for each stage and each frame; microseconds."""
     events = [event for pid, each in enumerate(runs, 1) for event in _iter_events(each, pid)]
-    return export.trace_document(events, exporter, HOW)
+    return export.trace_document(events, "dyno", HOW)
 
 
 def _iter_events(run: VideoRun, pid: int) -> Iterator[Event]:

@@ -178,7 +178,7 @@ class Lane:
 
 
 class Instances:
-    """So many copies of a trial's model; several lanes of one where its sessions have several slots on a CPU.
+    """Copies of a trial's model, `count` of them; several lanes of one where its sessions have several slots on a CPU.
 
     A GPU's slots share a stream and belong to one thread, so there an instance has one lane, and instances overlap.
     Close it in the end. Raises what loading raises.

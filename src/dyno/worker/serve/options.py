@@ -1,4 +1,4 @@
-"""How requests come and are batched: settings of a job, checked before anything is started."""
+"""Settings of arrivals and batches of requests, checked before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a network is for: which data it is measured on, how its outputs lie, and what is kept of them."""
+"""Tasks of networks: their data, the layout of their outputs, and the answers that are kept."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class OutputShapes:
 
 @dataclass(frozen=True)
 class EvaluationInputs:
-    """What goes through a session: `count` inputs in batches; of real images also their places in the data set
+    """The inputs of an evaluation: `count` in batches; of real images also their places in the data set
     (`samples`) and the height and width that the session takes."""
 
     trial: Trial
@@ -95,7 +95,7 @@ class Collector:
 
 
 class Task(ABC):
-    """What a network is for.
+    """The purpose of a network.
 
     `labels` are those that its data must have: the `classes` of images, or the `objects` in them, all of which have
     `needs` besides boxes ("" for nothing). `metrics` names the objects of `results/metrics` that measure its accuracy

@@ -1,4 +1,4 @@
-"""What a classifier answers: the best classes of each image, ranked alike for every backend."""
+"""Classification: the best classes of each image, ranked alike for every backend."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class BoxReader:
 
     @property
     def fit(self) -> Fit | None:
-        """How the layout fits that was chosen; None before a batch had boxes."""
+        """The fit of the chosen layout; None before a batch had boxes."""
         return self._chosen[0] if self._chosen else None
 
     def detections(

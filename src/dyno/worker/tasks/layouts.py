@@ -65,7 +65,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class BoxLayout(ABC):
-    """How boxes lie in a network's outputs.
+    """A layout of boxes in a network's outputs.
 
     `shown` describes it in messages, `form` is the usual form of its boxes (`fixed_form`: the only one), `suppressed`
     says that overlapping boxes are left out already, and `free_order` that rounding may change the order of its boxes.

@@ -34,7 +34,7 @@ class Detections:
 
 @dataclass(frozen=True)
 class BoxForm:
-    """How four numbers are a box: the `order` of its values, in pixels of the input or as `shares` of its sides."""
+    """The meaning of a box's numbers: the `order` of its values, in pixels of the input or as `shares` of its sides."""
 
     order: str
     shares: bool = False
@@ -51,7 +51,8 @@ class BoxForm:
             return boxes
         if self.order == SIDES.order:
             return np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
-        return convert_centres(boxes)
+        half = boxes[:, 2:] / 2
+        return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
     def points(self, points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         """Return points (x, y, ...) in pixels of the input."""
@@ -158,7 +159,7 @@ def encode_mask(mask: np.ndarray, top: int, left: int, height: int, width: int) 
 
 
 class ImagePlacement:
-    """Where one image lies in the network's input, and the inverse mapping.
+    """The place of one image in the network's input, and the inverse mapping.
 
     `aspect` is the width of the image's pixels over their height: it is letterboxed by the shape that is displayed.
     """
@@ -238,12 +239,6 @@ def select_best(
         anchors, labels, values, boxes = anchors[finite], labels[finite], values[finite], boxes[finite]
     kept = slice(max_detections) if iou is None else suppress_overlaps(corner_boxes(boxes), labels, iou, max_detections)
     return anchors[kept], labels[kept].astype(np.int32), values[kept]
-
-
-def convert_centres(boxes: np.ndarray) -> np.ndarray:
-    """Return left, top, right and bottom of boxes given by centre, width and height."""
-    half = boxes[:, 2:] / 2
-    return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
 
 def _compute_overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:

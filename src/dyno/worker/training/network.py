@@ -121,7 +121,7 @@ AGAIN = "give another --out, or remove that folder to start anew"
 
 @dataclass
 class State:
-    """Where a training stands: its settings, the epochs that are done, and the best of them (0: none)."""
+    """The progress of a training: its settings, the epochs that are done, and the best of them (0: none)."""
 
     settings: dict[str, Any]
     history: list[dict[str, float]] = field(default_factory=list)
@@ -129,7 +129,7 @@ class State:
 
     @property
     def epoch(self) -> int:
-        """How many epochs are done."""
+        """The number of finished epochs."""
         return len(self.history)
 
     def add(self, row: dict[str, float]) -> None:

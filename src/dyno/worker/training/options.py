@@ -1,4 +1,4 @@
-"""How to train: the settings of a training job, checked before anything is decoded or started."""
+"""Settings of a training job, checked before anything is decoded or started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each stage by itself on the first frames, with nothing beside it: its seconds, and the processor time it takes.
+"""Isolated measurements of each stage on the first frames: its seconds and its processor time.
 
 Besides, how much more of that it takes while every processor works. Two processors are often two threads of one core,
 which a virtual machine need not say, and all share caches and memory: together they do less than each by itself.

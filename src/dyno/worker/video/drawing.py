@@ -20,7 +20,7 @@ from dyno.worker.spec import Unavailable
 from dyno.worker.video.media import Colour, Frame, PicturePlane
 from dyno.worker.video.options import TRACKERS
 
-# Which boxes of a video are of the same object, by the trackers of the library `trackers`.
+# Identities of objects across a video's frames, by the trackers of the library `trackers`.
 
 NO_OBJECT = -1  # the library's identity of a box that is of no object yet
 USUAL_RATE = 30.0  # frames per second of a source that doesn't say
@@ -69,7 +69,7 @@ class Tracker:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many objects there were of each class, the class that most of an object's boxes have."""
+        """The number of objects of each class; an object's class is that of most of its boxes."""
         counted = Counter(classes.most_common(1)[0][0] for classes in self._classes.values())
         return {str(kind): counted[kind] for kind in sorted(counted)}
 

@@ -1,4 +1,4 @@
-"""What a frame shows: red, green and blue, or the planes that its decoder gave; and the layers that are drawn on.
+"""Pictures of frames: red, green and blue, or the planes of a decoder; and the layers for drawings.
 
 A video's decoder gives brightness, and colour at half the height and width (4:2:0), and its encoder wants the same.
 So such a frame becomes RGB for the network alone: what is drawn is drawn on its planes, and where nothing is they are
@@ -60,7 +60,7 @@ def _convert_colour(weights: Weights, colour: Colour) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Pixels:
-    """What a picture consists of, to be read only: uint8 arrays, one of height x width x RGB, or brightness and both
+    """The arrays of a picture, to be read only: uint8, one of height x width x RGB, or brightness and both
     colours, these at half the height and width; and the number of their matrix (None: RGB)."""
 
     arrays: tuple[np.ndarray, ...]
@@ -401,7 +401,7 @@ class Batch:
 
 
 class Source(ABC):
-    """What frames are read from. `name` is for messages.
+    """A source of frames. `name` is for messages.
 
     `count` is the number of frames as far as the source says (0: it doesn't), `rate` its average per second (0: none).
     `live` frames come when they come, and each is a separate image file with `images`. Some can be read only
@@ -439,7 +439,7 @@ class Source(ABC):
 
 
 class Sink:
-    """Where frames go; the base class drops them."""
+    """A destination of frames; the base class drops them."""
 
     written = 0
 

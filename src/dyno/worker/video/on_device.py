@@ -31,7 +31,7 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]  # of outputs by name
 
 @dataclass(frozen=True)
 class PictureKind:
-    """What pictures that are prepared together have in common; `matrix` is that of `Pixels`."""
+    """The kind of pictures that can be prepared together; `matrix` is that of `Pixels`."""
 
     height: int
     width: int

@@ -1,4 +1,4 @@
-"""What a source's and an output's name mean: which reader and which writer they get."""
+"""The reader of a source and the writer of an output, chosen by their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a video is read, answered and written: settings of a job, checked before anything is started."""
+"""Settings of a video's job: reading, detection and writing, checked before anything is started."""
 
 from __future__ import annotations
 

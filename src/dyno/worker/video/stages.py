@@ -56,7 +56,7 @@ class PipelineStage:
 
     @property
     def holds(self) -> bool:
-        """Whether something is in progress that `rest` could finish while no further item waits."""
+        """Whether work is in progress that `rest` could finish while no further item waits."""
         return False
 
 
@@ -67,8 +67,8 @@ def make_number_array() -> array[int]:
 
 @dataclass
 class StageTimestamps:
-    """What one stage did, item by item, in ns of `perf_counter_ns`: when it began and ended the work, and when what it
-    handed on had found room; how many items waited when it took one."""
+    """The work of one stage, item by item, in ns of `perf_counter_ns`: its beginning and end, and when its results had
+    found room; how many items waited when it took one."""
 
     began: array[int] = field(default_factory=make_number_array)
     ended: array[int] = field(default_factory=make_number_array)

@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DetectionSettings:
-    """How predictions become boxes: their reader, the least score, the overlap above which the weaker of two boxes of a
-    class is dropped, and the most boxes of a frame."""
+    """The settings by which predictions become boxes: their reader, the least score, the overlap above which the weaker
+    of two boxes of a class is dropped, and the most boxes of a frame."""
 
     reader: BoxReader
     confidence: float = 0.25
