@@ -18,6 +18,7 @@ from dyno.worker.backends.inference_server import ENDPOINT
 from dyno.worker.serve.batching import Instances
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import Dims, InputSpec, ModelSpec, Trial, Unanswered, Unavailable, UserError
+from refusals import refuses
 
 SHORT = ("--rate", 50, "--duration", "1s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run")
 NET = f"""
@@ -92,8 +93,7 @@ def test_a_server_with_other_inputs_than_its_model_is_one_line() -> None:
     given = (InputSpec("a", shape=("batch", 3)), InputSpec("b", shape=("batch", 3)))
     with kserve_server.running() as (url, _):
         other = replace(trial(url), model=ModelSpec(kserve_server.MODEL, f"nets:{kserve_server.MODEL}", inputs=given))
-        with pytest.raises(UserError, match="'adder' takes x, and adder here a, b: not the same model"):
-            ENDPOINT.load(other, None)
+        refuses("'adder' takes x, and adder here a, b: not the same model", ENDPOINT.load, other, None)
 
 
 @needs_client
@@ -111,16 +111,12 @@ def test_what_the_server_answers_is_fetched() -> None:
 @needs_client
 def test_no_server_and_no_such_model_are_one_line() -> None:
     with kserve_server.running() as (url, _):
-        with pytest.raises(UserError, match="has no model 'other'") as caught:
-            ENDPOINT.load(trial(url, "other"), None)
-        assert "\n" not in str(caught.value)
+        refuses("has no model 'other'", ENDPOINT.load, trial(url, "other"), None)
     said = "no server of KServe's protocol v2 answers at {}: .*; check that it runs"
     with kserve_server.refusing() as url, pytest.raises(UserError, match=said.format(url)):
         ENDPOINT.load(trial(url), None)
-    with pytest.raises(UserError, match="write http://HOST:PORT"):
-        ENDPOINT.load(trial("localhost:8000"), None)
-    with pytest.raises(UserError, match=r"write http://HOST:PORT or .* \(Port out of range"):
-        ENDPOINT.load(trial("http://127.0.0.1:99999"), None)
+    refuses("write http://HOST:PORT", ENDPOINT.load, trial("localhost:8000"), None)
+    refuses(r"write http://HOST:PORT or .* \(Port out of range", ENDPOINT.load, trial("http://127.0.0.1:99999"), None)
 
 
 @needs_client

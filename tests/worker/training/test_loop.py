@@ -16,6 +16,7 @@ from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Unavailable,
 from dyno.worker.training import network
 from dyno.worker.training.loop import train
 from dyno.worker.training.options import AUGMENTATIONS, OPTIMIZERS, TrainOptions, make_options
+from refusals import refuses
 
 NET = ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1, preprocess=Preprocess((0.5,), (0.5,), 0.0))
 SIZE = 32
@@ -173,11 +174,9 @@ def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, model, tmp_pat
     assert set(torch.load(path, weights_only=True)) == {"about", "module", "optimizer", "schedule", "scaler"}
     for content in (path.read_bytes()[:5000], b"", b"no state"):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="damaged or not the state of a training; give another --out"):
-            fit(digits, tmp_path, model, epochs=1)
+        refuses("damaged or not the state of a training; give another --out", fit, digits, tmp_path, model, epochs=1)
     torch.save({"about": Path("x")}, path)  # would need code
-    with pytest.raises(UserError, match="damaged or not the state"):
-        fit(digits, tmp_path, model, epochs=1)
+    refuses("damaged or not the state", fit, digits, tmp_path, model, epochs=1)
 
 
 def test_the_best_epoch_is_kept_when_the_loss_diverges(digits, model, tmp_path, monkeypatch):
@@ -321,8 +320,7 @@ def test_every_image_is_in_one_batch_and_none_is_alone(images, sizes, tmp_path):
     ],
 )
 def test_options_that_can_not_work_are_refused(settings, message):
-    with pytest.raises(UserError, match=message):
-        make_options(settings)
+    refuses(message, make_options, settings)
 
 
 def test_every_optimiser_has_a_usual_rate():
