@@ -305,7 +305,7 @@ class TrainingResult:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingPlan:
     """Everything that defines a training: the study of the untrained model, the model, size, images, settings."""
 
     study: Study
@@ -378,7 +378,7 @@ def train(
 
 def _plan_training(
     study: Study, chosen: TrainOptions, holdout: float | None, folder: Path, view: TrainingView
-) -> Training:
+) -> TrainingPlan:
     """Inspect the model, list and decode the images: every check before a training begins."""
     source = study.models[0]
     if registry.format_of(source):
@@ -391,10 +391,10 @@ def _plan_training(
     model = replace(requested, preprocess=inspected.preprocess)
     training, test = decode_split(study, model, size, chosen, view.console)
     names = list_classes(training)
-    return Training(study, replace(model, classes=len(names)), size, training, test, chosen, names)
+    return TrainingPlan(study, replace(model, classes=len(names)), size, training, test, chosen, names)
 
 
-def _run_job(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool]:
+def _run_job(plan: TrainingPlan, folder: Path, view: TrainingView) -> tuple[Record, bool]:
     """Run the job and store its outcome beside the weights; return its record, and False if it was done before."""
     names = ", ".join(plan.classes[:5]) + (", …" if len(plan.classes) > 5 else "")
     opening = (
@@ -444,7 +444,7 @@ def _count_images(data: DataSpec) -> int:
     return int(meta(data)["splits"][data.split])
 
 
-def _write_description(plan: Training, folder: Path, about: dict[str, Any]) -> None:
+def _write_description(plan: TrainingPlan, folder: Path, about: dict[str, Any]) -> None:
     """Write training.json: settings, model, data and the outcome."""
     data = {
         "source": plan.study.data,
@@ -459,7 +459,7 @@ def _write_description(plan: Training, folder: Path, about: dict[str, Any]) -> N
     )
 
 
-def _explain_end(record: Record, plan: Training, done: int) -> str:
+def _explain_end(record: Record, plan: TrainingPlan, done: int) -> str:
     if record.status == "oom":
         size = "x".join(map(str, plan.size))
         return (
@@ -471,7 +471,7 @@ def _explain_end(record: Record, plan: Training, done: int) -> str:
 
 
 def _print_outcome(
-    plan: Training, facts: TrainingFacts, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
+    plan: TrainingPlan, facts: TrainingFacts, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
 ) -> None:
     from dyno.formatting import show
     from dyno.results.stats import wilson
@@ -489,7 +489,7 @@ def _print_outcome(
         view.say(f"next: {next_command(command, plan, result.weights)}")
 
 
-def next_command(command: str, plan: Training, weights: Path) -> str:
+def next_command(command: str, plan: TrainingPlan, weights: Path) -> str:
     """Return a command line that measures the trained weights on the test images."""
     study, model = plan.study, plan.model
     command_line = ["dyno", command, study.models[0], "--weights", str(weights), "--data", study.data]
@@ -507,7 +507,7 @@ def next_command(command: str, plan: Training, weights: Path) -> str:
     return shlex.join(command_line)
 
 
-def _measure_engines(plan: Training, result: TrainingResult, quiet: bool) -> Result:
+def _measure_engines(plan: TrainingPlan, result: TrainingResult, quiet: bool) -> Result:
     """Measure the trained weights under PyTorch and the backends, in the folder `engines`."""
     others = tuple(name for name in plan.study.backends if name != "pytorch")
     study = replace(

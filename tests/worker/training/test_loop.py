@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from dyno.worker.nets import models
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Unavailable, UserError
 from dyno.worker.training import network
-from dyno.worker.training.loop import train
+from dyno.worker.training.loop import Training
 from dyno.worker.training.options import AUGMENTATIONS, OPTIMIZERS, TrainOptions, make_options
 from refusals import refuses
 
@@ -90,7 +90,7 @@ def fit(data: DataSpec, folder: Path, model: ModelSpec = NET, tell=lambda text: 
     """Train on the data set's own split and test on the other."""
     folder.mkdir(exist_ok=True)
     training = dataclasses.replace(data, split="train")
-    return train(make_options({**QUICK, **settings}), training, data, model, dims, folder, tell)
+    return Training(make_options({**QUICK, **settings}), training, data, model, dims, folder, tell).run()
 
 
 def interrupt(at: str):
