@@ -111,13 +111,6 @@ class Session(ABC):
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Return the slot's outputs as host arrays by name; valid until the slot runs again."""
 
-    def answer(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        """Run one inference on the feeds in slot 0; return copies of its outputs."""
-        self.bind(feeds)
-        self.run()
-        self.wait()
-        return {name: array.copy() for name, array in self.fetch().items()}
-
     def parts(self, feeds: Arrays) -> dict[str, float]:
         """Return the seconds of one inference from host to host, part by part; empty where parts can't be measured."""
         return {}
@@ -150,6 +143,14 @@ class Session(ABC):
 
     def close(self) -> None:  # noqa: B027 - nothing to do where Python frees it
         """Free everything."""
+
+
+def answer_feeds(session: Session, feeds: Arrays) -> dict[str, np.ndarray]:
+    """Run one inference on the feeds in slot 0; return copies of its outputs."""
+    session.bind(feeds)
+    session.run()
+    session.wait()
+    return {name: array.copy() for name, array in session.fetch().items()}
 
 
 class Backend(ABC):

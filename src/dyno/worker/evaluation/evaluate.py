@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import tasks
-from dyno.worker.backend import Session
+from dyno.worker.backend import Session, answer_feeds
 from dyno.worker.facts import job as facts
 from dyno.worker.facts.engine import QUANTISED
 from dyno.worker.inputs import input_data
@@ -339,7 +339,7 @@ class _RowTest:
         )
 
     def _run_batch(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        return self._session.answer(self._session.stage(feeds))
+        return answer_feeds(self._session, self._session.stage(feeds))
 
 
 def _format_shape(shape: Sequence[int | str]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -112,11 +113,11 @@ class _VideoJob:
         session = self._host = engine.session
         self._ends = self._reach_device()
         model = job.trial.model
-        reader = BoxReader(_find_task(job.trial), model.classes or 0, model.keypoints)
+        limits: dict[str, Any] = {"confidence": options.confidence, "iou": options.iou, "max_detections": options.most}
+        self._reader = BoxReader(_find_task(job.trial), model.classes or 0, model.keypoints, **limits)
         if self._ends is not None:
-            change = on_device.drop_low_scores(self._ends.torch, reader, options.confidence)
+            change = on_device.drop_low_scores(self._ends.torch, self._reader)
             engine.session = on_device.OnDeviceSession(session, self._ends, change)
-        self._answering = steps.DetectionSettings(reader, options.confidence, options.iou, options.most)
         self._output, self._boxes = (Path(job.options[k]) if job.options[k] else None for k in ("output", "boxes"))
         self._scratch, self._source_text = bool(job.options["scratch"]), str(job.options["source"])
         self._lanes = lanes_beside(job.trial.runtime.device == "cpu")
@@ -191,7 +192,7 @@ class _VideoJob:
         path = journal.folder / f"alone{self._output.suffix}" if self._output else None
         sink = open_sink(path, self._source, self._options.codec) if path else None
         preparations, tracker = self._new_preparations(), self._new_tracker()
-        bench = alone.Bench(self._source, self._engine, preparations, self._answering, tracker, sink)
+        bench = alone.Bench(self._source, self._engine, preparations, self._reader, tracker, sink)
         if first:
             journal.timed("first_call", "first call", measure.step(session, "all", bench.feeds))
             journal.stage("each stage alone")
@@ -212,7 +213,7 @@ class _VideoJob:
         paths = [self._journal.folder / f"copy{number}{suffix}" for number in range(count)] if self._output else []
         preparations = [self._new_preparation() for _ in range(count)]
         sinks: list[Sink | None] = [open_sink(path, self._source, self._options.codec) for path in paths]
-        copies = [alone.StageCopy(self._source, preparation, self._answering, self._new_tracker(), sink, answered[0])
+        copies = [alone.StageCopy(self._source, preparation, self._reader, self._new_tracker(), sink, answered[0])
                   for preparation, sink in zip(preparations, sinks or [None] * count, strict=True)]  # fmt: skip
         try:
             return alone.measure_contention(copies, self._engine, answered)
@@ -294,7 +295,7 @@ class _VideoJob:
         feeds = steps.PreparationStage.arrays(preparations[0], engine, self._lanes)
         chain: list[stages.PipelineStage] = [
             steps.PreparationStage(preparations, feeds), steps.InferenceStage(engine, shares, batch),
-            steps.PostprocessingStage(self._answering, size, keep if tracker is None else None, batch, self._lanes,
+            steps.PostprocessingStage(self._reader, size, keep if tracker is None else None, batch, self._lanes,
                               engine.take_back),
         ]  # fmt: skip
         if tracker:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import measure
-from dyno.worker.backend import Arrays, Session
+from dyno.worker.backend import Arrays, Session, answer_feeds
 from dyno.worker.inputs.specs import static_shapes
 from dyno.worker.serve.rates import Arrivals
 from dyno.worker.spec import Dims, Plan, Trial, Unanswered, Unavailable, UserError
@@ -284,7 +284,7 @@ class BatchFormingSession(Session):
         for begin, count in self._iter_batches():
             part = self._answer_requests(begin, count)
             if part is None:
-                parts = [self._ladder[-1].session.answer(self._fed)]
+                parts = [answer_feeds(self._ladder[-1].session, self._fed)]
                 break
             parts.append(part)
         self._answered = {name: np.concatenate([p[name] for p in parts]) if len(parts) > 1 else a
@@ -318,7 +318,7 @@ class BatchFormingSession(Session):
                 feeds[name] = array
             else:
                 return None
-        answered = rung.session.answer(feeds)
+        answered = answer_feeds(rung.session, feeds)
         if any(a.shape[:1] != (rung.size,) for a in answered.values()):
             return None
         return {name: a[:count] for name, a in answered.items()}

@@ -107,11 +107,16 @@ class BoxReader:
     """Detections of the batches of one network, by the same code for every backend.
 
     The first batch with boxes decides on the layout; several threads may read at once. `classes` is their number (0:
-    unknown), `keypoints` how many there are and the values of each.
+    unknown), `keypoints` how many there are and the values of each. `confidence` is the least score, `iou` the overlap
+    above which the weaker of two boxes of a class is dropped, and `max_detections` the most boxes of an image.
     """
 
-    def __init__(self, task: Detect, classes: int = 0, keypoints: Sequence[int] = ()) -> None:
+    def __init__(
+        self, task: Detect, classes: int = 0, keypoints: Sequence[int] = (), *,
+        confidence: float = 0.001, iou: float = 0.7, max_detections: int = 300,
+    ) -> None:  # fmt: skip
         self._task, self._classes, self._keypoints = task, classes, tuple(keypoints)
+        self.confidence, self._iou, self._max_detections = confidence, iou, max_detections
         self._chosen: tuple[Fit, BoxForm] | None = None
         self._choosing = threading.Lock()
 
@@ -121,8 +126,8 @@ class BoxReader:
         return self._chosen[0] if self._chosen else None
 
     def detections(
-        self, outputs: Mapping[str, np.ndarray], sizes: np.ndarray, input_size: tuple[int, int], *,
-        confidence: float = 0.001, iou: float = 0.7, max_detections: int = 300, aspects: Sequence[float] = (),
+        self, outputs: Mapping[str, np.ndarray], sizes: np.ndarray, input_size: tuple[int, int],
+        aspects: Sequence[float] = (),
     ) -> list[Detections]:  # fmt: skip
         """Return the detections of each image of a batch.
 
@@ -138,7 +143,7 @@ class BoxReader:
         for image, (height, width) in enumerate(np.asarray(sizes).tolist()):
             place = ImagePlacement(height, width, *input_size, aspects[image] if aspects else 1.0)
             pool = np.asarray(outputs[beside])[image].astype(np.float32) if beside else np.empty(0, np.float32)
-            found.append(self._read_image(outputs, image, place, pool, chosen, (confidence, iou, max_detections)))
+            found.append(self._read_image(outputs, image, place, pool, chosen))
         self._check_labels(found, outputs)
         return found
 
@@ -153,18 +158,17 @@ class BoxReader:
 
     def _read_image(
         self, outputs: Mapping[str, np.ndarray], image: int, place: ImagePlacement, beside: np.ndarray,
-        chosen: tuple[Fit, BoxForm] | None, limits: tuple[float, float, int],
+        chosen: tuple[Fit, BoxForm] | None,
     ) -> Detections:  # fmt: skip
-        confidence, iou, max_detections = limits
         extra = (chosen[0].extra if chosen else self._task.extra(shapes_of(outputs), self._keypoints)) or 0
         rows, kinds, scores = np.empty((0, 4 + extra), np.float32), np.empty(0, np.int32), np.empty(0, np.float32)
         form = chosen[1] if chosen else CORNERS
         if chosen:
             fit = chosen[0]
             one = fit.layout.decode(fit, outputs, image)
-            overlap = None if fit.layout.suppressed else iou
+            overlap = None if fit.layout.suppressed else self._iou
             kept, kinds, scores = select_best(
-                one, lambda boxes: form.corners(boxes, place.input), confidence, overlap, max_detections
+                one, lambda boxes: form.corners(boxes, place.input), self.confidence, overlap, self._max_detections
             )
             parts = [one.boxes, *([one.rest] if one.rest is not None else [])]
             rows = np.concatenate([part[:, kept] for part in parts]).T.astype(np.float32)

@@ -21,6 +21,7 @@ from dyno.worker import measure
 from dyno.worker.backend import Arrays
 from dyno.worker.inputs import input_data
 from dyno.worker.spec import Plan
+from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.video import steps
 from dyno.worker.video.drawing import Tracker, draw_detections
 from dyno.worker.video.media import Batch, Frame, Preparation, Sink, Source, now
@@ -86,13 +87,13 @@ class Bench:
         source: Source,
         engine: steps.SessionThread,
         preparations: Sequence[Preparation],
-        answering: steps.DetectionSettings,
+        reader: BoxReader,
         tracker: Tracker | None,
         sink: Sink | None,
     ) -> None:
         self._source, self._tracker, self._sink = source, tracker, sink
         self._engine = steps.InferenceStage(engine)
-        self._answer = steps.PostprocessingStage(answering, preparations[0].size)
+        self._answer = steps.PostprocessingStage(reader, preparations[0].size)
         self._clocks = {name: _CostClock() for name in steps.STAGES if name != steps.INFER}
         self._preparation, self._batch, self._lanes = preparations[0], preparations[0].batch, len(preparations)
         self._chunk = CHUNK if self._lanes == 1 else max(CHUNK, self._lanes * self._batch)
@@ -205,13 +206,13 @@ class StageCopy:
         self,
         source: Source,
         preparation: Preparation,
-        answering: steps.DetectionSettings,
+        reader: BoxReader,
         tracker: Tracker | None,
         sink: Sink | None,
         answered: Batch,
     ) -> None:
         self._preparation, self._tracker, self._sink = preparation, tracker, sink
-        self._feed, self._answer = preparation.new_feed(), steps.PostprocessingStage(answering, preparation.size)
+        self._feed, self._answer = preparation.new_feed(), steps.PostprocessingStage(reader, preparation.size)
         # Drawn on and written by each copy for itself.
         own = [replace(frame, picture=frame.picture.copy()) for frame in answered.frames]
         self._answered = replace(answered, frames=own)

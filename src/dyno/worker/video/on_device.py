@@ -252,14 +252,14 @@ class OnDeviceSession(Session):
         self.host.close()
 
 
-def drop_low_scores(torch: Any, reader: BoxReader, confidence: float) -> Change:
-    """Return a function that keeps only the anchors where a class scores about `confidence` or more.
+def drop_low_scores(torch: Any, reader: BoxReader) -> Change:
+    """Return a function that keeps only the anchors where a class scores about the reader's `confidence` or more.
 
     It changes predictions of batch x values x anchors. The anchors of each image keep their order; an image with fewer
     anchors than another gets predictions of zeros at the end. Other outputs stay as they are, and so do predictions in
     another layout, or before one was chosen.
     """
-    least = (1 - MARGIN) * confidence
+    least = (1 - MARGIN) * reader.confidence
 
     def drop_boxes(outputs: dict[str, Any]) -> dict[str, Any]:
         fit = reader.fit

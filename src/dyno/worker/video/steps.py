@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any, TypeVar
@@ -16,7 +15,6 @@ import numpy as np
 
 from dyno.worker.backend import Session
 from dyno.worker.tasks.detect import BoxReader
-from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video.drawing import NO_OBJECT
 from dyno.worker.video.media import SQUARE, Batch, Frame, Preparation, now
 from dyno.worker.video.stages import AHEAD, DEPTH, PipelineStage, make_number_array
@@ -27,26 +25,6 @@ DECODE, PREPARE, INFER, POSTPROCESS, TRACK, DRAW, ENCODE = STAGES = (
 
 LARGE = 1 << 20  # bytes of outputs, from which on several threads copy them
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class DetectionSettings:
-    """The settings by which predictions become boxes: their reader, the least score, the overlap above which the weaker
-    of two boxes of a class is dropped, and the most boxes of a frame."""
-
-    reader: BoxReader
-    confidence: float = 0.25
-    iou: float = 0.7
-    max_detections: int = 300
-
-    def detections(
-        self, outputs: Mapping[str, np.ndarray], frames: list[Frame], size: tuple[int, int]
-    ) -> list[Detections]:
-        """Return the boxes of each frame of a batch, in the frame's own pixels."""
-        limits: dict[str, Any] = {"confidence": self.confidence, "iou": self.iou, "max_detections": self.max_detections}
-        sizes = np.array([frame.size for frame in frames])
-        aspects = [float(frame.picture.aspect) for frame in frames]
-        return self.reader.detections(outputs, sizes, size, aspects=aspects, **limits)
 
 
 def room_for(batch: int) -> int:
@@ -308,15 +286,16 @@ class PostprocessingStage(PipelineStage):
     name = POSTPROCESS
 
     def __init__(
-        self, answering: DetectionSettings, size: tuple[int, int], keep: DetectionRecorder | None = None,
+        self, reader: BoxReader, size: tuple[int, int], keep: DetectionRecorder | None = None,
         batch: int = 1, lanes: int = 1, read: Callable[[list[np.ndarray]], None] | None = None,
     ) -> None:  # fmt: skip
-        self._answering, self._size, self._keep, self._read = answering, size, keep, read
+        self._reader, self._size, self._keep, self._read = reader, size, keep, read
         self.room, self.lanes = room_for(batch), lanes
 
     def work(self, item: Any) -> Iterable[Frame]:
         outputs = dict(zip(item.names, item.outputs, strict=True))
-        found = self._answering.detections(outputs, item.frames, self._size)
+        sizes, aspects = zip(*((frame.size, float(frame.picture.aspect)) for frame in item.frames), strict=True)
+        found = self._reader.detections(outputs, np.array(sizes), self._size, aspects)
         for frame, detections in zip(item.frames, found, strict=True):
             frame.detections = detections
         if self._read is not None:
