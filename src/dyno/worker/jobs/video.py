@@ -168,7 +168,7 @@ class _VideoJob:
         self._facts = replace(self._facts, height=height, width=width)
         self._found = [
             alone.StageMeasurement(
-                stages, self._measure_crowding(bench.answered), alone.measure_hand_over(len(stages) - 1)
+                stages, self._measure_contention(bench.answered), alone.measure_hand_over(len(stages) - 1)
             )
         ]
 
@@ -181,8 +181,8 @@ class _VideoJob:
         damaged, left = self._source.damaged, self._source.left
         with suppress(KeyboardInterrupt):
             stages, bench, _ = self._engine.call(self._measure_alone)
-            crowd = self._measure_crowding(bench.answered)
-            self._found.append(alone.StageMeasurement(stages, crowd, alone.measure_hand_over(len(stages) - 1)))
+            cost = self._measure_contention(bench.answered)
+            self._found.append(alone.StageMeasurement(stages, cost, alone.measure_hand_over(len(stages) - 1)))
         self._source.damaged, self._source.left = damaged, left
         self._store_found()
 
@@ -204,7 +204,7 @@ class _VideoJob:
         inference, rate = alone.measure_inference(self._engine, bench.feeds, self._trial.plan, self._preparation.batch)
         return {**bench.results(), steps.INFER: inference}, bench, rate
 
-    def _measure_crowding(self, answered: list[Batch]) -> alone.ContentionCost | None:
+    def _measure_contention(self, answered: list[Batch]) -> alone.ContentionCost | None:
         """Measure the processor time of stages under full CPU load (`alone.measure_contention`); None with one."""
         count = min(len(steps.STAGES), self._facts.processors // codec_threads())
         if self._facts.processors == 1:
@@ -229,8 +229,8 @@ class _VideoJob:
         self._arrays |= {f"alone_{name}": one.seconds for name, one in found.stages.items()}
         cpu = {name: one.cpu for name, one in found.stages.items()}
         self._facts = replace(self._facts, cpu=cpu, hand_over=found.hand_over)
-        if found.crowd is not None:
-            self._facts = replace(self._facts, crowding=found.crowd.factor, cpu_inference=found.crowd.inference)
+        if (cost := found.contention) is not None:
+            self._facts = replace(self._facts, crowding=cost.factor, cpu_inference=cost.inference)
         save_arrays(self._journal.folder / ARRAYS, self._arrays)
         self._journal.facts(video=self._facts)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -306,11 +306,11 @@ def measure_hand_over(count: int) -> float:
 
 @dataclass(frozen=True)
 class StageMeasurement:
-    """One measurement: each stage alone, all of them in a crowd (None: there is one processor), and the processor time
-    of handing something on, in seconds."""
+    """One measurement: each stage alone, all of them under full CPU load (None: there is one processor), and the
+    processor time of handing something on, in seconds."""
 
     stages: dict[str, IsolatedTimes]
-    crowd: ContentionCost | None
+    contention: ContentionCost | None
     hand_over: float
 
 
@@ -320,9 +320,6 @@ def join_measurements(measurements: Sequence[StageMeasurement]) -> StageMeasurem
     for name in measurements[0].stages:
         each = [one.stages[name] for one in measurements]
         stages[name] = IsolatedTimes(np.concatenate([a.seconds for a in each]), float(np.mean([a.cpu for a in each])))
-    crowds = [one.crowd for one in measurements if one.crowd is not None]
-    handed = float(np.mean([one.hand_over for one in measurements]))
-    if not crowds:
-        return StageMeasurement(stages, None, handed)
-    factor, inference = (float(np.mean([getattr(c, name) for c in crowds])) for name in ("factor", "inference"))
-    return StageMeasurement(stages, ContentionCost(factor, inference), handed)
+    costs = [astuple(one.contention) for one in measurements if one.contention is not None]
+    contention = ContentionCost(*np.mean(costs, axis=0).tolist()) if costs else None
+    return StageMeasurement(stages, contention, float(np.mean([one.hand_over for one in measurements])))
