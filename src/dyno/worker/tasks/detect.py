@@ -92,7 +92,7 @@ class Detect(Task):
         """Return what layouts are to fit; `UnreadBoxes` without an output that the task needs."""
         beside = self.beside(shapes)
         if self.refers_to and not beside:
-            raise UnreadBoxes(layouts.describe_unread(shapes, f"there are no {self.refers_to}"))
+            raise UnreadBoxes(shapes, f"there are no {self.refers_to}")
         boxes = {name: shape for name, shape in shapes.items() if name != beside}
         return ObservedOutputs(boxes, size, classes, self.extra(shapes, keypoints), images)
 
@@ -182,11 +182,7 @@ class BoxReader:
         highest = max((int(one.classes.max()) for one in found if len(one.classes)), default=0)
         most = max(NOT_IN_COCO[-1] + 7, self._classes) if self._classes == COCO_CLASSES else self._classes
         if self._classes and highest > most:
-            raise UnreadBoxes(
-                layouts.describe_unread(
-                    shapes_of(outputs), f"a box is of class {highest}, and there are {self._classes}"
-                )
-            )
+            raise UnreadBoxes(shapes_of(outputs), f"a box is of class {highest}, and there are {self._classes}")
 
 
 class DetectionCollector(Collector):

@@ -31,7 +31,12 @@ UNREAD = "no boxes are read from the outputs"
 
 
 class UnreadBoxes(UserError):
-    """Outputs that no layout fits."""
+    """Outputs that no layout fits: their shapes by name, and the reason."""
+
+    def __init__(self, shapes: Mapping[str, Shape], reason: str) -> None:
+        seen = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
+        understood = "; ".join(layout.shown for layout in LAYOUTS if layout.shown)
+        super().__init__(f"{UNREAD} ({seen}): {reason}; understood are {understood}")
 
 
 @dataclass(frozen=True)
@@ -372,7 +377,7 @@ def list_fits(seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLa
     fits = sorted((fit for layout in layouts if (fit := layout.fits(seen))), key=lambda fit: fit.rank)
     if not fits:
         known = f" with {seen.classes} classes" if seen.classes else ""
-        raise UnreadBoxes(describe_unread(seen.shapes, f"no known layout{known} has these shapes"))
+        raise UnreadBoxes(seen.shapes, f"no known layout{known} has these shapes")
     return [fit for fit in fits if len(fit.names) > 1] or fits  # beside an output of boxes no other one has any
 
 
@@ -388,12 +393,10 @@ def choose_layout(
         chosen = [(fit, result) for fit, result in results if isinstance(result, BoxForm)]
         if len(chosen) > 1:
             counts = " or ".join(sorted({str(fit.classes) for fit, _ in chosen}))
-            raise UnreadBoxes(
-                describe_unread(seen.shapes, f"they are of {counts} classes; say how many with --classes")
-            )
+            raise UnreadBoxes(seen.shapes, f"they are of {counts} classes; say how many with --classes")
         if chosen or any(result is None for _, result in results):
             return chosen[0] if chosen else None
-    raise UnreadBoxes(describe_unread(seen.shapes, reasons[0]))
+    raise UnreadBoxes(seen.shapes, reasons[0])
 
 
 def _examine_boxes(fit: Fit, seen: ObservedOutputs) -> BoxForm | str | None:
@@ -431,13 +434,6 @@ def _choose_form(boxes: np.ndarray, layout: BoxLayout, size: tuple[int, int]) ->
         if max(shares) > max(0.95, inside + 0.2):
             return others[int(np.argmax(shares))]
     return usual if valid_share(boxes, usual, size, loose=True) >= 0.5 else None
-
-
-def describe_unread(shapes: Mapping[str, Shape], reason: str) -> str:
-    """Return the sentence on outputs that aren't read: what was seen, why, and what is understood."""
-    seen = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
-    understood = "; ".join(layout.shown for layout in LAYOUTS if layout.shown)
-    return f"{UNREAD} ({seen}): {reason}; understood are {understood}"
 
 
 def anchors_per_cell(anchors: object, size: tuple[int, int]) -> int:

@@ -208,12 +208,9 @@ def _compute_taps(at: np.ndarray, margin: int, length: int, ratio: float, count:
 
 
 def select_best(
-    found: Candidates,
-    corner_boxes: Callable[[np.ndarray], np.ndarray],
-    confidence: float,
-    iou: float | None,
+    found: Candidates, corner_boxes: Callable[[np.ndarray], np.ndarray], confidence: float, iou: float | None,
     max_detections: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """Return which boxes are left, by falling score, with their classes and scores.
 
     Of those above `confidence` boxes that overlap by more than `iou` are suppressed (None: the network did it).
