@@ -19,7 +19,7 @@ from PIL import Image
 from skimage import data as photographs
 
 from dyno.data import load
-from dyno.data.decode import Transform, decoded
+from dyno.data.decode import Transform, decode_images
 from dyno.worker.spec import Preprocess
 
 COUNT, WIDTH, HEIGHT, SIZE, BATCH, ROUNDS = 300, 500, 375, (224, 224), 32, 5
@@ -40,7 +40,7 @@ def tile(folder: Path) -> None:
 
 def decode_again(paths: list[Path]) -> int:
     """Decode and resize every image with all cores, in batches; returns a checksum."""
-    rows = (one.row for one in decoded(paths, Transform(SIZE, Preprocess(), 3)))
+    rows = (one.row for one in decode_images(paths, Transform(SIZE, Preprocess(), 3)))
     total = 0
     while batch := list(islice(rows, BATCH)):
         total += int(np.stack(batch)[:, :, ::16, ::16].sum())

@@ -101,7 +101,7 @@ def plain_epochs(split: train_data.Split, size: int, options: TrainOptions, loop
 
 
 def dyno_epochs(split: train_data.Split, size: int, options: TrainOptions, loop: Loop) -> Iterator[int]:
-    """Dyno's own parts as `training.loop._train_epoch` drives them, without an end."""
+    """Dyno's own parts as `training.loop.Training._train_epoch` drives them, without an end."""
     read = train_data.BatchReader(
         split, PREPROCESS, options, train_data.make_augmentation(options.augment, (size, size))
     )

@@ -129,7 +129,7 @@ def pipeline(
     (filmed,) = figures.of_run(made.data)
     found = filmed.typical
     return {"frames": row["frames"], "seconds": seconds, "reached": row["reached"], "growth": growth, "error": error,
-            "cpu": found.facts.cpu_whole / found.crowded, "used": found.utilization}  # fmt: skip
+            "cpu": found.facts.cpu_whole / found.cpu_under_load, "used": found.utilization}  # fmt: skip
 
 
 def growing(path: Path, seconds: float) -> float:

@@ -1,10 +1,13 @@
 """Drawn shapes with known boxes, masks and keypoints, as images and as labels of either format, and random pictures."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
+
+from dyno.worker.spec import DataSpec
 
 SIZES = [(64, 96), (80, 60), (50, 50), (97, 61), (64, 96), (33, 120)]  # height, width
 NAMES = ["disc", "triangle"]
@@ -61,6 +64,12 @@ def coco_file(count: int, keypoints: bool = False) -> dict[str, Any]:
     points = {"keypoints": ["a", "b", "c"], "skeleton": []} if keypoints else {}
     categories = [{"id": 90, "name": "triangle", **points}, {"id": 7, "name": "disc", **points}]
     return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def truth(data: DataSpec) -> dict[str, Any]:
+    """COCO's ground truth of a decoded data set."""
+    found: dict[str, Any] = json.loads(Path(data.folder, "truth.json").read_text())
+    return found
 
 
 def photographs(

@@ -41,6 +41,10 @@ def net():
 """
 
 
+# The words of a command with that detector, and those of a short measurement.
+NET = ("--model", "marker.py:net", "--task", "detect", "--classes", 1, "--size", "288x384")
+QUICK = ("--seconds", 0.05, "--warmup", 0.02)
+
 # Finds red squares of that size anywhere along the rows of a picture, to four pixels.
 ROWS_NET = f"""
 import torch
@@ -185,3 +189,13 @@ def place_of(frame: np.ndarray) -> int:
     strip = frame[: CELL - 8, :].astype(int)
     red = (strip[..., 0] - strip[..., 2]).mean(0)[: PLACES * CELL].reshape(PLACES, CELL).mean(1)
     return int(red.argmax())
+
+
+def places(path: Path) -> list[int]:
+    """Where the marker is in each frame of a video."""
+    return [place_of(frame) for frame in read(path)[0]]
+
+
+def expected(count: int, first: int = 0) -> list[int]:
+    """Where the markers of so many frames of `pictures` are."""
+    return [k % PLACES for k in range(first, first + count)]

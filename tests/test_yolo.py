@@ -59,7 +59,7 @@ def network(yolo: Callable[[str], TrainedModel], tmp_path_factory: pytest.TempPa
         pytest.importorskip(library)
     trained = yolo(TASK)
     data = yolo_small.decoded(trained.data.parent, TASK)
-    preprocess = tasks.find(TASK).preprocess(3)
+    preprocess = tasks.find_task(TASK).preprocess(3)
     model = ModelSpec("y", trained.source, weights=str(trained.weights), task=TASK, classes=3, preprocess=preprocess)
     images = Images(data, preprocess)
     x = images.batch(0, len(images), "float32")

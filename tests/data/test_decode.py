@@ -169,7 +169,7 @@ def test_what_processes_leave_is_decoded_by_threads(photos: list[Path], monkeypa
     monkeypatch.setattr(decode, "WORTH_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     killed, found = [], list[tuple[bytes | str, str]]()
-    for row in decode.decoded(photos, transform):
+    for row in decode.decode_images(photos, transform):
         found += plain([row])
         if len(found) == 30:
             (server,) = [p for p in psutil.Process().children() if decode.MODULE in p.cmdline()]
@@ -177,7 +177,7 @@ def test_what_processes_leave_is_decoded_by_threads(photos: list[Path], monkeypa
             killed[0].kill()
     assert killed and found == expected
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert plain(decode.decoded(photos, transform)) == expected, "nor do they ever start"
+    assert plain(decode.decode_images(photos, transform)) == expected, "nor do they ever start"
 
 
 @pytest.mark.slow
@@ -217,4 +217,4 @@ def test_threads_alone_decode_where_processes_would_not_pay(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(decode, "decode_rows", lambda *_: pytest.fail("processes were started"))
     transform = Transform((48, 40), Preprocess(), 3)
-    assert len(plain(decode.decoded(photos, transform))) == COUNT
+    assert len(plain(decode.decode_images(photos, transform))) == COUNT

@@ -89,13 +89,13 @@ def test_what_is_decoded_stays_when_unreadable_images_are_refused(
 
 def some(count: int, start: int = 0) -> list[rows.DecodedRow]:
     """Rows of which the third can't be read."""
-    return [rows.timed("torn" if i == 2 else np.full((1, 2, 3), i, np.uint8), 0.5) for i in range(start, count)]
+    return [rows.seal_row("torn" if i == 2 else np.full((1, 2, 3), i, np.uint8), 0.5) for i in range(start, count)]
 
 
 @pytest.mark.parametrize("harm", ["a torn line", "a line too many", "a torn row", "another pixel", "no images", "none"])
 def test_only_whole_rows_are_gone_on_from(tmp_path: Path, harm: str) -> None:
     images, journal = tmp_path / "images.npy", tmp_path / "journal"
-    rows.write(images, journal, (1, 2, 3), 5, lambda start: some(5, start))
+    rows.write_rows(images, journal, (1, 2, 3), 5, lambda start: some(5, start))
     pixels, lines = images.read_bytes(), journal.read_bytes()
     kept = {"a torn line": 4, "a line too many": 5, "a torn row": 4, "another pixel": 3, "no images": 0, "none": 5}
     if harm == "a torn line":
@@ -114,12 +114,12 @@ def test_only_whole_rows_are_gone_on_from(tmp_path: Path, harm: str) -> None:
         asked.append(start)
         return some(8, start)
 
-    written = rows.write(images, journal, (1, 2, 3), 8, source)
+    written = rows.write_rows(images, journal, (1, 2, 3), 8, source)
     assert asked == [kept[harm]]
     assert (written.done, written.kept, written.unreadable, written.seconds) == (8, 7, {2: "torn"}, 3.5)
     assert np.load(images)[:, 0, 0, 0].tolist() == [0, 1, 3, 4, 5, 6, 7]
     assert len(journal.read_text().splitlines()) == 8
-    fresh = rows.write(tmp_path / "fresh.npy", tmp_path / "fresh", (1, 2, 3), 8, lambda start: some(8, start))
+    fresh = rows.write_rows(tmp_path / "fresh.npy", tmp_path / "fresh", (1, 2, 3), 8, lambda start: some(8, start))
     assert fresh.sha.hexdigest() == written.sha.hexdigest()
 
 

@@ -28,7 +28,7 @@ def tried(
 
 def test_what_a_request_s_time_is_made_of() -> None:
     one = tried(np.full(1000, 0.01), first=100)
-    assert (one.count, one.refused, one.left, one.mean_batch) == (900, 0, 0, 2)
+    assert (one.count, one.refused, one.unanswered, one.mean_batch) == (900, 0, 0, 2)
     assert one.queued == pytest.approx(0.005) and one.computed == pytest.approx(0.005)
     assert one.served == pytest.approx(100, rel=0.01)
 

@@ -18,6 +18,7 @@ from dyno.worker.backends.inference_server import ENDPOINT
 from dyno.worker.serve.batching import Instances
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import Dims, InputSpec, ModelSpec, Trial, Unanswered, Unavailable, UserError
+from refusals import refuses
 
 SHORT = ("--rate", 50, "--duration", "1s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run")
 NET = f"""
@@ -35,6 +36,18 @@ needs_client = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def bench(call: Any) -> Any:
+    """`dyno bench serve` of the server's model for a short time: (standard output, standard error)."""
+
+    def run(url: str, *words: object, model: str = kserve_server.MODEL, code: int = 0) -> tuple[str, str]:
+        _, out, errors = call("bench", "serve", model, "--endpoint", url, *words, *SHORT, code=code)
+        assert "Traceback" not in errors
+        return out, errors
+
+    return run
+
+
 def tritonclient() -> Any:
     return import_module("tritonclient.http")
 
@@ -47,24 +60,10 @@ def trial(url: str, name: str = kserve_server.MODEL) -> Trial:
 @pytest.mark.slow
 @pytest.mark.parametrize(("binary", "shape"), [(False, (-1, 3, 4)), (True, (-1, 3, 8, 8))])
 def test_a_server_answers_in_place_of_an_engine(
-    binary: bool, shape: tuple[int, ...], call: Any, tmp_path: Path
+    binary: bool, shape: tuple[int, ...], bench: Any, tmp_path: Path
 ) -> None:
     with kserve_server.running(binary=binary, shape=shape) as (url, batches):
-        words = (
-            "bench",
-            "serve",
-            kserve_server.MODEL,
-            "--endpoint",
-            url,
-            "--batch",
-            2,
-            "--instances",
-            2,
-            "--p50",
-            "9s",
-        )
-        code, out, errors = call(*words, *SHORT)
-    assert code == 0, errors
+        out, _ = bench(url, "--batch", 2, "--instances", 2, "--p50", "9s")
     assert set(batches) == {1, 2} and len(batches) > 50
     assert f"{kserve_server.MODEL} endpoint@url={url} fp32 b2" in out
     assert f"Answered by {url}: times have the way there and back in them" in out
@@ -77,14 +76,12 @@ def test_a_server_answers_in_place_of_an_engine(
 @needs_client
 @pytest.mark.slow
 @pytest.mark.parametrize(("factor", "says"), [(1.0, "agree"), (1.5, "wrong outputs")])
-def test_a_server_s_answers_are_compared_with_its_model_s(factor: float, says: str, call: Any, tmp_path: Path) -> None:
+def test_a_server_s_answers_are_compared_with_its_model_s(factor: float, says: str, bench: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    name = kserve_server.MODEL
     (tmp_path / "nets.py").write_text(NET)
     with kserve_server.running(factor=factor) as (url, _):
-        words = ("bench", "serve", f"nets.py:{name}", "--shapes", "image:batchx3x4", "--endpoint", url, "--batch", 2)
-        code, out, errors = call(*words, *SHORT)
-    assert code == (0 if factor == 1 else 3), errors
+        words, code = ("--shapes", "image:batchx3x4", "--batch", 2), 0 if factor == 1 else 3
+        out, _ = bench(url, *words, model=f"nets.py:{kserve_server.MODEL}", code=code)
     (row,) = dyno.load(tmp_path / "run").table("serve").rows
     assert row["outputs"] == says and row["output_error"] == pytest.approx(factor - 1, abs=1e-5)
     assert ("Outputs agree with those of pytorch fp32" in out) == (factor == 1)
@@ -96,8 +93,7 @@ def test_a_server_with_other_inputs_than_its_model_is_one_line() -> None:
     given = (InputSpec("a", shape=("batch", 3)), InputSpec("b", shape=("batch", 3)))
     with kserve_server.running() as (url, _):
         other = replace(trial(url), model=ModelSpec(kserve_server.MODEL, f"nets:{kserve_server.MODEL}", inputs=given))
-        with pytest.raises(UserError, match="'adder' takes x, and adder here a, b: not the same model"):
-            ENDPOINT.load(other, None)
+        refuses("'adder' takes x, and adder here a, b: not the same model", ENDPOINT.load, other, None)
 
 
 @needs_client
@@ -115,16 +111,12 @@ def test_what_the_server_answers_is_fetched() -> None:
 @needs_client
 def test_no_server_and_no_such_model_are_one_line() -> None:
     with kserve_server.running() as (url, _):
-        with pytest.raises(UserError, match="has no model 'other'") as caught:
-            ENDPOINT.load(trial(url, "other"), None)
-        assert "\n" not in str(caught.value)
+        refuses("has no model 'other'", ENDPOINT.load, trial(url, "other"), None)
     said = "no server of KServe's protocol v2 answers at {}: .*; check that it runs"
     with kserve_server.refusing() as url, pytest.raises(UserError, match=said.format(url)):
         ENDPOINT.load(trial(url), None)
-    with pytest.raises(UserError, match="write http://HOST:PORT"):
-        ENDPOINT.load(trial("localhost:8000"), None)
-    with pytest.raises(UserError, match=r"write http://HOST:PORT or .* \(Port out of range"):
-        ENDPOINT.load(trial("http://127.0.0.1:99999"), None)
+    refuses("write http://HOST:PORT", ENDPOINT.load, trial("localhost:8000"), None)
+    refuses(r"write http://HOST:PORT or .* \(Port out of range", ENDPOINT.load, trial("http://127.0.0.1:99999"), None)
 
 
 @needs_client
@@ -167,23 +159,9 @@ def test_what_cannot_be_loaded_is_tried_once() -> None:
 
 @needs_client
 @pytest.mark.slow
-def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(call: Any, tmp_path: Path) -> None:
+def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(bench: Any, tmp_path: Path) -> None:
     with kserve_server.running(most=1, takes=0.05) as (url, _):
-        words = (
-            "bench",
-            "serve",
-            kserve_server.MODEL,
-            "--endpoint",
-            url,
-            "--batch",
-            1,
-            "--instances",
-            2,
-            "--p50",
-            "9s",
-        )
-        code, out, errors = call(*words, *SHORT)
-    assert code == 0, errors
+        out, _ = bench(url, "--batch", 1, "--instances", 2, "--p50", "9s")
     assert "requests got no answer of the server and count as beyond every bound" in out
     assert f"a request in vain: {url} did not answer: [503] too many requests" in out
     (row,) = dyno.load(tmp_path / "run").table("serve-rates").rows
@@ -193,11 +171,11 @@ def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(call: Any, tm
 @needs_client
 @pytest.mark.slow
 @pytest.mark.parametrize("good", [0, 60])
-def test_a_server_whose_answers_are_not_finite_fails(good: int, call: Any, tmp_path: Path) -> None:
+def test_a_server_whose_answers_are_not_finite_fails(good: int, bench: Any, tmp_path: Path) -> None:
     with kserve_server.running(binary=True, takes=0.01, good=good) as (url, batches):
-        code, out, errors = call("bench", "serve", kserve_server.MODEL, "--endpoint", url, "--batch", 1, *SHORT)
-    assert code == 3 and len(batches) > good, "the check at the beginning takes fewer than 60 batches"
-    assert "the outputs are not finite (NaN or infinity)" in errors and "Traceback" not in errors
+        out, errors = bench(url, "--batch", 1, code=3)
+    assert len(batches) > good, "the check at the beginning takes fewer than 60 batches"
+    assert "the outputs are not finite (NaN or infinity)" in errors
     run = dyno.load(tmp_path / "run")
     assert "requests/s" not in out and not run.to_pandas()["latency_all_ms_median"].notna().any()
 
@@ -205,10 +183,9 @@ def test_a_server_whose_answers_are_not_finite_fails(good: int, call: Any, tmp_p
 @needs_client
 @pytest.mark.slow
 def test_rates_before_a_server_s_end_in_a_search_are_kept(call: Any, tmp_path: Path) -> None:
-    short = ("--p50", "9s", "--duration", "1s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run")
     with kserve_server.running(takes=0.005, alive=200) as (url, _):
-        code, out, errors = call("bench", "serve", kserve_server.MODEL, "--endpoint", url, "--batch", 1, *short)
-    assert code == 0, errors
+        words = ("--endpoint", url, "--batch", 1, "--p50", "9s")
+        _, out, _ = call("bench", "serve", kserve_server.MODEL, *words, *SHORT[2:], code=0)
     assert "did not answer: [500] out of memory; the test ended there, and the rates before are kept" in out
     assert dyno.load(tmp_path / "run").table("serve-rates").rows
 
@@ -237,10 +214,9 @@ def test_a_request_in_vain_is_one_line(settings: dict[str, Any], said: str) -> N
 
 @needs_client
 @pytest.mark.slow
-def test_a_server_that_is_not_there_ends_as_its_row(call: Any) -> None:
+def test_a_server_that_is_not_there_ends_as_its_row(bench: Any) -> None:
     with kserve_server.refusing() as url:
-        code, _, errors = call("bench", "serve", "net", "--endpoint", url, *SHORT)
-    assert code == 3 and f"protocol v2 answers at {url}" in errors and "Traceback" not in errors
+        assert f"protocol v2 answers at {url}" in bench(url, model="net", code=3)[1]
 
 
 def test_without_tritonclient_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,10 +235,9 @@ def test_without_tritonclient_it_says_what_to_install(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "url", ["localhost:8000", "ftp://host:1", "http://", "http://h:99999", "http://a@b:1", "http:/h"]
 )
-def test_what_is_no_address_is_bad_input_before_anything_runs(url: str, call: Any, tmp_path: Path) -> None:
-    code, out, errors = call("bench", "serve", "net", "--endpoint", url, *SHORT)
-    assert code == 2 and not out and errors.startswith(f"dyno: the endpoint is {url!r}; write http://HOST:PORT")
-    assert errors.count("\n") == 1 and list(tmp_path.iterdir()) == []
+def test_what_is_no_address_is_bad_input_before_anything_runs(url: str, refused: Any, tmp_path: Path) -> None:
+    line = refused("bench", "serve", "net", "--endpoint", url, *SHORT)
+    assert line.startswith(f"the endpoint is {url!r}; write http://HOST:PORT") and not [*tmp_path.iterdir()]
 
 
 def test_an_endpoint_takes_the_place_of_backends(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_an_engine_with_wrong_outputs_is_never_ranked(call: Any, tmp_path: Path)
     assert [t.backend for t in run.records] == ["onnxruntime", wrong]
     assert "(fp32 allows 0.01) against pytorch fp32; not ranked" in verdict.list_sentences(run.data)[0]
     shown = {name: call("show", "run", "--table", "serve", "--format", name)[1] for name in ("json", "csv")}
-    figure = tables.latency_by_rate(run.data)
+    figure = tables.draw_latency_by_rate(run.data)
     labels = {text.get_text().partition(wrong)[2] for text in figure.legends[0].get_texts()}
     assert labels == {"", " fp32 b4 16, p50, wrong outputs"}
     assert [row["outputs"] for row in json.loads(shown["json"])["rows"]] == ["agree", "wrong outputs"]

@@ -47,8 +47,8 @@ def test_the_list_is_timm_s() -> None:
     from dyno.data import photos as data_photos
 
     assert list(data_photos.list_synsets()) == ImageNetInfo("imagenet-1k").label_names()
-    assert not data_photos.all_known(["n01440764", "cat"])
-    assert not data_photos.all_known([])
+    assert not data_photos.are_known_synsets(["n01440764", "cat"])
+    assert not data_photos.are_known_synsets([])
 
 
 def test_labels_that_do_not_fit_the_model(tmp_path: Path) -> None:

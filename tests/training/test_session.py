@@ -258,7 +258,7 @@ def test_a_value_of_another_type_is_one_line(given: dict[str, Any], said: str, t
 
 def test_memory_that_ran_out_names_the_batch() -> None:
     options = TrainOptions(batch=512)
-    plan = session.Training(None, None, (224, 320), DataSpec(), DataSpec(), options, [])  # type: ignore[arg-type]
+    plan = session.TrainingPlan(None, None, (224, 320), DataSpec(), DataSpec(), options, [])  # type: ignore[arg-type]
     said = session._explain_end(Record("oom", reason="CUDA out of memory"), plan, 0)
     assert said == "memory ran out at batch 512 and 224x320 pixels (CUDA out of memory); give a smaller --batch"
 

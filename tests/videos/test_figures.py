@@ -8,7 +8,7 @@ import pytest
 
 from dyno.videos import figures, words
 from dyno.videos.figures import PROCESSORS, Server, Simulation, Video, mean_interval
-from dyno.videos.tables import HAND_OVER, shares
+from dyno.videos.tables import HAND_OVER, compute_critical_path
 from dyno.worker.facts.job import VideoFacts
 
 SECONDS = {"decode": 0.002, "preprocess": 0.001, "inference": 0.010, "postprocess": 0.001}
@@ -61,7 +61,7 @@ def test_processors_that_slow_each_other_down_allow_less() -> None:
     assert figures.predict_streams(found, 4).rate == pytest.approx(80, rel=0.02)
     assert "1.50 times the processor time" in " ".join(words.list_sentences(found))
     steady = crowded(video(processors=2), 1.5, inference=0.010)  # the engine is no slower in a crowd
-    assert steady.crowded == pytest.approx(1.5 * 0.004 + 0.010)
+    assert steady.cpu_under_load == pytest.approx(1.5 * 0.004 + 0.010)
     assert figures.predict_streams(steady, 4).rate > 1.1 * figures.predict_streams(found, 4).rate
     decoding = crowded(video({"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}, processors=2), 1.5)
     assert figures.predict_streams(decoding, 4).rate == pytest.approx(2 / (1.5 * 0.0121), rel=0.02)
@@ -181,25 +181,28 @@ def test_the_slowest_stage_has_nearly_all_of_the_path(slow: int) -> None:
     seconds = [0.001] * 4
     seconds[slow] = 0.010
     video = pipeline(*seconds)
-    found = shares(video)
+    found = compute_critical_path(video)
     assert sum(found.values()) == pytest.approx(video.facts.seconds)
     assert found[NAMES[slow]] > 0.97 * video.facts.seconds
     assert all(value >= 0 for value in found.values()) and found[HAND_OVER] < 0.001
 
 
 def test_the_ends_of_the_run_belong_to_the_stages_that_they_wait_for() -> None:
-    found = shares(pipeline(0.001, 0.002, 0.010, 0.003))
+    found = compute_critical_path(pipeline(0.001, 0.002, 0.010, 0.003))
     assert found["inference"] == pytest.approx(COUNT * 0.010)
     assert [found[name] for name in ("decode", "preprocess", "postprocess")] == pytest.approx([0.001, 0.002, 0.003])
 
 
 def test_waking_up_and_a_late_beginning_are_between_stages() -> None:
     video = pipeline(0.001, 0.010, wake=0.002, first=0.5)
-    found = shares(video)
+    found = compute_critical_path(video)
     assert sum(found.values()) == pytest.approx(video.facts.seconds)
     assert found[HAND_OVER] == pytest.approx(0.5 + 0.002 * (COUNT + 1), rel=0.01)
     assert found["preprocess"] == pytest.approx(COUNT * 0.010)
 
 
 def test_a_single_stage_is_the_path() -> None:
-    assert shares(pipeline(0.004)) == {"decode": pytest.approx(COUNT * 0.004), HAND_OVER: pytest.approx(0, abs=1e-9)}
+    assert compute_critical_path(pipeline(0.004)) == {
+        "decode": pytest.approx(COUNT * 0.004),
+        HAND_OVER: pytest.approx(0, abs=1e-9),
+    }

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 import moving_photos as videos
+from moving_photos import NET, QUICK, expected
 
 pytest.importorskip("cv2")
 av = pytest.importorskip("av")
 pytestmark = pytest.mark.usefixtures("preloaded")
 
 COUNT = 30
-NET = ("--model", "marker.py:net", "--task", "detect", "--classes", 1, "--size", "288x384")
-QUICK = ("--seconds", 0.05, "--warmup", 0.02)
 
 
 @pytest.fixture(scope="session")
@@ -26,13 +25,6 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short video with sound."""
     path = tmp_path_factory.mktemp("clip") / "clip.mp4"
     return videos.write(path, videos.pictures(COUNT), sound=True)
-
-
-@pytest.fixture
-def run(call: Any, tmp_path: Path) -> Any:
-    """`dyno bench video` with the detector that finds the marker."""
-    (tmp_path / "marker.py").write_text(videos.MARKER_NET)
-    return lambda *words: call("bench", "video", *words, *NET, *QUICK)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -45,10 +37,6 @@ def places(boxes: list[dict[str, Any]]) -> list[int]:
     return [round(line["boxes"][0]["box"][0] / videos.CELL) for line in boxes]
 
 
-def expected(count: int, first: int = 0) -> list[int]:
-    return [k % videos.PLACES for k in range(first, first + count)]
-
-
 def has_box(frame: np.ndarray, place: int) -> bool:
     """Whether a box is drawn around that place: its label is orange, where the marker is red."""
     left = place * videos.CELL
@@ -56,8 +44,7 @@ def has_box(frame: np.ndarray, place: int) -> bool:
 
 
 def test_every_frame_comes_out_in_order_with_its_own_boxes(run: Any, clip: Path, tmp_path: Path) -> None:
-    code, out, errors = run(clip, "out.mp4", "--json", "boxes.jsonl", "--batch", 4, "-o", "run")
-    assert code == 0, errors
+    _, out, _ = run(clip, "out.mp4", "--json", "boxes.jsonl", "--batch", 4, "-o", "run", code=0)
     frames, times = videos.read(tmp_path / "out.mp4")
     assert [videos.place_of(frame) for frame in frames] == expected(COUNT)
     assert all(has_box(frame, k % videos.PLACES) for k, frame in enumerate(frames))
@@ -73,10 +60,9 @@ def test_every_frame_comes_out_in_order_with_its_own_boxes(run: Any, clip: Path,
 
 
 def test_preloaded_frames_are_answered_again_and_again(run: Any, clip: Path, tmp_path: Path) -> None:
-    code, out, errors = run(clip, "out.mp4", "--json", "b.jsonl", "--preload", 4, "--frames", 10, "--batch", 3)
-    assert code == 0, errors
+    _, out, _ = run(clip, "out.mp4", "--json", "b.jsonl", "--preload", 4, "--frames", 10, "--batch", 3, code=0)
     again = [k % 4 for k in range(10)]
-    assert [videos.place_of(frame) for frame in videos.read(tmp_path / "out.mp4")[0]] == again
+    assert videos.places(tmp_path / "out.mp4") == again
     assert places(lines(tmp_path / "b.jsonl")) == again
     assert "4 frames at most were decoded before" in out
 
@@ -84,8 +70,7 @@ def test_preloaded_frames_are_answered_again_and_again(run: Any, clip: Path, tmp
 def test_frames_are_prepared_where_the_engine_computes(run: Any, clip: Path, tmp_path: Path) -> None:
     words = (clip, "out.mp4", "--backend", "pytorch", "--batch", 4, "--json")
     for place in ("host", "device"):
-        code, out, errors = run(*words, f"{place}.jsonl", "--prepare", place)
-        assert code == 0, errors
+        _, out, _ = run(*words, f"{place}.jsonl", "--prepare", place, code=0)
         assert ("Frames become the network's input where it computes" in out) == (place == "device")
     host, device = (lines(tmp_path / f"{place}.jsonl") for place in ("host", "device"))
     assert places(device) == expected(COUNT)
@@ -103,11 +88,9 @@ def test_an_engine_out_of_pytorch_s_reach_is_refused(run: Any, clip: Path) -> No
 
 
 def test_engines_are_compared_in_rounds(run: Any, call: Any, clip: Path, tmp_path: Path) -> None:
-    code, out, errors = run(
+    _, out, _ = run(
         clip, "out.mp4", "--json", "b.jsonl", "--backend", "pytorch,onnxruntime", "--rounds", 2, "-o", "run",
-        "--format", "csv",
-    )  # fmt: skip
-    assert code == 0, errors
+        "--format", "csv", code=0)  # fmt: skip
     for name in ("pytorch-fp32", "onnxruntime-fp32"):
         assert len(videos.read(tmp_path / f"out-{name}.mp4")[0]) == COUNT
         assert places(lines(tmp_path / f"b-{name}.jsonl")) == expected(COUNT)
@@ -124,7 +107,7 @@ def test_engines_are_compared_in_rounds(run: Any, call: Any, clip: Path, tmp_pat
         shares = [float(row[name]) for name in ("working", "starved", "blocked")]
         assert all(share >= 0 for share in shares) and sum(shares) <= 101
     assert [row["streams"] for row in streams[:6]] == "1 2 4 8 16 32".split()
-    _, out, errors = call("show", "run", "--table", "video-critical-path", "--format", "csv", code=0)
+    _, out, _ = call("show", "run", "--table", "video-critical-path", "--format", "csv", code=0)
     path = list(csv.DictReader(io.StringIO(out)))
     assert [row["stage"] for row in path[:7]] == [row["stage"] for row in stages[:6]] + ["between stages"]
     assert all(float(row["path_ms"]) >= 0 for row in path)
@@ -133,8 +116,7 @@ def test_engines_are_compared_in_rounds(run: Any, call: Any, clip: Path, tmp_pat
 
 def test_two_runs_are_compared_end_to_end(run: Any, call: Any, clip: Path, tmp_path: Path) -> None:
     for name, others in (("a", ()), ("b", ()), ("other", ("--frames", 10))):
-        code, _, errors = run(clip, *others, "--backend", "onnxruntime", "--rounds", 2, "-o", name)
-        assert code == 0, errors
+        run(clip, *others, "--backend", "onnxruntime", "--rounds", 2, "-o", name, code=0)
     _, out, errors = call("compare", "a", "b", "--format", "csv", code=0)
     inference, parts = (list(csv.DictReader(io.StringIO(part))) for part in out.split("\n\n"))
     assert len(inference) == 1
@@ -148,11 +130,9 @@ def test_two_runs_are_compared_end_to_end(run: Any, call: Any, clip: Path, tmp_p
 
 
 def test_several_streams_share_one_engine(run: Any, clip: Path, tmp_path: Path) -> None:
-    code, out, errors = run(
+    _, out, _ = run(
         clip, "out.mp4", "--streams", 3, "--json", "b.jsonl", "--backend", "onnxruntime@streams=2", "--threads", 2,
-        "-o", "run", "--format", "json",
-    )  # fmt: skip
-    assert code == 0, errors
+        "-o", "run", "--format", "json", code=0)  # fmt: skip
     tables = json.loads(out)["tables"]
     (row,) = tables["video"]["rows"]
     assert (row["frames"], row["streams"]) == (COUNT, 3)
@@ -161,14 +141,13 @@ def test_several_streams_share_one_engine(run: Any, clip: Path, tmp_path: Path) 
     ran = predicted[3]
     assert ran["reached_fps"] == pytest.approx(row["fps"])
     assert ran["error"] == pytest.approx(100 * (ran["fps"] / row["fps"] - 1))
-    assert [videos.place_of(frame) for frame in videos.read(tmp_path / "out.mp4")[0]] == expected(COUNT)
+    assert videos.places(tmp_path / "out.mp4") == expected(COUNT)
     assert places(lines(tmp_path / "b.jsonl")) == expected(COUNT)
     assert not list(tmp_path.glob("run/**/stream*.mp4"))
 
 
 def test_a_run_of_a_video_is_shown_like_any_other(run: Any, call: Any, clip: Path, tmp_path: Path) -> None:
-    code, out, errors = run(clip, "-o", "run", "--format", "json", "--save", "clip.trace.json")
-    assert code == 0, errors
+    _, out, _ = run(clip, "-o", "run", "--format", "json", "--save", "clip.trace.json", code=0)
     events = json.loads((tmp_path / "clip.trace.json").read_text())["traceEvents"]
     tracks = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert tracks == "decode preprocess inference postprocess".split()
@@ -192,8 +171,7 @@ def test_a_run_of_a_video_is_shown_like_any_other(run: Any, call: Any, clip: Pat
 
 
 def test_without_an_output_nothing_is_drawn_or_written(run: Any, clip: Path, tmp_path: Path) -> None:
-    code, out, errors = run(clip, "-o", "run", "--frames", 10)
-    assert code == 0, errors
+    _, out, _ = run(clip, "-o", "run", "--frames", 10, code=0)
     assert "10 frames of 384 x 288" in out and "encode" not in out
     assert {path.name for path in tmp_path.iterdir()} <= {"__pycache__", "marker.py", "run"}
 
@@ -217,25 +195,21 @@ def test_images_and_folders(run: Any, tmp_path: Path) -> None:
     folder.mkdir()
     for k, picture in enumerate(videos.pictures(5)):
         cv2.imwrite(str(folder / f"{k}.png"), picture[..., ::-1])
-    code, _, errors = run(folder, "drawn", "--json", "b.jsonl", "-o", "run")
-    assert code == 0, errors
+    run(folder, "drawn", "--json", "b.jsonl", "-o", "run", code=0)
     drawn = [cv2.imread(str(tmp_path / "drawn" / f"{k}.png"))[..., ::-1] for k in range(5)]
     assert all(has_box(image, k) for k, image in enumerate(drawn))
     assert [line["name"] for line in lines(tmp_path / "b.jsonl")] == [f"{k}.png" for k in range(5)]
-    code, _, errors = run(folder / "3.png", "one.png", "-o", "run1")
-    assert code == 0, errors
+    run(folder / "3.png", "one.png", "-o", "run1", code=0)
     assert has_box(cv2.imread(str(tmp_path / "one.png"))[..., ::-1], 3)
-    code, _, errors = run(folder, "film.mkv", "-o", "run2")
-    assert code == 0, errors
-    assert [videos.place_of(frame) for frame in videos.read(tmp_path / "film.mkv")[0]] == expected(5)
+    run(folder, "film.mkv", "-o", "run2", code=0)
+    assert videos.places(tmp_path / "film.mkv") == expected(5)
 
 
 @pytest.mark.parametrize("suffix", [".mkv", ".avi", ".webm", ".mov"])
 def test_other_containers(run: Any, clip: Path, tmp_path: Path, suffix: str) -> None:
     codec = ("--codec", "vp8") if suffix == ".webm" else ()
-    code, _, errors = run(clip, f"out{suffix}", *codec, "--frames", 6, "-o", "run")
-    assert code == 0, errors
-    assert [videos.place_of(frame) for frame in videos.read(tmp_path / f"out{suffix}")[0]] == expected(6)
+    run(clip, f"out{suffix}", *codec, "--frames", 6, "-o", "run", code=0)
+    assert videos.places(tmp_path / f"out{suffix}") == expected(6)
 
 
 def test_bad_input_is_one_line(refused: Any, clip: Path, tmp_path: Path) -> None:

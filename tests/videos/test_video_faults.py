@@ -22,14 +22,14 @@ import pytest
 import moving_photos as videos
 from dyno.worker.facts.job import VideoFacts
 from dyno.worker.record import Record, read_record
+from moving_photos import NET, QUICK, expected, places
 
 pytest.importorskip("cv2")
 av = pytest.importorskip("av")
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 COUNT = 40
-WORDS = ("--model", "marker.py:net", "--task", "detect", "--classes", 1, "--size", "288x384", "-o", "run",
-         "--seconds", 0.05, "--warmup", 0.02)  # fmt: skip
+WORDS = (*NET, *QUICK, "-o", "run")
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +40,15 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(call: Any, tmp_path: Path) -> Any:
+def run(run: Any) -> Any:
     """`dyno bench video` with the detector that finds the marker, into the folder `run`."""
-    (tmp_path / "marker.py").write_text(videos.MARKER_NET)
-    return lambda *words: call("bench", "video", *words, *WORDS)
+    return lambda *words, **more: run(*words, "-o", "run", **more)
+
+
+@pytest.fixture
+def refused(run: Any) -> Any:
+    """The one line that bad input ends with."""
+    return lambda *words, code=2: one_line(run(*words, code=code)[2])
 
 
 def record(tmp_path: Path) -> Record:
@@ -59,14 +64,6 @@ def facts(tmp_path: Path) -> VideoFacts:
     return found
 
 
-def places(path: Path) -> list[int]:
-    return [videos.place_of(frame) for frame in videos.read(path)[0]]
-
-
-def expected(count: int) -> list[int]:
-    return [k % videos.PLACES for k in range(count)]
-
-
 def one_line(errors: str) -> str:
     """The line that a failure ends with, in which no library speaks."""
     (line,) = [line for line in errors.splitlines() if line.startswith("dyno: ")]
@@ -77,8 +74,7 @@ def one_line(errors: str) -> str:
 def test_a_truncated_video_is_answered_as_far_as_it_goes(run: Any, clip: Path, tmp_path: Path) -> None:
     whole = clip.read_bytes()
     (tmp_path / "cut.mkv").write_bytes(whole[: len(whole) * 6 // 10])
-    code, _, errors = run("cut.mkv", "out.mp4")
-    assert code == 0, errors
+    run("cut.mkv", "out.mp4", code=0)
     found = places(tmp_path / "out.mp4")
     assert 5 < len(found) < COUNT and found == expected(len(found))
     assert facts(tmp_path).frames == len(found)
@@ -89,8 +85,7 @@ def test_damage_inside_is_counted_and_left_out(run: Any, clip: Path, tmp_path: P
     middle = len(content) // 2
     content[middle : middle + 4000] = bytes(4000)
     (tmp_path / "damaged.mkv").write_bytes(content)
-    code, _, errors = run("damaged.mkv", "out.mp4")
-    assert code == 0, errors
+    run("damaged.mkv", "out.mp4", code=0)
     assert len(places(tmp_path / "out.mp4")) == facts(tmp_path).frames > 5
 
 
@@ -109,15 +104,14 @@ def test_what_is_no_video(run: Any, tmp_path: Path, name: str, content: bytes, s
     assert not (tmp_path / "out.mp4").exists()
 
 
-def test_sound_alone_is_no_video(run: Any, clip: Path, tmp_path: Path) -> None:
+def test_sound_alone_is_no_video(refused: Any, clip: Path, tmp_path: Path) -> None:
     with av.open(str(clip)) as before, av.open(str(tmp_path / "sound.m4a"), "w") as after:
         voice = after.add_stream_from_template(before.streams.audio[0])
         for packet in before.demux(audio=0):
             if packet.dts is not None:
                 packet.stream = voice
                 after.mux(packet)
-    code, _, errors = run("sound.m4a")
-    assert code == 2 and "has no pictures, only audio" in one_line(errors)
+    assert "has no pictures, only audio" in refused("sound.m4a")
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".mkv"])
@@ -128,8 +122,7 @@ def test_cover_art_is_not_the_video(run: Any, tmp_path: Path, suffix: str) -> No
         source = videos.with_cover(source, tmp_path / "cover.mp4")
     with av.open(str(source)) as container:
         assert container.streams[0].codec_context.name == "mjpeg"
-    code, _, errors = run(source, f"out{suffix}", "--json", "boxes.jsonl")
-    assert code == 0, errors
+    run(source, f"out{suffix}", "--json", "boxes.jsonl", code=0)
     assert places(tmp_path / f"out{suffix}") == expected(20)
     stored = [json.loads(line) for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
     assert [round(line["boxes"][0]["box"][0] / videos.CELL) for line in stored] == expected(20)
@@ -139,7 +132,7 @@ def test_cover_art_is_not_the_video(run: Any, tmp_path: Path, suffix: str) -> No
     assert (said in record(tmp_path).warnings) == (suffix == ".mkv")
 
 
-def test_a_song_with_a_cover_is_no_video(run: Any, tmp_path: Path) -> None:
+def test_a_song_with_a_cover_is_no_video(refused: Any, tmp_path: Path) -> None:
     with av.open(str(tmp_path / "song.mp3"), "w") as container:
         cover = container.add_stream("mjpeg", rate=1)
         cover.height, cover.width, cover.pix_fmt = 64, 64, "yuvj420p"
@@ -150,8 +143,7 @@ def test_a_song_with_a_cover_is_no_video(run: Any, tmp_path: Path) -> None:
         tone = av.AudioFrame.from_ndarray(np.zeros((1, 1152), np.float32), format="fltp", layout="mono")
         tone.sample_rate = videos.SOUND_RATE
         container.mux([*voice.encode(tone), *voice.encode()])
-    code, _, errors = run("song.mp3")
-    assert code == 2 and "song.mp3 has no video: its only picture is cover art beside audio" in one_line(errors)
+    assert "song.mp3 has no video: its only picture is cover art beside audio" in refused("song.mp3")
 
 
 def with_square(left: int, top: int, width: int, height: int) -> list[np.ndarray]:
@@ -190,34 +182,28 @@ def test_pixels_that_are_not_square_keep_their_shape(call: Any, tmp_path: Path, 
 def test_ten_bits_and_interlaced_frames(run: Any, tmp_path: Path, pixels: str) -> None:
     woven = {"x264-params": "tff=1"} if pixels == "yuv420p" else {}
     videos.write(tmp_path / "clip.mp4", videos.pictures(6), pixels=pixels, options=woven)
-    code, _, errors = run("clip.mp4", "out.mp4")
-    assert code == 0, errors
+    run("clip.mp4", "out.mp4", code=0)
     assert places(tmp_path / "out.mp4") == expected(6)
     said = "the video is interlaced: each frame shows two moments at once and is used as it is"
     assert (said in record(tmp_path).warnings) == bool(woven)
 
 
-def test_a_recording_that_was_never_finished_is_said_to_be_so(run: Any, tmp_path: Path) -> None:
+def test_a_recording_that_was_never_finished_is_said_to_be_so(refused: Any, tmp_path: Path) -> None:
     boxes = [b"\0\0\0\x18ftypisom\0\0\2\0isomiso2", b"\0\0\0\x74moov", b"\0\0\0\x6cmvhd", bytes(100)]  # no tracks
     (tmp_path / "cut.mp4").write_bytes(b"".join(boxes))
-    code, _, errors = run("cut.mp4")
-    assert code == 2 and "has neither pictures nor sound: it is cut short" in one_line(errors)
+    assert "has neither pictures nor sound: it is cut short" in refused("cut.mp4")
 
 
-def test_an_empty_folder_and_a_missing_codec(run: Any, clip: Path, tmp_path: Path) -> None:
+def test_an_empty_folder_and_a_missing_codec(refused: Any, clip: Path, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
-    code, _, errors = run("none")
-    assert code == 2 and "has no images" in one_line(errors)
-    code, _, errors = run(clip, "out.mp4", "--codec", "h265x")
-    assert code == 2 and "unknown codec 'h265x'; did you mean 'h26" in one_line(errors)
-    code, _, errors = run(clip, "out.webm", "--codec", "h264")
-    assert code == 2 and ".webm can't hold libx264; give another --codec" in one_line(errors)
+    assert "has no images" in refused("none")
+    assert "unknown codec 'h265x'; did you mean 'h26" in refused(clip, "out.mp4", "--codec", "h265x")
+    assert ".webm can't hold libx264; give another --codec" in refused(clip, "out.webm", "--codec", "h264")
 
 
 def test_odd_sides_grow_by_a_pixel(run: Any, tmp_path: Path) -> None:
     videos.write(tmp_path / "odd.avi", videos.pictures(8, 289, 385), codec="mjpeg", pixels="yuvj444p")
-    code, _, errors = run("odd.avi", "out.mp4")
-    assert code == 0, errors
+    run("odd.avi", "out.mp4", code=0)
     frames, _ = videos.read(tmp_path / "out.mp4")
     assert {frame.shape for frame in frames} == {(290, 386, 3)}
     assert [videos.place_of(frame) for frame in frames] == expected(8)
@@ -227,8 +213,7 @@ def test_odd_sides_grow_by_a_pixel(run: Any, tmp_path: Path) -> None:
 def test_the_times_of_a_variable_rate_are_kept(run: Any, tmp_path: Path) -> None:
     times = np.cumsum([0, *np.random.default_rng(0).integers(20, 200, 19)]).tolist()
     videos.write(tmp_path / "vfr.mkv", videos.pictures(20), times=times)
-    code, _, errors = run("vfr.mkv", "out.mp4", "--json", "boxes.jsonl")
-    assert code == 0, errors
+    run("vfr.mkv", "out.mp4", "--json", "boxes.jsonl", code=0)
     frames, seconds = videos.read(tmp_path / "out.mp4")
     assert [videos.place_of(frame) for frame in frames] == expected(20)
     np.testing.assert_allclose(seconds, np.array(times) / 1000, atol=0.002)
@@ -241,8 +226,7 @@ def test_another_resolution_in_the_middle(run: Any, tmp_path: Path) -> None:
     videos.write(parts[0], videos.pictures(12), options={"g": "6"})
     videos.write(parts[1], videos.pictures(12, 432, 576, first=12), options={"g": "6"})
     (tmp_path / "both.ts").write_bytes(b"".join(part.read_bytes() for part in parts))
-    code, _, errors = run("both.ts", "out.mp4", "--json", "boxes.jsonl")
-    assert code == 0, errors
+    run("both.ts", "out.mp4", "--json", "boxes.jsonl", code=0)
     frames, _ = videos.read(tmp_path / "out.mp4")
     assert len(frames) == 24 and {frame.shape for frame in frames} == {(288, 384, 3)}
     assert any("12 frames had another size than the first" in line for line in record(tmp_path).warnings)
@@ -271,8 +255,7 @@ def going(clip: Path) -> Iterator[str]:
 
 
 def test_a_source_that_goes_away(run: Any, going: str, tmp_path: Path) -> None:
-    code, _, errors = run(going, "out.mp4")
-    assert code == 0, errors
+    run(going, "out.mp4", code=0)
     found = places(tmp_path / "out.mp4")
     assert 5 < len(found) < COUNT and found == expected(len(found))
 
@@ -304,18 +287,7 @@ def test_a_full_disk(clip: Path, tmp_path: Path) -> None:
 def interrupted(tmp_path: Path) -> subprocess.Popen[bytes]:
     """`dyno bench video`, sent an interrupt after its first frames, while its standard input still waits for more."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
-    command = [
-        sys.executable,
-        "-m",
-        "dyno",
-        "bench",
-        "video",
-        "-",
-        "out.mp4",
-        "--frame-size",
-        "384x288",
-        *map(str, WORDS),
-    ]
+    command = [sys.executable, "-m", "dyno", *"bench video - out.mp4 --frame-size 384x288".split(), *map(str, WORDS)]
     process = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)  # fmt: skip
     assert process.stdin is not None

@@ -335,7 +335,7 @@ def imagenet_val(
         raise UserError("--copy and --move can't be used together")
     with decoding(verbs=("sorting", "sorted")) as progress:
         transfer: module.Transfer = "copy" if copy else "move" if move else "link"
-        result = module.sort(flat, out, Path(labels) if labels else None, order, transfer, progress)
+        result = module.sort_images(flat, out, Path(labels) if labels else None, order, transfer, progress)
     earlier = f", {result.there:,} of them before" if result.there else ""
     print(f"{result.images:,} images of {result.classes:,} classes are in {out / 'val'}{earlier}")
     if result.unlabelled:

@@ -22,9 +22,9 @@ from dyno.data.data_format import formats as formats
 from dyno.data.decode import Progress as Progress
 from dyno.data.decode import Transform, library_version
 from dyno.data.folders import calibration_listing
-from dyno.data.photos import CALIBRATION, DecodeOptions, cached_data, calibrate_on, spec, stratified_order
+from dyno.data.photos import CALIBRATION, DecodeOptions, cached_data, calibrate_on, make_spec, stratified_order
 from dyno.data.photos import OnUnreadable as OnUnreadable
-from dyno.data.rows import DecodedRow, timed
+from dyno.data.rows import DecodedRow, seal_row
 from dyno.worker.extras import distribution, install
 from dyno.worker.spec import DataSpec, Preprocess, Unavailable, UserError, absolute
 
@@ -44,7 +44,7 @@ def digits(cache: Path, size: int = 64) -> DataSpec:
     made_by = {"scikit-learn": library_version("scikit-learn"), "pillow": library_version("pillow")}
     transform = Transform((size, size), DIGITS, channels=1)
     key = store.key_of("digits", transform.identity, made_by, DIGITS_TEST, DIGITS_CALIBRATION)
-    if (folder := store.find(cache, key)) is None:
+    if (folder := store.find_folder(cache, key)) is None:
         small, labels = _small_digits()
         order = stratified_order(labels, seed=0)
         train = order[DIGITS_TEST:]
@@ -56,10 +56,10 @@ def digits(cache: Path, size: int = 64) -> DataSpec:
             for image in small[start:]:
                 began = time.perf_counter()
                 pixels = transform.pixels(image)
-                yield timed(pixels, time.perf_counter() - began)
+                yield seal_row(pixels, time.perf_counter() - began)
 
-        folder = store.write(cache, key, store.Content(rows, transform.shape, {"labels": labels}, splits, about))
-    return spec("digits", folder)
+        folder = store.write_folder(cache, key, store.Content(rows, transform.shape, {"labels": labels}, splits, about))
+    return make_spec("digits", folder)
 
 
 def load(
@@ -140,7 +140,7 @@ def calibration_alone(
 
 def meta(data: DataSpec) -> dict[str, Any]:
     """Read a decoded data set's meta.json: name, sha256, classes, size, count, splits, unreadable, preprocess."""
-    return store.meta(Path(data.folder))
+    return store.read_meta(Path(data.folder))
 
 
 def _small_digits() -> tuple[list[Any], np.ndarray]:

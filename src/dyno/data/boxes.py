@@ -1,4 +1,4 @@
-"""What COCO and YOLO annotations have in common: boxes, masks and keypoints in original pixels, checked one by one."""
+"""Boxes, masks and keypoints in original pixels, checked one by one: shared by COCO's and YOLO's formats."""
 
 from __future__ import annotations
 

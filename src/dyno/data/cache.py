@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dyno.data import rows
-from dyno.data.decode import threads
+from dyno.data.decode import count_threads
 from dyno.data.rows import Source
 from dyno.worker.inputs.specs import load_array
 from dyno.worker.record import lock, read_json, write_json, write_text
@@ -36,7 +36,7 @@ STALE_S = 7 * 24 * 3600  # a killed run can be resumed for so long
 
 @dataclass(frozen=True)
 class Content:
-    """What a data set is made of. `rows` gives an image, or why it can't be read, for each row from a given one on.
+    """The parts of a data set. `rows` gives an image, or why it can't be read, for each row from a given one on.
 
     `columns` has an array of as many rows for each further file, `labels` among them. `check` takes the reasons by
     row; it raises, or returns them as the lines that meta.json lists. `beside` makes further JSON files by name from
@@ -57,11 +57,11 @@ def key_of(*parts: Any) -> str:
     return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True).encode()).hexdigest()[:24]
 
 
-def find(cache: Path, key: str) -> Path | None:
+def find_folder(cache: Path, key: str) -> Path | None:
     """Find the data set's folder; None if it has to be written, or if a file is missing or cut short."""
     folder = Path(cache) / key
     try:
-        about = meta(folder)
+        about = read_meta(folder)
         whole = all(isinstance(about[key], kind) for key, kind in META.items())
         whole = whole and (folder / "images.npy").stat().st_size == about["bytes"]
         whole = whole and all((folder / name).exists() for name in about["files"])
@@ -80,13 +80,13 @@ def _has_numbers(path: Path, many: int, below: int | None = None) -> bool:
     return whole and (below is None or not many or bool(found.min() >= 0 and found.max() < below))
 
 
-def meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Path) -> dict[str, Any]:
     """Read the data set's meta.json."""
     about: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     return about
 
 
-def write(cache: Path, key: str, content: Content) -> Path:
+def write_folder(cache: Path, key: str, content: Content) -> Path:
     """Store the data set under its key and return its folder; raises `UserError` on a full disk or an unwritable cache.
 
     Only one process does this at a time, and another waits for its result. A run that was killed is resumed.
@@ -98,7 +98,7 @@ def write(cache: Path, key: str, content: Content) -> Path:
         part = cache / f".part-{key}"
         with lock(part / "lock"):  # which goes with the folder
             try:
-                target = find(cache, key) or _make_folder(part, cache / key, content, needed)
+                target = find_folder(cache, key) or _make_folder(part, cache / key, content, needed)
             except OSError:
                 shutil.rmtree(part, ignore_errors=True)
                 raise
@@ -118,7 +118,7 @@ def _make_folder(part: Path, target: Path, content: Content, needed: int) -> Pat
 
 def _fill_folder(folder: Path, journal: Path, content: Content) -> None:
     count = len(content.columns["labels"])
-    written = rows.write(folder / "images.npy", journal, content.shape, count, content.rows)
+    written = rows.write_rows(folder / "images.npy", journal, content.shape, count, content.rows)
     sha, unreadable = written.sha, written.unreadable
     lines = content.check(unreadable) if unreadable else []
     kept = np.array([i for i in range(count) if i not in unreadable], np.int64)
@@ -185,7 +185,7 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     index = Path(cache) / "hashes" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]}.json"
     cached = _read_index(index)
     parts = [paths[first : first + TOGETHER] for first in range(0, len(paths), TOGETHER)]
-    with ThreadPoolExecutor(threads()) as pool:
+    with ThreadPoolExecutor(count_threads()) as pool:
         found = pool.map(lambda part: [_make_entry(path, cached.get(str(path))) for path in part], parts)
         entries = [entry for part in found for entry in part]
     # Entries of other files stay: with and without its training images, a folder is listed differently.

@@ -19,7 +19,7 @@ from dyno.data.photos import (
     Photo,
     Sizes,
     find_image_folder,
-    images,
+    find_images,
     is_system,
     name_below,
     printable,
@@ -49,7 +49,7 @@ class Coco(DataFormat):
         return bool(_find_files(path)) if path.is_dir() else path.suffix in self.suffixes
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        file = path if path.is_file() else chosen(path, wanted.needs)
+        file = path if path.is_file() else choose_file(path, wanted.needs)
         about = _read_file(file)
         about.leave_out_roots(wanted.outputs)
         names = [image["file_name"] for image in about.images]
@@ -80,7 +80,7 @@ def _find_files(folder: Path) -> list[Path]:
     return []
 
 
-def chosen(folder: Path, needs: str) -> Path:
+def choose_file(folder: Path, needs: str) -> Path:
     """Choose the folder's annotation file that has what the task needs; raise `UserError` if several do, or none."""
     every = _find_files(folder)
     files = [file for file in every if not file.name.startswith(OTHER)]
@@ -218,7 +218,7 @@ def _choose_calibration(folder: Path, shown: Path, wanted: int, seed: int) -> li
     """Take calibration images from the training images beside the folder, whose annotations aren't needed for that."""
     for split in SPLIT_FOLDERS:
         beside = folder.with_name(folder.name.replace(split, "train"))
-        if split in folder.name and beside.is_dir() and (paths := images(beside)):
+        if split in folder.name and beside.is_dir() and (paths := find_images(beside)):
             return sample_calibration(paths, shown, wanted, seed)
     return []
 

@@ -183,7 +183,7 @@ GROUP = "dyno.data"
 
 @dataclass(frozen=True)
 class ScanRequest:
-    """What a scan should list.
+    """A request for a listing of images.
 
     `calibration` is the number of calibration images to take from others; `train`: training images too. The model
     detects `objects` and `needs` masks or keypoints besides boxes, or it classifies into `outputs` classes (0: not

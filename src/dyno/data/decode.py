@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.data.rows import DecodedRow, Row, timed
+from dyno.data.rows import DecodedRow, Row, seal_row
 from dyno.worker.extras import install
 from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import Preprocess, Unavailable, UserError, check_known, to_json
@@ -68,7 +68,9 @@ def decode_rows(
             os.close(handed_on)
     try:
         with open(results, "rb") as lines:
-            _hand_over(process, order)
+            assert process.stdin is not None
+            with suppress(BrokenPipeError), process.stdin:  # it ended already; there will be no line
+                process.stdin.write(json.dumps(order).encode())
             yield from _in_order(pixels, ask, lines, range(start, len(paths)))
     finally:
         os.close(ask)  # at which the processes end
@@ -78,12 +80,6 @@ def decode_rows(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
             process.wait()
-
-
-def _hand_over(process: subprocess.Popen[bytes], order: dict[str, Any]) -> None:
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # it ended already; there will be no line
-        process.stdin.write(json.dumps(order).encode())
 
 
 def _in_order(pixels: np.ndarray, ask: int, lines: Any, wanted: range) -> Iterator[DecodedRow]:
@@ -127,7 +123,7 @@ GREY = 114  # around a letterboxed image
 
 
 class Transform:
-    """How an image becomes uint8 of `shape` (channels, height, width); `identity` is all that shapes the pixels.
+    """The conversion of images to uint8 of `shape` (channels, height, width); `identity` is all that shapes pixels.
 
     `upright` rotates it first by its EXIF orientation.
     """
@@ -234,7 +230,7 @@ def _in_colours(image: Any, channels: int) -> Any:
     return image if image.mode == mode else image.convert(mode)  # converting to the same mode copies
 
 
-def decoded(
+def decode_images(
     paths: list[Path], transform: Transform, progress: Progress | None = None, start: int = 0
 ) -> Iterator[DecodedRow]:
     """Yield each file's pixels, or why it can't be read, in order from `start` on, with the seconds of one thread.
@@ -272,20 +268,20 @@ def _in_flight(workers: int, transform: Transform) -> int:
 
 def _by_threads(paths: list[Path], transform: Transform, start: int) -> Iterator[DecodedRow]:
     register_formats()
-    workers = threads()
+    workers = count_threads()
     chunk = _in_flight(workers, transform)
 
     def read_row(path: Path) -> DecodedRow:
         began = time.perf_counter()
         row = transform.read(path)
-        return timed(row, time.perf_counter() - began)
+        return seal_row(row, time.perf_counter() - began)
 
     with ThreadPoolExecutor(workers) as pool:
         for first in range(start, len(paths), chunk):
             yield from pool.map(read_row, paths[first : first + chunk])
 
 
-def threads() -> int:
+def count_threads() -> int:
     """Return how many threads to work on images with."""
     return min(len(os.sched_getaffinity(0)), MOST_THREADS)
 
@@ -293,7 +289,7 @@ def threads() -> int:
 def image_sizes(paths: list[Path], transform: Transform) -> list[tuple[int, int] | None]:
     """Return each file's height and width, None if they can't be read."""
     register_formats()
-    with ThreadPoolExecutor(threads()) as pool:
+    with ThreadPoolExecutor(count_threads()) as pool:
         return list(pool.map(transform.size_of, paths))
 
 

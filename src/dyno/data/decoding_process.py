@@ -1,4 +1,4 @@
-"""What runs beside a process that has many images decoded: copies of itself, each of which decodes one after another.
+"""A process that decodes images for another one, in forked copies of itself that take one image after the other.
 
 python -m dyno.data.decoding_process reads an order on standard input, imports once what decoding needs, and forks.
 """
@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from dyno.data.decode import Transform, register_formats
-from dyno.data.rows import timed
+from dyno.data.decode import INDEX_BYTES, Transform, register_formats
+from dyno.data.rows import seal_row
 from dyno.worker.spec import Preprocess, from_json
-
-INDEX_BYTES = 8
 
 
 def main() -> int:
@@ -32,7 +30,7 @@ def main() -> int:
         child = os.fork()
         if not child:
             try:
-                serve(order)
+                decode_requests(order)
             finally:
                 os._exit(0)  # nothing of the parent's is to be ended twice
         children.add(child)
@@ -46,7 +44,7 @@ def main() -> int:
     return 0
 
 
-def serve(order: dict[str, Any]) -> None:
+def decode_requests(order: dict[str, Any]) -> None:
     """Take the index of a path from one pipe, lay pixels into its slot of the memory, and say so in another pipe."""
     size, preprocess, channels, upright = order["transform"]
     transform = Transform(tuple(size), from_json(Preprocess, preprocess), channels, upright)
@@ -55,7 +53,7 @@ def serve(order: dict[str, Any]) -> None:
         index = int.from_bytes(asked, "little")
         began = time.perf_counter()
         row = transform.read(Path(order["paths"][index]))
-        done = timed(row, time.perf_counter() - began)
+        done = seal_row(row, time.perf_counter() - began)
         if not isinstance(row, str):
             memory[index % order["slots"]] = row
         line = [index, done.seconds, done.seal, row if isinstance(row, str) else ""]

@@ -42,7 +42,7 @@ class SortCounts:
         return self.placed + self.there
 
 
-def sort(
+def sort_images(
     folder: Path,
     out: Path,
     labels: Path | None = None,

@@ -1,4 +1,4 @@
-"""Which images a folder of class folders holds, their labels, and which of them are for calibration."""
+"""Class folders: their images, the labels, and the choice of calibration images."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dyno.data.photos import (
     COUNT,
     EXTENSIONS,
     Listing,
-    all_known,
+    are_known_synsets,
     calibration_photos,
-    images,
+    describe_synset,
+    find_images,
     is_system,
-    left_out,
     list_synsets,
     name_below,
     printable,
-    readable,
     stratified_order,
+    warn_unread_formats,
 )
 from dyno.data.photos import Photo as Photo
 from dyno.worker.spec import UserError, absolute
@@ -47,7 +47,7 @@ class ClassFolders(DataFormat):
         return path.is_dir() and not IMAGES.fits(path)
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        return scan(path, wanted.calibration, wanted.seed, wanted.train, wanted.outputs)
+        return scan_folder(path, wanted.calibration, wanted.seed, wanted.train, wanted.outputs)
 
 
 class UnlabelledImages(DataFormat):
@@ -61,17 +61,17 @@ class UnlabelledImages(DataFormat):
         if not path.is_dir():
             return False
         folders = any(inner.is_dir() and not is_system(inner.name) for inner in path.iterdir())
-        return not folders and bool(images(path))
+        return not folders and bool(find_images(path))
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        return replace(scan(path, wanted.calibration, wanted.seed, wanted.train), sized=wanted.objects)
+        return replace(scan_folder(path, wanted.calibration, wanted.seed, wanted.train), sized=wanted.objects)
 
 
 CLASS_FOLDERS = ClassFolders()
 IMAGES = UnlabelledImages()
 
 
-def scan(folder: Path, calibration: int, seed: int, train: bool = False, outputs: int = 0) -> Listing:
+def scan_folder(folder: Path, calibration: int, seed: int, train: bool = False, outputs: int = 0) -> Listing:
     """List the folder's images; raises `UserError` when it is missing, or has no class folders or an empty one.
 
     With `train` all images of train/ are listed, and those for calibration are marked among them. `outputs` is the
@@ -84,10 +84,10 @@ def scan(folder: Path, calibration: int, seed: int, train: bool = False, outputs
         if train and train_root is None:
             raise UserError(f"{folder} has no train/; put the training images there and the others into test/")
         classes = list_folders(train_root or test_root)
-        if not classes and images(test_root):
-            photos = [Photo(path, name_below(path, folder), -1, "test") for path in images(folder)]
+        if not classes and find_images(test_root):
+            photos = [Photo(path, name_below(path, folder), -1, "test") for path in find_images(folder)]
             return Listing(printable(folder.name), [], photos, about=_describe_labels("none", folder))
-        standard = outputs == COUNT and all_known(classes)
+        standard = outputs == COUNT and are_known_synsets(classes)
         test = _list_photos(folder, test_root, classes, "test")
         training = _list_photos(folder, train_root, classes, "train") if train_root and train else []
         if train_root is None or not calibration:
@@ -115,11 +115,11 @@ def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: lis
     order = list(list_synsets())
     number = [order.index(synset) for synset in classes]
     photos = [replace(photo, label=number[photo.label] if photo.label >= 0 else -1) for photo in photos]
-    return Listing(name, [readable(synset) for synset in order], photos, about=about)
+    return Listing(name, [describe_synset(synset) for synset in order], photos, about=about)
 
 
 def _describe_labels(labels: str, folder: Path) -> dict[str, Any]:
-    warnings = left_out(folder)
+    warnings = warn_unread_formats(folder)
     warnings += warn_labels(folder) if labels != "none" else []
     return {"label_source": labels, **({"warnings": warnings} if warnings else {})}
 
@@ -142,7 +142,7 @@ def _list_photos(folder: Path, root: Path, classes: list[str], split: str) -> li
     if unknown := sorted(set(present) - set(classes)):
         raise UserError(f"class {unknown[0]!r} is in {root} but not in {root.parent / 'train'}")
     label = {name: i for i, name in enumerate(classes)}
-    images_of = {name: images(root / name) for name in present}
+    images_of = {name: find_images(root / name) for name in present}
     if not any(images_of.values()):
         raise UserError(f"no images in {root}; known formats: {', '.join(sorted(EXTENSIONS))}")
     if empty := [name for name in present if not images_of[name]]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dyno.data import cache as store
-from dyno.data.decode import Progress, Transform, decoded, image_sizes, library_version
+from dyno.data.decode import Progress, Transform, decode_images, image_sizes, library_version
 from dyno.data.rows import DecodedRow
 from dyno.worker.extras import install
 from dyno.worker.spec import DataSpec, Unavailable, UserError, absolute
@@ -46,7 +46,7 @@ class Photo:
 
 @dataclass(frozen=True)
 class Annotations:
-    """What is in the images: `about` goes into meta.json, `truth` makes truth.json from the rows that were kept."""
+    """Objects in the images: `about` goes into meta.json, `truth` makes truth.json from the rows that were kept."""
 
     about: dict[str, Any]
     truth: Callable[[np.ndarray], dict[str, Any]]
@@ -75,7 +75,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How images are decoded, and the cache folder that keeps them.
+    """Settings of decoding, and the cache folder of the decoded images.
 
     `set_aside`: how many test images may become calibration images where the listing has no calibration images.
     """
@@ -103,7 +103,7 @@ def cached_data(listing: Listing, folder: Path, options: DecodeOptions) -> DataS
     key = store.key_of(
         listing.classes, identity, hashes[count:], options.transform.identity, made_by, options.seed, *marks
     )
-    data_folder = store.find(options.cache, key)
+    data_folder = store.find_folder(options.cache, key)
     if data_folder is None:
         meta_fields = {
             "name": listing.name,
@@ -114,17 +114,17 @@ def cached_data(listing: Listing, folder: Path, options: DecodeOptions) -> DataS
         # With and without images set aside the rows are the same, so that what both were tested on can be compared.
         test_identity = [("test" if aside else split, *rest) for split, *rest in identity]
         meta_fields["photographs"] = store.key_of(listing.classes, test_identity)
-        data_folder = store.write(
+        data_folder = store.write_folder(
             options.cache, key, _build_content(listing, {**meta_fields, **listing.about}, options)
         )
     if options.on_unreadable == "refuse":
-        _refuse_unreadable(store.meta(data_folder)["unreadable"], len(listing.photos))
-    return spec(listing.name, data_folder)
+        _refuse_unreadable(store.read_meta(data_folder)["unreadable"], len(listing.photos))
+    return make_spec(listing.name, data_folder)
 
 
-def spec(name: str, folder: Path) -> DataSpec:
+def make_spec(name: str, folder: Path) -> DataSpec:
     """Return the test split of the decoded data set in the folder."""
-    about = store.meta(folder)
+    about = store.read_meta(folder)
     return DataSpec(name, str(folder.resolve()), about["sha256"], "test", about["splits"]["test"])
 
 
@@ -153,7 +153,7 @@ def name_below(path: Path, folder: Path) -> str:
     return printable(path.relative_to(folder).as_posix())
 
 
-def images(root: Path) -> list[Path]:
+def find_images(root: Path) -> list[Path]:
     """Find image files below the folder at any depth, in order; hidden files and those of the system are left out."""
     paths: list[Path] = []
     above = {os.fspath(root): {place.resolve() for place in (root, *root.parents)}}  # of each folder, the way to it
@@ -166,7 +166,7 @@ def images(root: Path) -> list[Path]:
     return sorted(paths)
 
 
-def left_out(root: Path) -> list[str]:
+def warn_unread_formats(root: Path) -> list[str]:
     """Return a warning if images of unsupported formats lie below the folder."""
     found = sorted(path for path in root.rglob("*") if path.suffix.lower() in UNREAD and path.is_file())
     if not found:
@@ -240,7 +240,7 @@ def calibration_photos(folder: Path) -> list[Photo]:
     """List all images of a calibration folder, in class folders or not; their labels don't matter."""
     if not folder.is_dir():
         raise UserError(f"no calibration folder {folder}")
-    paths = images(absolute(folder))
+    paths = find_images(absolute(folder))
     if not paths:
         raise UserError(f"no images in the calibration folder {folder}; known formats: {', '.join(sorted(EXTENSIONS))}")
     base = absolute(folder).parent
@@ -296,7 +296,7 @@ def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptio
         return lines
 
     def iter_rows(start: int) -> Iterator[DecodedRow]:
-        return decoded(paths, options.transform, options.progress, start)
+        return decode_images(paths, options.transform, options.progress, start)
 
     return store.Content(
         iter_rows,
@@ -361,11 +361,11 @@ def list_synsets() -> dict[str, str]:
     return {synset: named.get(synset, synset).split(",")[0] for synset in order}
 
 
-def all_known(names: list[str]) -> bool:
+def are_known_synsets(names: list[str]) -> bool:
     """Return whether these are all synsets of the standard classes; nothing is read unless they look like synsets."""
     return bool(names) and all(SYNSET.fullmatch(name) for name in names) and set(names) <= list_synsets().keys()
 
 
-def readable(synset: str) -> str:
+def describe_synset(synset: str) -> str:
     """Return the class's name beside its synset: two of the 1,000 are called crane."""
     return f"{list_synsets()[synset]} ({synset})"

@@ -31,7 +31,7 @@ class DecodedRow(NamedTuple):
 Source = Callable[[int], Iterable[DecodedRow]]  # the rows from that one on
 
 
-def timed(row: Row, seconds: float) -> DecodedRow:
+def seal_row(row: Row, seconds: float) -> DecodedRow:
     """Return the row with its seal, computed by the decoding thread: one thread to seal all would hold up sixteen.
 
     Blake2b takes half of sha256's time if the processor has no instruction for that.
@@ -65,7 +65,7 @@ class RowFileState:
         self.seconds += decoded.seconds
 
 
-def write(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows: Source) -> RowFileState:
+def write_rows(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows: Source) -> RowFileState:
     """Write `count` rows of `shape` to images.npy, resuming after the rows that a killed run left there.
 
     Plain writes, because writing to mapped memory on a full disk would kill the process.
@@ -74,7 +74,7 @@ def write(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows:
     for path in (images, journal):
         path.touch()
     with open(images, "r+b") as pixels, open(journal, "r+b") as lines:
-        pixels.write(header(count, shape))
+        pixels.write(make_header(count, shape))
         _count_rows(pixels, lines, shape, written)
         for decoded in rows(written.done):
             if not isinstance(decoded.row, str):
@@ -84,14 +84,14 @@ def write(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows:
             lines.flush()
             written.add(decoded)
         pixels.seek(0)
-        pixels.write(header(written.kept, shape))
+        pixels.write(make_header(written.kept, shape))
         pixels.flush()
         os.fsync(pixels.fileno())
     written.sha.update(f"{written.kept} {shape}".encode())
     return written
 
 
-def header(count: int, shape: tuple[int, ...]) -> bytes:
+def make_header(count: int, shape: tuple[int, ...]) -> bytes:
     """Return the .npy header; numpy pads it so that its length doesn't depend on the first axis."""
     beginning = io.BytesIO()
     about = {"descr": "|u1", "fortran_order": False, "shape": (count, *shape)}
@@ -117,7 +117,7 @@ def _iter_rows(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...]) -> Ite
             seconds, seal, reason = json.loads(line)
         except ValueError:
             return
-        decoded = timed(reason or np.frombuffer(pixels.read(size), np.uint8), seconds)
+        decoded = seal_row(reason or np.frombuffer(pixels.read(size), np.uint8), seconds)
         if decoded.seal != seal:
             return
         yield decoded

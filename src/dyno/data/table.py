@@ -15,13 +15,13 @@ from dyno.data.photos import (
     COUNT,
     Listing,
     Photo,
-    all_known,
+    are_known_synsets,
+    describe_synset,
     find_image_folder,
     is_image,
     is_system,
     list_synsets,
     printable,
-    readable,
     stratified_order,
     without_missing,
 )
@@ -191,9 +191,9 @@ def _number_labels(file: Path, labels: list[str], named: list[str], outputs: int
     """Return each image's class, the classes' names, and whether they are ImageNet's 1,000."""
     if not all(re.fullmatch(r"\d+(\.0+)?", label) for label in labels):
         order = sorted(set(labels))
-        if outputs == COUNT and all_known(order):
+        if outputs == COUNT and are_known_synsets(order):
             every = list(list_synsets())
-            return [every.index(label) for label in labels], [readable(synset) for synset in every], True
+            return [every.index(label) for label in labels], [describe_synset(synset) for synset in every], True
         place = {label: k for k, label in enumerate(order)}
         return [place[label] for label in labels], [printable(label) for label in order], False
     numbers = [int(float(label)) for label in labels]

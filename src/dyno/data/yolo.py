@@ -20,7 +20,7 @@ from dyno.data.photos import (
     Listing,
     Photo,
     Sizes,
-    images,
+    find_images,
     is_image,
     is_system,
     name_below,
@@ -319,7 +319,7 @@ def _list_split(root: Path, entries: Any) -> tuple[list[Path], str]:
         places = [root / name for name in names]
         place = next((absolute(place) for place in places if place.exists()), None)
         if place is not None:
-            paths += images(place) if place.is_dir() else _in_text(place, root)
+            paths += find_images(place) if place.is_dir() else _in_text(place, root)
         else:
             wrong = wrong or f"there is no {places[0]}"
     if not paths:
@@ -347,14 +347,14 @@ def _from_folders(folder: Path) -> _Description:
     def images_of(*splits: str) -> list[Path]:
         for split in splits:
             for place in (folder / "images" / split, folder / split / "images"):
-                if place.is_dir() and (paths := images(place)):
+                if place.is_dir() and (paths := find_images(place)):
                     return paths
         return []
 
     test, train = images_of(*SPLITS), images_of("train")
     if not test and train:
         raise UserError(f"{folder} has training images but no test images; add images/val and labels/val")
-    test = test or images(folder / "images") or (images(folder) if _has_labels(folder) else [])
+    test = test or find_images(folder / "images") or (find_images(folder) if _has_labels(folder) else [])
     if not test:
         raise UserError(f"no images in {folder / 'images'}")
     return _Description(folder, test=test, train=train)

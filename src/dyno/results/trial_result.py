@@ -193,7 +193,7 @@ class TrialResult:
     @property
     def task(self) -> Task:
         """What the network is for."""
-        return tasks.find(str(self.spec["model"].get("task", ModelSpec.task)))
+        return tasks.find_task(str(self.spec["model"].get("task", ModelSpec.task)))
 
     @property
     def batch(self) -> int:

@@ -20,9 +20,8 @@ from dyno.videos import figures as videos
 from dyno.videos.figures import LoadRun
 from dyno.worker.facts.job import ServeFacts, ServeStep
 from dyno.worker.serve import rates
+from dyno.worker.serve.options import PERCENTILES
 from dyno.worker.spec import ENDPOINT
-
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 
 
 @dataclass(frozen=True)
@@ -53,17 +52,17 @@ class RateMeasurement:
 
     @property
     def refused(self) -> int:
-        """Those that found the queue full, or got no answer of a server."""
+        """Requests that found the queue full, or got no answer of a server."""
         return int(self._choose_counted("refused").sum())
 
     @property
-    def left(self) -> int:
-        """Those that still waited when no more were answered."""
+    def unanswered(self) -> int:
+        """Requests that still waited when the last answer came."""
         return self.count - int(self._answered.sum()) - self.refused
 
     @property
     def backlog(self) -> int:
-        """How many requests waited when the last one came."""
+        """Requests that waited when the last one came."""
         return rates.count_backlog(self.arrays["arrival"], self.arrays["began"], self.arrays["refused"])
 
     @property
@@ -100,16 +99,16 @@ class RateMeasurement:
 
     def percentile(self, name: str) -> Interval | None:
         """Return that percentile of the latencies; None with too few requests, or where it falls on unanswered ones."""
-        if self.count < stats.samples_for(QUANTILES[name]):
+        if self.count < stats.samples_for(PERCENTILES[name]):
             return None
-        q = QUANTILES[name]
+        q = PERCENTILES[name]
         found = videos.section_interval(
             self.latencies, lambda part: rates.find_percentile(part, q), stats.samples_for(q)
         )
         return found if math.isfinite(found.value) else None
 
 
-# Whether the answers to requests are right, as a run's table of trials has it.
+# The check of the answers to requests, from a run's table of trials.
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ class ServingRun(LoadRun):
     @property
     def bounded(self) -> str:
         """The percentile that has the bound."""
-        return next(name for name, q in QUANTILES.items() if q == self.facts[0].percentile)
+        return next(name for name, q in PERCENTILES.items() if q == self.facts[0].percentile)
 
     @cached_property
     def by_round(self) -> list[float]:
@@ -186,7 +185,7 @@ class ServingRun(LoadRun):
         return stats.center(self.by_round)
 
     @cached_property
-    def there(self) -> RateMeasurement | None:
+    def at_highest(self) -> RateMeasurement | None:
         """The rate in a round that is the highest, of the round in the middle; of several at one rate the last."""
         if self.highest is None:
             return None

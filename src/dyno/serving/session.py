@@ -30,7 +30,7 @@ from dyno.worker.spec import ENDPOINT, Job, UserError, to_json
 
 @dataclass(frozen=True)
 class Requests:
-    """When requests come, how they are batched, and the sha256 of a trace ("" without one), which lies at `path`.
+    """The settings of arrivals and batches, and the sha256 of a trace ("" without one), which lies at `path`.
 
     `least` is how many the percentile needs.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from dyno.results import stats
 from dyno.results.correctness import WRONG, distance
 from dyno.results.run_data import RunData
 from dyno.serving import figures
-from dyno.serving.figures import QUANTILES, Outputs, RateMeasurement, ServingRun
+from dyno.serving.figures import RateMeasurement, ServingRun
 from dyno.table import (
     COUNT,
     LABEL,
@@ -33,15 +33,11 @@ from dyno.table import (
 )
 from dyno.videos.words import of_each
 from dyno.worker.serve import rates as serve_rates
+from dyno.worker.serve.options import PERCENTILES
 
-# What the figures of requests say, in sentences.
+# Sentences on the figures of requests.
 
 COMPANY = ": other programs kept "  # of a warning for each rate
-
-
-def of_run(served: Sequence[ServingRun]) -> list[str]:
-    """Return the sentences of each trial, with those on disturbances behind them."""
-    return of_each(served, lambda each: [*list_sentences(each), *_describe_company(each)])
 
 
 def _describe_company(served: ServingRun) -> Iterator[str]:
@@ -57,16 +53,12 @@ def _describe_company(served: ServingRun) -> Iterator[str]:
 def list_sentences(served: ServingRun) -> list[str]:
     """Describe a trial: wrong outputs, the highest rate that holds, where the time goes there, and rates that failed.
 
-    Rates fail where they are too high, or measured for too short a time. The last sentence is on whether the outputs
-    are right.
+    Rates fail where they are too high, or measured for too short a time. The last sentences are on whether the outputs
+    are right, and on other programs.
     """
-    rates = [
-        *_describe_highest(served),
-        *_describe_waiting(served),
-        *_describe_unstable(served),
-        *_describe_short(served),
-    ]
-    return [*_at_server(served), *_describe_wrong(served), *rates, *_describe_right(served)]
+    parts = (_at_server, _describe_wrong, _describe_highest, _describe_waiting, _describe_unstable, _describe_short,
+             _describe_right, _describe_company)  # fmt: skip
+    return [sentence for describe in parts for sentence in describe(served)]
 
 
 def _at_server(served: ServingRun) -> Iterator[str]:
@@ -91,7 +83,7 @@ def _describe_right(served: ServingRun) -> Iterator[str]:
         yield f"Outputs are compared with none: {outputs.missing}."
 
 
-def bound_of(served: ServingRun) -> str:
+def format_bound(served: ServingRun) -> str:
     """Return the bound, `p99 <= 20 ms`, or "" without one."""
     facts = served.facts[0]
     if not facts.bound_s:
@@ -100,14 +92,14 @@ def bound_of(served: ServingRun) -> str:
 
 
 def _name_percentile(percentile: str) -> str:
-    return f"p{100 * QUANTILES[percentile]:g}"
+    return f"p{100 * PERCENTILES[percentile]:g}"
 
 
 def _describe_highest(served: ServingRun) -> Iterator[str]:
     facts = served.facts[0]
     if not facts.bound_s:
         return
-    bound = bound_of(served)
+    bound = format_bound(served)
     if served.highest is None:
         yield from _explain_no_rate(served, bound)
         return
@@ -149,17 +141,17 @@ def _nothing_holds(served: ServingRun, bound: str, once: bool) -> str:
     place = f"{_format_rate(lowest.step.rate)}{', the lowest,' if several else ''}"
     if lowest.step.verdict == serve_rates.TOO_FEW:
         return f"Whether a rate that was tried holds {bound} can't be said: at {place} too few requests came"
-    found = f"{name} is {_format_duration(latency.value)}" if latency else f"{name} falls on requests without an answer"
+    found = f"{name} is {show(latency.value, 'duration')}" if latency else f"{name} falls on requests without an answer"
     return f"No rate that was tried holds {bound}{' in every round' if once else ''}: at {place} {found}"
 
 
 def _describe_waiting(served: ServingRun) -> Iterator[str]:
-    there = served.there
+    there = served.at_highest
     if there is None:
         return
     queued, computed = there.queued, there.computed
     yield (
-        f"There a request waits {_format_duration(queued)} and is computed in {_format_duration(computed)} on average: "
+        f"There a request waits {show(queued, 'duration')} and is computed in {show(computed, 'duration')} on average: "
         f"{show(queued / (queued + computed), 'percentage')} of its time it waits; a batch has "
         f"{significant(there.mean_batch)} requests."
     )
@@ -185,23 +177,14 @@ def _describe_unstable(served: ServingRun) -> Iterator[str]:
 
 
 def _describe_short(served: ServingRun) -> Iterator[str]:
-    short = [t for t in served.tried if t.count < stats.samples_for(served.facts[0].percentile)]
-    if short:
-        fewest = min(short, key=lambda t: t.count)
-        yield f"{_too_short(fewest, served)}."
-
-
-def _too_short(tried: RateMeasurement, served: ServingRun) -> str:
-    least = stats.samples_for(served.facts[0].percentile)
-    return (
-        f"{_format_rate(tried.step.rate)} came for too short a time: {counting(tried.count, 'request')}, and "
-        f"{_name_percentile(served.bounded)} needs {least:,}, so "
-        + (f"at least {least / tried.step.rate:,.0f} s; omit --duration" if not tried.facts.trace else "a longer trace")
-    )
-
-
-def _format_duration(value: float) -> str:
-    return show(value, "duration")
+    least, fewest = stats.samples_for(served.facts[0].percentile), min(served.tried, key=lambda t: t.count)
+    if fewest.count < least:
+        rate = fewest.step.rate
+        longer = "a longer trace" if fewest.facts.trace else f"at least {least / rate:,.0f} s; omit --duration"
+        yield (
+            f"{_format_rate(rate)} came for too short a time: {counting(fewest.count, 'request')}, and "
+            f"{_name_percentile(served.bounded)} needs {least:,}, so {longer}."
+        )
 
 
 def _format_rate(value: float) -> str:
@@ -237,28 +220,23 @@ def _make_serve_table(run: RunData) -> Table | None:
 
 
 def _make_row(served: ServingRun) -> Row:
-    there = served.there
+    there = served.at_highest
+    outputs = served.outputs
     row: Row = {
         "label": served.trial.label, "trial": served.trial.id, "rounds": len(served.facts),
-        "bound": bound_of(served), "holds": "" if not served.facts[0].bound_s else "yes" if served.highest else "none",
-        **limited("rate", served.highest), **limited("full_rate", served.capacity),
-        "lanes": served.facts[0].lanes, **_make_output_cells(served.outputs),
+        "bound": format_bound(served),
+        "holds": "" if not served.facts[0].bound_s else "yes" if served.highest else "none",
+        **limited("rate", served.highest), **limited("full_rate", served.capacity), "lanes": served.facts[0].lanes,
     }  # fmt: skip
-    if there is None:
-        return row
-    found = there.percentile(served.bounded)
-    return row | {
-        **limited("latency_s", found), "mean_batch": there.mean_batch, "queue_s": there.queued,
-        "compute_s": there.computed,
-    }  # fmt: skip
+    if outputs.word:
+        row |= {"outputs": outputs.word, "output_error": outputs.error, "labels_changed": outputs.labels_changed}
+    if outputs.wrong:  # it has no other verdict
+        row["verdict"] = outputs.wrong
+    return row if there is None else row | limited("latency_s", there.percentile(served.bounded)) | _time_cells(there)
 
 
-def _make_output_cells(outputs: Outputs) -> Row:
-    """Return the columns on whether the answers are right; wrong ones have no other verdict."""
-    if not outputs.word:
-        return {}
-    verdict = {"verdict": outputs.wrong} if outputs.wrong else {}
-    return {"outputs": outputs.word, "output_error": outputs.error, "labels_changed": outputs.labels_changed, **verdict}
+def _time_cells(tried: RateMeasurement) -> Row:
+    return {"mean_batch": tried.mean_batch, "queue_s": tried.queued, "compute_s": tried.computed}
 
 
 def _make_rates_table(run: RunData) -> Table | None:
@@ -269,27 +247,23 @@ def _make_rates_table(run: RunData) -> Table | None:
     ]
     if not rows:
         return None
-    return RATES.of(RATE_COLUMNS, rows, group=("label",), notes=tuple(_rate_notes()), printed=printed(RATE_COLUMNS))
-
-
-def _rate_notes() -> Iterator[str]:
-    floors = ", ".join(f"{stats.samples_for(q):,} for p{100 * q:g}" for q in list(QUANTILES.values())[1:])
-    yield (
+    floors = ", ".join(f"{stats.samples_for(q):,} for p{100 * q:g}" for q in list(PERCENTILES.values())[1:])
+    note = (
         f"Fewest requests for a percentile: {floors}; ten times as many for its interval. A percentile that falls on "
         "refused or unanswered requests has no value. Random requests begin with a warm-up that does not count; "
         "all requests of a trace count."
     )
-    yield LATENCY_NOTE
+    return RATES.of(RATE_COLUMNS, rows, group=("label",), notes=(note, LATENCY_NOTE), printed=printed(RATE_COLUMNS))
 
 
 def _rate_row(served: ServingRun, tried: RateMeasurement) -> Row:
     row: Row = {
         "label": served.trial.label, "trial": served.trial.id, "round": tried.round + 1, "rate": tried.step.rate,
-        "served": tried.served, "requests": tried.count, "mean_batch": tried.mean_batch, "queue_s": tried.queued,
-        "compute_s": tried.computed, "refused": tried.refused, "left": tried.left,
+        "served": tried.served, "requests": tried.count, **_time_cells(tried), "refused": tried.refused,
+        "left": tried.unanswered,
         "holds": tried.step.verdict or ("unstable" if tried.step.unstable else ""),
     }  # fmt: skip
-    for name in QUANTILES:
+    for name in PERCENTILES:
         row |= limited(f"{name}_s", tried.percentile(name))
     return row
 
@@ -329,7 +303,7 @@ RATE_COLUMNS = (
     Column("requests", "that count", kind=COUNT, rank=7),
     *(
         column
-        for name, q in QUANTILES.items()
+        for name, q in PERCENTILES.items()
         for column in with_limits(
             duration(f"{name}_s", "latency from when a request was due", f"p{100 * q:g}", rank=0 if q == 0.99 else 4)
         )
@@ -344,7 +318,7 @@ RATE_COLUMNS = (
 SERVE = TableKind(
     "serve", "Requests", "The highest rate of requests that holds a bound of latency, and where the time goes there.",
     _make_serve_table, "this run is of no requests; `dyno bench serve` makes one", "tables", 18,
-    leads=True, sentences=lambda run: of_run(figures.list_served(run)),
+    leads=True, sentences=lambda run: of_each(figures.list_served(run), list_sentences),
 )  # fmt: skip
 RATES = TableKind(
     "serve-rates", "Rates of requests", "Each rate that was tried: latency, batches, queue and compute.",
@@ -359,7 +333,7 @@ PALE = 0.35  # how opaque a median is
 MEDIAN = "p50"
 
 
-def latency_by_rate(run: RunData) -> Any:
+def draw_latency_by_rate(run: RunData) -> Any:
     """Draw a line for the bounded percentile of each trial and a pale one for its median; None without any.
 
     Each stable rate of each round is a point.
@@ -410,6 +384,6 @@ LATENCY_BY_RATE = Chart(
     "serve-latency",
     "Latency of requests against their rate: the bounded percentile, its median pale, the bound dashed. Rates at which "
     "the queue grew without end have no point.",
-    latency_by_rate,
+    draw_latency_by_rate,
     19,
 )

@@ -37,7 +37,7 @@ def prepared(
         return DataSpec(count=study.compared, seed=study.seed)
     if not all(size):
         raise UserError(f"{model.name} has no image input (N x C x H x W) that images could be fed to; omit --data")
-    cache, task = cache_dir() / "datasets", tasks.find(model.task)
+    cache, task = cache_dir() / "datasets", tasks.find_task(model.task)
     objects = task.labels == "objects"
     if not study.data:
         folder = Path(study.calibration)
@@ -113,7 +113,7 @@ def _prepare_digits(cache: Path, model: ModelSpec, size: tuple[int, int], output
 def _check_labels(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> None:
     """Refuse labels that don't fit the model's task or its number of classes."""
     has, classes = about.get("has", []), len(about["classes"])
-    needed = tasks.find(model.task).needs
+    needed = tasks.find_task(model.task).needs
     if needed and has and needed not in has:
         raise UserError(
             f"{model.name} is for {model.task}, but {name} has no {needed} for all objects; "

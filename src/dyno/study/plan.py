@@ -365,7 +365,7 @@ def _has_builds(entry: PlannedTrial) -> bool:
 
 def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) -> None:
     """Refuse a budget that can't be checked: every trial would seem to be within it."""
-    task = tasks.find(model.task)
+    task = tasks.find_task(model.task)
     for metric in study.budget:
         if metric not in task.metrics:
             other = f"give a budget of {task.metrics[0]}" if task.metrics else "no budget can be checked"

@@ -183,11 +183,11 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
         for name in self.boundaries:
             check_known("boundary", name, BOUNDARIES)
         for name, points in self.budget.items():
-            check_known("budget", name, tasks.metrics())
+            check_known("budget", name, tasks.list_metrics())
             if not 0 <= points <= 100:
                 raise UserError(f"budget {name}={points:g} must be between 0 and 100 points, e.g. {name}=0.5")
         if self.task:
-            tasks.find(self.task)
+            tasks.find_task(self.task)
         check_known("unreadable", self.unreadable, ("refuse", "skip"))
         for size in self.sizes:
             parse_size(size)

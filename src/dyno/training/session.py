@@ -10,7 +10,7 @@ import shlex
 import shutil
 import typing
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from dyno import data as dyno_data
 from dyno.api import run
-from dyno.data.folders import scan
+from dyno.data.folders import scan_folder
 from dyno.jobs.launcher import launch
 from dyno.runner import device_lock
 from dyno.store import Run, begun, cache_dir, sha256_of
@@ -37,7 +37,7 @@ from dyno.worker.facts.job import TrainingFacts
 from dyno.worker.option_values import check_types, native
 from dyno.worker.record import DamagedRecord, Record, read_record, write_json
 from dyno.worker.spec import FIXED, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
-from dyno.worker.training.options import TrainOptions, options
+from dyno.worker.training.options import TrainOptions, make_options
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -89,7 +89,7 @@ def _has_classes(root: Path) -> bool:
 
 def _split_images(root: Path, share: float, seed: int) -> dict[str, Path]:
     """Return every image by its path in the split folder: `train/CLASS/…` or `test/CLASS/…`."""
-    listing = scan(root, 0, seed)
+    listing = scan_folder(root, 0, seed)
     rng = np.random.default_rng(seed)
     placed: dict[str, Path] = {}
     for label, name in enumerate(listing.classes):
@@ -202,13 +202,11 @@ class TrainingView:
         self._opening = [opening] if opening else []
         if done and len(done) < self.epochs:
             self._opening.append(f"resuming after epoch {len(done)} of {self.epochs}")
-        if self.quiet or not self.console.is_terminal:
-            yield
-            self._print_epochs()
-            return
         columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=self.console, transient=True) as self._bar:
-            self._task = self._bar.add_task("start", total=self.epochs, completed=self._shown)
+        is_plain = self.quiet or not self.console.is_terminal
+        with nullcontext() if is_plain else Progress(*columns, console=self.console, transient=True) as self._bar:
+            if self._bar is not None:
+                self._task = self._bar.add_task("start", total=self.epochs, completed=self._shown)
             yield
             self._print_epochs()
         self._bar = None
@@ -246,11 +244,11 @@ class TrainingView:
         if len(rows) > self._shown:
             self._print_opening()
         for row in rows[self._shown :]:
-            self.say(line(row, self.epochs))
+            self.say(format_epoch(row, self.epochs))
         self._shown = max(self._shown, len(rows))
 
 
-def line(row: Row, epochs: int) -> str:
+def format_epoch(row: Row, epochs: int) -> str:
     """Format an epoch as one line."""
     width = len(str(epochs))
     return (
@@ -260,7 +258,7 @@ def line(row: Row, epochs: int) -> str:
     )
 
 
-def chart(rows: tuple[Row, ...], path: Path) -> None:
+def draw_curves(rows: tuple[Row, ...], path: Path) -> None:
     """Draw losses, top-1 and learning rate over the epochs, as PNG."""
     from dyno.report.style import COLORS, WIDTH, save, styled
 
@@ -307,7 +305,7 @@ class TrainingResult:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingPlan:
     """Everything that defines a training: the study of the untrained model, the model, size, images, settings."""
 
     study: Study
@@ -353,7 +351,7 @@ def train(
     given: dict[str, Any] = {name: settings.pop(name) for name in OF_STUDY if name in settings}
     kinds = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}
     check_types({**settings, "data": data, "out": out, "holdout": holdout}, kinds)
-    chosen = options(settings)
+    chosen = make_options(settings)
     given["backends"] = then or "pytorch"  # which may be one alone
     study = Study(models=(model,), sizes=(str(size),) if size else (), seed=chosen.seed, data=str(data),
                   device=chosen.device, **given)  # fmt: skip
@@ -369,14 +367,18 @@ def train(
     with begun(folder), Run(folder).locked():
         plan = _plan_training(study, chosen, holdout, folder, view)
         record, now = _run_job(plan, folder, view)
-    result = _make_result(record, folder)
-    _print_outcome(plan, record, result, view, now=now, advise=advise)
+    found = record.facts.training
+    assert found is not None  # every job of this kind that ended well leaves it
+    result = TrainingResult(
+        folder, folder / found.weights, found.top1, found.top5, found.best_epoch, show_history(folder)
+    )
+    _print_outcome(plan, found, result, view, now=now, advise=advise)
     return replace(result, engines=_measure_engines(plan, result, quiet)) if then else result
 
 
 def _plan_training(
     study: Study, chosen: TrainOptions, holdout: float | None, folder: Path, view: TrainingView
-) -> Training:
+) -> TrainingPlan:
     """Inspect the model, list and decode the images: every check before a training begins."""
     source = study.models[0]
     if registry.format_of(source):
@@ -389,10 +391,10 @@ def _plan_training(
     model = replace(requested, preprocess=inspected.preprocess)
     training, test = decode_split(study, model, size, chosen, view.console)
     names = list_classes(training)
-    return Training(study, replace(model, classes=len(names)), size, training, test, chosen, names)
+    return TrainingPlan(study, replace(model, classes=len(names)), size, training, test, chosen, names)
 
 
-def _run_job(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool]:
+def _run_job(plan: TrainingPlan, folder: Path, view: TrainingView) -> tuple[Record, bool]:
     """Run the job and store its outcome beside the weights; return its record, and False if it was done before."""
     names = ", ".join(plan.classes[:5]) + (", …" if len(plan.classes) > 5 else "")
     opening = (
@@ -409,7 +411,7 @@ def _run_job(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, 
         record = launch(job, folder, math.inf, view.tick)
     if rows := show_history(folder):
         try:
-            chart(rows, folder / CURVES)
+            draw_curves(rows, folder / CURVES)
         except ModuleNotFoundError as e:
             view.say(f"no {CURVES}: {lacking([e.name or 'matplotlib'])}")
     about = {"status": record.status, "reason": record.reason, "started": begun}
@@ -442,7 +444,7 @@ def _count_images(data: DataSpec) -> int:
     return int(meta(data)["splits"][data.split])
 
 
-def _write_description(plan: Training, folder: Path, about: dict[str, Any]) -> None:
+def _write_description(plan: TrainingPlan, folder: Path, about: dict[str, Any]) -> None:
     """Write training.json: settings, model, data and the outcome."""
     data = {
         "source": plan.study.data,
@@ -457,7 +459,7 @@ def _write_description(plan: Training, folder: Path, about: dict[str, Any]) -> N
     )
 
 
-def _explain_end(record: Record, plan: Training, done: int) -> str:
+def _explain_end(record: Record, plan: TrainingPlan, done: int) -> str:
     if record.status == "oom":
         size = "x".join(map(str, plan.size))
         return (
@@ -468,25 +470,12 @@ def _explain_end(record: Record, plan: Training, done: int) -> str:
     return f"the training {record.status} after {done} epochs ({record.reason}); the same command resumes there"
 
 
-def _read_trained(record: Record) -> TrainingFacts:
-    assert record.facts.training is not None  # every job of this kind that ended well leaves it
-    return record.facts.training
-
-
-def _make_result(record: Record, folder: Path) -> TrainingResult:
-    found = _read_trained(record)
-    return TrainingResult(
-        folder, folder / found.weights, found.top1, found.top5, found.best_epoch, show_history(folder)
-    )
-
-
 def _print_outcome(
-    plan: Training, record: Record, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
+    plan: TrainingPlan, facts: TrainingFacts, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
 ) -> None:
     from dyno.formatting import show
     from dyno.results.stats import wilson
 
-    facts = _read_trained(record)
     for note in facts.notes:
         view.say(f"note: {note}")
     share = wilson(facts.hits, facts.count)
@@ -500,7 +489,7 @@ def _print_outcome(
         view.say(f"next: {next_command(command, plan, result.weights)}")
 
 
-def next_command(command: str, plan: Training, weights: Path) -> str:
+def next_command(command: str, plan: TrainingPlan, weights: Path) -> str:
     """Return a command line that measures the trained weights on the test images."""
     study, model = plan.study, plan.model
     command_line = ["dyno", command, study.models[0], "--weights", str(weights), "--data", study.data]
@@ -518,7 +507,7 @@ def next_command(command: str, plan: Training, weights: Path) -> str:
     return shlex.join(command_line)
 
 
-def _measure_engines(plan: Training, result: TrainingResult, quiet: bool) -> Result:
+def _measure_engines(plan: TrainingPlan, result: TrainingResult, quiet: bool) -> Result:
     """Measure the trained weights under PyTorch and the backends, in the folder `engines`."""
     others = tuple(name for name in plan.study.backends if name != "pytorch")
     study = replace(

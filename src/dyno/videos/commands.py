@@ -39,7 +39,7 @@ def video(
     """Detect objects in a video, and say which stage bounds its speed."""
     from dyno.videos import session
 
-    filmed = session.video(
+    result = session.video(
         source,
         output,
         model=model,
@@ -50,13 +50,13 @@ def video(
         quiet=False,
         **overrides,
     )
-    print_load(filmed, format)
-    if filmed.refused:
-        raise UserError(filmed.refused)
-    code = exit_load(filmed)
-    for path in filmed.unwritten:
+    print_load(result, format)
+    if result.refused:
+        raise UserError(result.refused)
+    code = exit_load(result)
+    for path in result.unwritten:
         print(f"dyno: {path} is not written, as its round was measured before; give another --out", file=sys.stderr)
-    raise typer.Exit(INTERRUPTED if filmed.stopped else code or UNFINISHED * bool(filmed.unwritten))
+    raise typer.Exit(INTERRUPTED if result.stopped else code or UNFINISHED * bool(result.unwritten))
 
 
 def print_load(result: LoadResult, format: str) -> None:

@@ -31,16 +31,19 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage. `alone` is the mean seconds of a frame with nothing beside it and `beside` that in the pipeline, with
-    95 % intervals; `cpu` the processor time of a frame, alone, and `crowded` that with every processor at work. Shares
-    of the pipeline's time: `working`, `starved` (its queue was empty) and `blocked` (the next one's was full). `queue`
-    is the mean number of items that waited."""
+    """A stage of the pipeline.
+
+    `alone` is the mean seconds of a frame with nothing beside it and `beside` that in the pipeline, with 95 %
+    intervals; `cpu` the processor time of a frame, alone, and `cpu_under_load` with every processor at work. Shares of
+    the pipeline's time: `working`, `starved` (its queue was empty) and `blocked` (the next one's was full). `queue` is
+    the mean number of items that waited.
+    """
 
     name: str
     alone: Interval
     beside: Interval
     cpu: float
-    crowded: float
+    cpu_under_load: float
     working: float
     starved: float
     blocked: float
@@ -49,7 +52,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Bound:
-    """The most frames per second that something allows."""
+    """An upper limit on frames per second, and its cause."""
 
     name: str
     rate: float
@@ -66,8 +69,7 @@ def _find_lowest(rates: Mapping[str, float]) -> Bound:
 
 @dataclass(frozen=True)
 class Video:
-    """What is known of a video after one trial's network has answered it once; meanwhile other programs kept `others`
-    processors busy."""
+    """One round of a trial's network on a video; meanwhile other programs kept `others` processors busy."""
 
     facts: VideoFacts
     arrays: Arrays
@@ -103,10 +105,8 @@ class Video:
 
     @cached_property
     def by_stage(self) -> Bound:
-        """What the slowest stage allows if all others cost nothing."""
-        rates = self.limits(self.facts.streams)
-        del rates[PROCESSORS]
-        return _find_lowest(rates)
+        """The limit of the slowest stage, if all others cost nothing."""
+        return _find_lowest({k: v for k, v in self.limits(self.facts.streams).items() if k != PROCESSORS})
 
     def limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
         """Return the frames/s that each stage and the processors allow `streams` streams together.
@@ -117,14 +117,19 @@ class Video:
             s.name: (1 if s.name == SHARED else streams) / (s.alone.value * shares.get(s.name, 1.0))
             for s in self.stages
         }
-        seconds = sum(s.crowded * shares.get(s.name, 1.0) for s in self.stages)
+        seconds = sum(s.cpu_under_load * shares.get(s.name, 1.0) for s in self.stages)
         return rates | {PROCESSORS: self.facts.processors / seconds if seconds > 0 else math.inf}
 
     @cached_property
     def by_processors(self) -> Bound:
-        """What the processors allow that all stages share: their number over the processor time of a frame while all
-        are at work."""
+        """The limit of the shared processors: their number over a frame's processor time while all are at work."""
         return Bound(PROCESSORS, self.limits(self.facts.streams)[PROCESSORS])
+
+    def find_percentile(self, q: float, to: str = "known") -> float | None:
+        """Return a percentile of the latencies; None with too few frames. The median needs one frame alone."""
+        samples = self.latencies(to)
+        least = 1 if q == PERCENTILES[0] else stats.samples_for(q)
+        return stats.percentile_of(samples, q) if len(samples) >= least else None
 
     @property
     def utilization(self) -> float:
@@ -132,9 +137,9 @@ class Video:
         return self.facts.cpu_whole * self.rate / self.facts.processors
 
     @property
-    def crowded(self) -> float:
+    def cpu_under_load(self) -> float:
         """Processor time of a frame with every processor at work, all stages together, in seconds."""
-        return sum(stage.crowded for stage in self.stages)
+        return sum(stage.cpu_under_load for stage in self.stages)
 
     def crowding(self, busy: float) -> float:
         """Return the factor on the processor time of work while `busy` processors are busy.
@@ -157,7 +162,7 @@ class Video:
     @property
     def heaviest(self) -> Stage:
         """The stage that takes the most processor time."""
-        return max(self.stages, key=lambda stage: stage.crowded)
+        return max(self.stages, key=lambda stage: stage.cpu_under_load)
 
     def latencies(self, to: str) -> np.ndarray:
         """Return the seconds from the start of reading a frame until its boxes are `known`, or it is `written`."""
@@ -177,14 +182,14 @@ class Video:
             alone,
             mean_interval(ended - began, len(began) / frames),
             cpu,
-            self._estimate_crowded(name, cpu),
+            self._estimate_cpu_under_load(name, cpu),
             float((ended - began).sum() / whole),
             float(starved.sum() / whole),
             float((handed - ended).sum() / whole),
             float(waiting.mean()) if len(waiting) else 0.0,
         )
 
-    def _estimate_crowded(self, name: str, cpu: float) -> float:
+    def _estimate_cpu_under_load(self, name: str, cpu: float) -> float:
         """Return the processor time of a frame with every processor at work; an engine's was measured by itself."""
         if name == SHARED and self.facts.cpu_inference:
             return max(cpu, self.facts.cpu_inference)
@@ -226,7 +231,7 @@ class LoadRun:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the rounds warn of, each sentence once."""
+        """The warnings of all rounds, each sentence once."""
         return tuple(dict.fromkeys(warning for r in self.trial.good for warning in r.warnings))
 
     @property
@@ -296,7 +301,7 @@ def list_videos(trial: TrialResult) -> VideoRun | None:
 # their rates bounds the whole (operational analysis; Denning and Buzen, Computing Surveys, 1978); a simulation says how
 # near the whole comes, and how long a frame takes.
 
-# What a pipeline would do, from its stages alone: a simulation with bounded queues and shared processors.
+# A simulation of the pipeline from its stages alone, with bounded queues and shared processors.
 #
 # Work is a fluid: while the stages at work ask for more processors than there are, all get slower alike (processor
 # sharing; Kleinrock, Queueing Systems II, 1976, 4.4), and somewhat sooner, as processors that work at the same time
@@ -331,13 +336,10 @@ class Simulation:
     ) -> None:  # fmt: skip
         self._servers, self._known, self._frames = servers, known, frames
         self._processors, self._depth, self._streams, self._crowding = processors, depth, streams, crowding
-        stages = range(len(servers))
-        self._queues = [[deque[int]() for _ in stages] for _ in range(streams)]
-        self._held = [[-1 for _ in stages] for _ in range(streams)]  # the frame that a stage has, -1 for none
-        self._blocked = [[False for _ in stages] for _ in range(streams)]
+        # How many frames of each stream each stage has begun, ended, and handed to the next, in their order.
+        self._begun, self._ended, self._handed = ([[0] * len(servers) for _ in range(streams)] for _ in range(3))
         self._free = [True for _ in servers]
-        self._waiting = [deque[int]() for _ in stages]  # streams that wait for a shared server
-        self._next = [0] * streams
+        self._waiting = [deque[int]() for _ in servers]  # streams that wait for a shared server
         self._began = np.zeros((streams, frames))
         self._latencies: list[float] = []
         self._heap: list[tuple[float, int, int]] = []  # the work done at which a piece ends, its stream and its stage
@@ -349,27 +351,22 @@ class Simulation:
             self._start_frame(stream, 0)
         while self._heap:
             done, stream, stage = heapq.heappop(self._heap)
-            self._now += (done - self._done) * self._compute_slowdown()
+            slowdown = max(1.0, self._asked / self._processors) * self._crowding(self._asked)
+            self._now += (done - self._done) * slowdown
             self._done = done
             self._finish_frame(stream, stage)
         return SimulationResult(self._streams * self._frames / self._now, np.array(self._latencies))
 
-    def _compute_slowdown(self) -> float:
-        return max(1.0, self._asked / self._processors) * self._crowding(self._asked)
-
     def _start_frame(self, stream: int, stage: int) -> None:
         """Begin the next frame that waits for the stage, where there is one and the stage is free."""
-        queue = self._queues[stream][stage]
-        if self._held[stream][stage] >= 0 or not (queue or (stage == 0 and self._next[stream] < self._frames)):
+        frame, arrived = self._begun[stream][stage], self._handed[stream][stage - 1] if stage else self._frames
+        if frame > self._handed[stream][stage] or frame == arrived:
             return
-        if stage == 0:
-            frame, self._next[stream] = self._next[stream], self._next[stream] + 1
-            self._began[stream, frame] = self._now
+        self._begun[stream][stage] += 1
+        if stage:
+            self._hand_on(stream, stage - 1)  # there is room for the one before
         else:
-            frame = queue.popleft()
-        self._held[stream][stage] = frame
-        if stage and self._blocked[stream][stage - 1]:  # there is room for the one before
-            self._hand_on(stream, stage - 1)
+            self._began[stream, frame] = self._now
         if not self._servers[stage].shared:
             self._serve_frame(stream, stage)
         elif self._free[stage]:
@@ -381,7 +378,7 @@ class Simulation:
     def _serve_frame(self, stream: int, stage: int) -> None:
         server = self._servers[stage]
         self._asked += server.processors
-        seconds = float(server.seconds[self._held[stream][stage] % len(server.seconds)])
+        seconds = float(server.seconds[self._ended[stream][stage] % len(server.seconds)])
         heapq.heappush(self._heap, (self._done + seconds, stream, stage))
 
     def _finish_frame(self, stream: int, stage: int) -> None:
@@ -392,18 +389,17 @@ class Simulation:
         else:
             self._free[stage] = True
         if stage == self._known:
-            self._latencies.append(self._now - self._began[stream, self._held[stream][stage]])
+            self._latencies.append(self._now - self._began[stream, self._ended[stream][stage]])
+        self._ended[stream][stage] += 1
         self._hand_on(stream, stage)
 
     def _hand_on(self, stream: int, stage: int) -> None:
-        """Give the frame to the next stage, or keep it until there is room."""
-        last = stage + 1 == len(self._servers)
-        self._blocked[stream][stage] = not last and len(self._queues[stream][stage + 1]) >= self._depth
-        if self._blocked[stream][stage]:
+        """Give an ended frame to the next stage, or keep it until there is room."""
+        last, handed = stage + 1 == len(self._servers), self._handed[stream]
+        is_full = not last and handed[stage] - self._begun[stream][stage + 1] >= self._depth
+        if is_full or handed[stage] == self._ended[stream][stage]:
             return
-        if not last:
-            self._queues[stream][stage + 1].append(self._held[stream][stage])
-        self._held[stream][stage] = -1
+        handed[stage] += 1
         if not last:
             self._start_frame(stream, stage + 1)
         self._start_frame(stream, stage)
@@ -416,8 +412,8 @@ FRAMES, PIECES = 400, 6400  # that are simulated: of a stream at most, and of al
 
 @dataclass(frozen=True)
 class StreamPrediction:
-    """So many streams at once: frames per second of all together, what bounds them, and the 99th percentile of the
-    seconds from a frame's reading until its boxes are known."""
+    """A prediction for concurrent streams: frames per second of all together, their bound, and the 99th percentile of
+    the seconds from a frame's reading until its boxes are known."""
 
     streams: int
     rate: float
@@ -447,7 +443,7 @@ def _make_server(video: Video, stage: Stage) -> Server:
 
     The simulation slows all stages down alike, so these seconds include the stage's own slow-down under full CPU load.
     """
-    in_crowd = stage.crowded / stage.cpu / video.crowding(video.facts.processors) if stage.cpu else 1.0
+    in_crowd = stage.cpu_under_load / stage.cpu / video.crowding(video.facts.processors) if stage.cpu else 1.0
     handed = video.facts.hand_over if stage is not video.stages[0] else 0.0
     seconds = video.arrays[f"alone_{stage.name}"] * in_crowd + handed
     processors = (stage.cpu + handed) / (stage.alone.value + handed)

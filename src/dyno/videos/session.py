@@ -42,7 +42,7 @@ PATIENCE_S = 20.0  # that an interrupted job has to close its video
 
 @dataclass(frozen=True)
 class VideoJobSpec:
-    """What the jobs of a video have in common: the source, what is written ("" for nothing), the settings.
+    """The settings that all jobs of a video share: the source, the files to write ("" for none), the options.
 
     With `several` trials each writes to a different name; rounds after the first keep nothing.
     """
@@ -63,11 +63,9 @@ class VideoJobSpec:
     def unwritten(self) -> tuple[str, ...]:
         """Return the requested files that don't exist."""
         wanted = [Path(path) for path in (self.output, self.boxes) if path]
-        kept = [p for p in wanted if not p.exists() and not (self.several and [*p.parent.glob(self._make_pattern(p))])]
-        return tuple(map(str, kept))
-
-    def _make_pattern(self, path: Path) -> str:
-        return f"{glob.escape(path.stem)}-*{glob.escape(path.suffix)}"
+        made = [p for p in wanted if p.exists() or (self.several and any(p.parent.glob(
+            f"{glob.escape(p.stem)}-*{glob.escape(p.suffix)}")))]  # fmt: skip
+        return tuple(str(path) for path in wanted if path not in made)
 
     def named(self, path: str, trial: Trial) -> str:
         """Return the output path of this trial."""
@@ -110,11 +108,11 @@ class VideoJobSpec:
 
 def share_processors(job: Job) -> dict[str, str]:
     """Return the environment variables of a job whose threads share processors, except those that the user has set."""
-    said = {**os.environ, **dict(job.runtime.env)}
-    return {name: value for name, value in SHARED_PROCESSORS.items() if name not in said}
+    environment = {**os.environ, **dict(job.runtime.env)}
+    return {name: value for name, value in SHARED_PROCESSORS.items() if name not in environment}
 
 
-TRACE, EXPORTER = ".trace.json", "dyno"
+TRACE = ".trace.json"
 ABOUT = "video.json"  # in the run folder: which video it is of
 
 
@@ -163,7 +161,7 @@ class VideoResult(LoadResult):
         """Write the pipeline's trace: a track for each stage and each frame of each engine's typical round."""
         from dyno.videos import figures, words
 
-        write_text(path, json.dumps(words.chrome_trace(figures.of_run(self.data), EXPORTER)) + "\n")
+        write_text(path, json.dumps(words.chrome_trace(figures.of_run(self.data))) + "\n")
 
 
 def video(
@@ -188,8 +186,10 @@ def video(
     check_types({"options": options}, {"options": VideoOptions | None})
     study, several = study_of_own_jobs(model, 1, settings)
     (name,) = study.models
-    shot = VideoJobSpec(_make_absolute(source), str(output or ""), str(boxes or ""), options or VideoOptions(), several)
-    _check_options(shot, study)
+    job_spec = VideoJobSpec(
+        _make_absolute(source), str(output or ""), str(boxes or ""), options or VideoOptions(), several
+    )
+    _check_options(job_spec, study)
     if save and not str(save).endswith(TRACE):
         raise UserError(f"{str(save)!r} can't be saved; end its name in {TRACE} (Perfetto)")
     if save:
@@ -198,18 +198,18 @@ def video(
     stopped = False
     try:
         with begun(folder):
-            store_about(folder, ABOUT, shot.settings(), "of another video, or of other settings", "without a video")
-            execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=shot.launch)
+            store_about(folder, ABOUT, job_spec.settings(), "of another video, or of other settings", "without a video")
+            execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=job_spec.launch)
     except KeyboardInterrupt:
         if not list(folder.glob("trials/*/r*/video.npz")):
             raise
         stopped = True
-    filmed = VideoResult(folder, stopped=stopped)
-    if not stopped and all(trial.status == "ok" for trial in filmed.records):
-        filmed = replace(filmed, unwritten=shot.unwritten())
+    result = VideoResult(folder, stopped=stopped)
+    if not stopped and all(trial.status == "ok" for trial in result.records):
+        result = replace(result, unwritten=job_spec.unwritten())
     if save:
-        filmed.save(Path(save))
-    return filmed
+        result.save(Path(save))
+    return result
 
 
 def _make_absolute(source: str | Path) -> str:
@@ -218,26 +218,26 @@ def _make_absolute(source: str | Path) -> str:
     return text if text == STDIN or ":" in text.split("/")[0] else str(Path(text).absolute())
 
 
-def _check_options(shot: VideoJobSpec, study: Study) -> None:
+def _check_options(job_spec: VideoJobSpec, study: Study) -> None:
     """Raise `UserError` for options that can't work, before anything is started."""
-    if shot.source == STDIN and (shot.several or study.rounds > 1):
+    if job_spec.source == STDIN and (job_spec.several or study.rounds > 1):
         raise UserError("standard input can be read only once; give one backend and --rounds 1")
-    if shot.source == STDIN and not shot.options.width:
+    if job_spec.source == STDIN and not job_spec.options.frame_size:
         raise UserError("raw frames don't say how large they are; give --frame-size WIDTHxHEIGHT")
-    if shot.options.streams > 1 and (shot.source == STDIN or shot.source.startswith("camera:")):
-        raise UserError(f"{shot.source} can be read only once; omit --streams")
-    path = Path(shot.source)
-    local = shot.source != STDIN and ":" not in shot.source.split("/")[0]
+    if job_spec.options.streams > 1 and (job_spec.source == STDIN or job_spec.source.startswith("camera:")):
+        raise UserError(f"{job_spec.source} can be read only once; omit --streams")
+    path = Path(job_spec.source)
+    local = job_spec.source != STDIN and ":" not in job_spec.source.split("/")[0]
     if local and not path.exists():
         raise UserError(f"{path} does not exist; give a video, an image, a folder of images, a URL, camera:0 or -")
-    for written in filter(None, (shot.output, shot.boxes)):
-        for kind, read in (("source", shot.source if local else ""), ("model", *study.models)):
+    for written in filter(None, (job_spec.output, job_spec.boxes)):
+        for kind, read in (("source", job_spec.source if local else ""), ("model", *study.models)):
             if read and Path(read).exists() and Path(written).resolve() == Path(read).resolve():
                 raise UserError(f"{written} is the {kind} itself; give another name for what is written")
-    if shot.output:
-        _check_output(Path(shot.output), path if local else None)
-    if shot.boxes:
-        check_writable(Path(shot.boxes), making=True)
+    if job_spec.output:
+        _check_output(Path(job_spec.output), path if local else None)
+    if job_spec.boxes:
+        check_writable(Path(job_spec.boxes), making=True)
 
 
 def _check_output(output: Path, source: Path | None) -> None:

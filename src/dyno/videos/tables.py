@@ -32,106 +32,97 @@ from dyno.table import (
     with_limits,
 )
 from dyno.videos import figures, words
-from dyno.videos.figures import PERCENTILES, Stage, Video, VideoRun
+from dyno.videos.figures import PERCENTILES, Video, VideoRun
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 
 
 def _make_video_table(run: RunData) -> Table | None:
-    filmed = figures.of_run(run)
-    if not filmed:
+    runs = figures.of_run(run)
+    if not runs:
         return None
-    rows = [_make_row(each) for each in filmed]
-    if len(filmed) > 1:
-        gains = figures.list_speedups(filmed, run.rule)
+    rows = [_make_row(each) for each in runs]
+    if len(runs) > 1:
+        gains = figures.list_speedups(runs, run.rule)
         rows = [row | compare_cells(gain, gain is None) for row, gain in zip(rows, gains, strict=True)]
-    return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_video_notes(filmed)), printed=printed(VIDEO_COLUMNS))
+    return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_video_notes(runs)), printed=printed(VIDEO_COLUMNS))
 
 
-def _make_row(filmed: VideoRun) -> Row:
-    video = filmed.typical
-    known = video.latencies("known")
+def _make_row(run: VideoRun) -> Row:
+    video = run.typical
     return {
-        "label": filmed.trial.label, "trial": filmed.trial.id, "rounds": len(filmed.videos),
+        "label": run.trial.label, "trial": run.trial.id, "rounds": len(run.videos),
         "frames": video.facts.frames,
         "streams": video.facts.streams if video.facts.streams > 1 else None,
         "dropped": video.facts.dropped if video.facts.live else None,
         "objects": sum(video.facts.objects.values()) if video.facts.tracker else None,
         "inference_fps": video.inference_rate, "beside_fps": video.inference_beside,
-        **limited("fps", filmed.rate), "bound_fps": video.bound.rate, "bound_by": video.bound.name,
+        **limited("fps", run.rate), "bound_fps": video.bound.rate, "bound_by": video.bound.name,
         "reached": 100 * video.bound.share(video.rate),
-        **{f"p{100 * q:g}_s": stats.percentile_of(known, q) if len(known) >= least else None for q, least in LEAST},
+        **{f"p{100 * q:g}_s": video.find_percentile(q) for q in PERCENTILES},
     }  # fmt: skip
 
 
-LEAST = tuple((q, 1 if q == PERCENTILES[0] else stats.samples_for(q)) for q in PERCENTILES)
-
-
-def _video_notes(filmed: list[VideoRun]) -> Iterator[str]:
+def _video_notes(runs: list[VideoRun]) -> Iterator[str]:
     yield (
         "fps: end to end, from the first frame's reading to the closed file. inference alone and beside: with nothing "
         "else running, and while the other stages run. bound: the lower of the slowest stage's rate and that of the "
         "processors, from the stages alone. p50 to p99: from a frame's reading until its boxes are known."
     )
-    if len(filmed) > 1:
-        yield f"speedup: fps over that of {figures.find_reference(filmed).trial.label}."
+    if len(runs) > 1:
+        yield f"speedup: fps over that of {figures.find_reference(runs).trial.label}."
 
 
 def _make_stages_table(run: RunData) -> Table | None:
-    rows = [_stage_row(f, stage) for f in figures.of_run(run) for stage in f.typical.stages]
-    if not rows:
-        return None
-    return STAGES.of(STAGE_COLUMNS, rows, group=("label",), below=_stage_notes, printed=printed(STAGE_COLUMNS))
-
-
-def _stage_row(filmed: VideoRun, stage: Stage) -> Row:
-    return {
-        "label": filmed.trial.label, "trial": filmed.trial.id, "stage": stage.name,
-        **limited("alone_s", stage.alone), "alone_fps": 1 / stage.alone.value,
-        **limited("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.crowded,
-        "working": 100 * stage.working,
-        "starved": 100 * stage.starved, "blocked": 100 * stage.blocked, "queue": stage.queue,
-    }  # fmt: skip
-
-
-def _stage_notes(rows: list[Row]) -> list[str]:
-    return [
+    note = (
         "alone and in the pipeline: time per frame. working, starved and blocked: shares of the pipeline's time in "
         "which the stage worked, waited for something to do, and waited for room behind it."
-    ]
+    )
+    rows: list[Row] = [
+        {
+            "label": each.trial.label, "trial": each.trial.id, "stage": stage.name,
+            **limited("alone_s", stage.alone), "alone_fps": 1 / stage.alone.value,
+            **limited("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.cpu_under_load,
+            "working": 100 * stage.working, "starved": 100 * stage.starved, "blocked": 100 * stage.blocked,
+            "queue": stage.queue,
+        }
+        for each in figures.of_run(run) for stage in each.typical.stages
+    ]  # fmt: skip
+    if not rows:
+        return None
+    shown = printed(STAGE_COLUMNS)
+    return STAGES.of(STAGE_COLUMNS, rows, group=("label",), below=lambda part: [note], printed=shown)
 
 
 def _make_streams_table(run: RunData) -> Table | None:
-    filmed = figures.of_run(run)
-    rows = [_stream_row(f, count) for f in filmed for count in sorted({*STREAMS, f.typical.facts.streams})]
-    videos = {f.trial.label: f for f in filmed}
-
-    def write_notes(part: list[Row]) -> list[str]:
-        return stream_sentences(videos[part[0]["label"]].typical, part)
-
+    runs = figures.of_run(run)
+    rows = [_stream_row(f, count) for f in runs for count in sorted({*STREAMS, f.typical.facts.streams})]
+    videos = {f.trial.label: f for f in runs}
     if not rows:
         return None
-    return STREAM_TABLE.of(STREAM_COLUMNS, rows, group=("label",), below=write_notes, printed=printed(STREAM_COLUMNS))
+    return STREAM_TABLE.of(
+        STREAM_COLUMNS, rows, group=("label",), printed=printed(STREAM_COLUMNS),
+        below=lambda part: stream_sentences(videos[part[0]["label"]].typical, part),
+    )  # fmt: skip
 
 
-def _stream_row(filmed: VideoRun, count: int) -> Row:
-    video = filmed.typical
+def _stream_row(run: VideoRun, count: int) -> Row:
+    video = run.typical
     predicted = figures.predict_streams(video, count)
     row = {
-        "label": filmed.trial.label, "trial": filmed.trial.id, "streams": count, "fps": predicted.rate,
+        "label": run.trial.label, "trial": run.trial.id, "streams": count, "fps": predicted.rate,
         "each_fps": predicted.each, "p99_s": predicted.p99, "bound_by": predicted.bound,
     }  # fmt: skip
     if count != video.facts.streams:
         return row
-    known = video.latencies("known")
-    p99 = stats.percentile_of(known, PERCENTILES[-1]) if len(known) >= stats.samples_for(PERCENTILES[-1]) else None
-    return row | {"reached_fps": video.rate, "error": 100 * (predicted.rate / video.rate - 1), "reached_p99_s": p99}
+    error, p99 = 100 * (predicted.rate / video.rate - 1), video.find_percentile(PERCENTILES[-1])
+    return row | {"reached_fps": video.rate, "error": error, "reached_p99_s": p99}
 
 
 def stream_sentences(video: Video, rows: list[Row]) -> list[str]:
     """Describe the error of the prediction where it was tried, and how many streams fit at the source's rate."""
     off = next(row["error"] for row in rows if row["streams"] == video.facts.streams) / 100
-    said = [
+    sentences = [
         "Predicted from the stages alone, with one engine for all streams and videos that are read as fast as they are "
         f"taken. For {counting(video.facts.streams, 'stream')}, which ran, it is {show(abs(off), 'percentage')} "
         f"{'above' if off >= 0 else 'below'} what was reached."
@@ -139,10 +130,10 @@ def stream_sentences(video: Video, rows: list[Row]) -> list[str]:
     if video.facts.rate > 0:
         fit = figures.count_fitting(video, video.facts.rate)
         most = f"{fit} or more" if fit == figures.MOST_STREAMS else str(fit)
-        said.append(
+        sentences.append(
             f"Streams that fit at this video's own {significant(video.facts.rate)} frames/s, by the bounds: {most}."
         )
-    return said
+    return sentences
 
 
 VIDEO_COLUMNS = (
@@ -213,28 +204,28 @@ HEIGHT = 0.8  # of a stage's row
 PALETTE = [color for name, color in COLORS.items() if name != "fake"]
 
 
-def timeline(run: RunData) -> Any:
+def draw_timeline(run: RunData) -> Any:
     """Draw a row for each stage, with a bar for each frame's work in the frame's colour; None if the run has no video.
 
     A pale bar follows where the next stage had no room for the frame.
     """
-    filmed = figures.of_run(run)[:MOST_TRIALS]
-    if not filmed:
+    runs = figures.of_run(run)[:MOST_TRIALS]
+    if not runs:
         return None
-    rows = [len(each.typical.stages) for each in filmed]
+    rows = [len(each.typical.stages) for each in runs]
     with styled() as figure_class:
-        figure = figure_class(figsize=(WIDTH, 0.8 * len(filmed) + 0.3 * sum(rows)), layout="constrained")
-        places = figure.subplots(len(filmed), 1, squeeze=False, height_ratios=rows)[:, 0]
-        for axes, each in zip(places, filmed, strict=True):
+        figure = figure_class(figsize=(WIDTH, 0.8 * len(runs) + 0.3 * sum(rows)), layout="constrained")
+        places = figure.subplots(len(runs), 1, squeeze=False, height_ratios=rows)[:, 0]
+        for axes, each in zip(places, runs, strict=True):
             _draw_panel(axes, each)
         places[-1].set_xlabel("ms")
     return figure
 
 
-def _draw_panel(axes: Any, filmed: VideoRun) -> None:
-    video = filmed.typical
+def _draw_panel(axes: Any, run: VideoRun) -> None:
+    video = run.typical
     begin, end = _choose_window(video)
-    axes.set_title(filmed.trial.label, fontsize=9)
+    axes.set_title(run.trial.label, fontsize=9)
     for row, stage in enumerate(video.stages):
         began, ended, handed = (video.arrays[f"{stage.name}_{key}"] for key in ("began", "ended", "handed"))
         for k in np.flatnonzero((handed > begin) & (began < end)):
@@ -261,7 +252,7 @@ TIMELINE = Chart(
     "video-timeline",
     "The stages of a video over time, some frames from its middle: a bar is the work on one frame or batch, each in a "
     "different colour; pale bars wait for room in the next stage; gaps wait for the previous stage.",
-    timeline,
+    draw_timeline,
     18,
 )
 
@@ -298,7 +289,7 @@ class StageTimeline:
         return int(earlier.argmax()) if len(earlier) and np.isfinite(earlier.max()) else -1
 
 
-def shares(video: Video) -> dict[str, float]:
+def compute_critical_path(video: Video) -> dict[str, float]:
     """Return the seconds on the critical path by stage and between stages; they sum to the end of the last work."""
     tracks = [StageTimeline.of(video, stage.name) for stage in video.stages]
     found = dict.fromkeys((*(track.name for track in tracks), HAND_OVER), 0.0)
@@ -355,7 +346,7 @@ def _find_source(before: StageTimeline, track: StageTimeline, piece: int) -> int
 
 
 def _make_table(run: RunData) -> Table | None:
-    rows = [row for filmed in figures.of_run(run) for row in _iter_rows(filmed.trial.label, filmed.typical)]
+    rows = [row for each in figures.of_run(run) for row in _iter_rows(each.trial.label, each.typical)]
     return PATH.of(PATH_COLUMNS, rows, notes=(NOTE,), group=("label",)) if rows else None
 
 
@@ -363,7 +354,7 @@ def _iter_rows(label: str, video: Video) -> Iterator[Row]:
     """Yield a row for each stage and the time between; none with several streams, whose times are the first one's."""
     if video.facts.streams > 1:
         return
-    found, stages = shares(video), {stage.name: stage for stage in video.stages}
+    found, stages = compute_critical_path(video), {stage.name: stage for stage in video.stages}
     whole, frames = sum(found.values()) or 1.0, max(1, video.facts.frames)
     for name, seconds in found.items():
         row: Row = {"label": label, "stage": name, "path_ms": 1e3 * seconds / frames, "share": 100 * seconds / whole}

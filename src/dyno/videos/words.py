@@ -1,14 +1,14 @@
-"""What the figures of a video say, in sentences."""
+"""Sentences on the figures of a video."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from dyno.formatting import counting, show, significant
 from dyno.report import export
 from dyno.report.export import Event
-from dyno.results import stats
 from dyno.videos.figures import PERCENTILES, PROCESSORS, Bound, Run, Video, VideoRun
 from dyno.worker.facts.job import DEVICE
 
@@ -26,10 +26,10 @@ def of_each(runs: Sequence[Run], describe: Callable[[Run], Iterable[str]]) -> li
     return [line for each, name in named for line in (*name, *describe(each))]
 
 
-def of_run(filmed: Sequence[VideoRun]) -> list[str]:
+def of_run(runs: Sequence[VideoRun]) -> list[str]:
     """Return the sentences of each trial."""
-    said = of_each(filmed, lambda each: [*list_sentences(each.typical), *(f"{w}." for w in each.warnings)])
-    return [*said, LATENCY_NOTE]
+    sentences = of_each(runs, lambda each: [*list_sentences(each.typical), *(f"{w}." for w in each.warnings)])
+    return [*sentences, LATENCY_NOTE]
 
 
 def list_sentences(video: Video) -> list[str]:
@@ -81,14 +81,14 @@ def _describe_bounds(video: Video) -> Iterator[str]:
     yield (
         f"The slowest stage, {stage.name}, allows {_format_rate(stage.rate)}: {_format_share(stage, video)} of that "
         "was reached. "
-        f"{_format_processors(video)} at {show(video.crowded, 'duration')} of processor time per frame "
+        f"{_format_processors(video)} at {show(video.cpu_under_load, 'duration')} of processor time per frame "
         f"{'allows' if video.facts.processors == 1 else 'allow'} {_format_rate(processors.rate)}: "
         f"{_format_share(processors, video)}."
     )
-    alone = sum(s.cpu for s in video.stages)
-    if video.crowded > (2 - REACHED) * alone:
+    slowdown = video.cpu_under_load / (sum(s.cpu for s in video.stages) or math.inf)
+    if slowdown > 2 - REACHED:
         yield (
-            f"With every processor at work a frame takes {video.crowded / alone:.2f} times the processor time that its "
+            f"With every processor at work a frame takes {slowdown:.2f} times the processor time that its "
             "stages take one at a time: processors share caches and memory, and often two of them one core."
         )
 
@@ -97,7 +97,7 @@ def _describe_changes(video: Video) -> Iterator[str]:
     bound = video.bound
     if bound.name == PROCESSORS:
         stage = video.heaviest
-        share = stage.crowded / video.crowded
+        share = stage.cpu_under_load / video.cpu_under_load
         what = (
             f"The processors bound the whole: the stages share them, and {stage.name} takes "
             f"{show(share, 'percentage')} of the processor time."
@@ -124,7 +124,7 @@ def _describe_changes(video: Video) -> Iterator[str]:
 def _explain_loss(video: Video) -> str:
     """Explain why less than the bound was reached, as far as it is known."""
     facts = video.facts
-    more = facts.cpu_whole / video.crowded if video.crowded else 1.0
+    more = facts.cpu_whole / video.cpu_under_load if video.cpu_under_load else 1.0
     why = []
     if video.others > (1 - REACHED) * facts.processors:
         why.append(f"other programs kept {significant(video.others)} of {_format_processors(video)} busy")
@@ -137,13 +137,9 @@ def _explain_loss(video: Video) -> str:
 
 def _describe_latencies(video: Video) -> Iterator[str]:
     for to, what in (("known", "its boxes are known"), ("written", "it is written")):
-        samples = video.latencies(to)
-        if len(samples) and (to == "known" or video.facts.output):
-            parts = [
-                f"p{100 * q:g} {show(stats.percentile_of(samples, q), 'duration')}"
-                for q in PERCENTILES
-                if q == HALF or len(samples) >= stats.samples_for(q)
-            ]
+        found = {q: value for q in PERCENTILES if (value := video.find_percentile(q, to)) is not None}
+        if found and (to == "known" or video.facts.output):
+            parts = [f"p{100 * q:g} {show(value, 'duration')}" for q, value in found.items()]
             yield f"From the beginning of a frame's reading until {what}: {', '.join(parts)}."
 
 
@@ -176,15 +172,15 @@ HOW = (
 )
 
 
-def chrome_trace(filmed: Sequence[VideoRun], exporter: str) -> dict[str, Any]:
+def chrome_trace(runs: Sequence[VideoRun]) -> dict[str, Any]:
     """Build a process for each trial's typical round, with a track for each stage and each frame; microseconds."""
-    events = [event for pid, each in enumerate(filmed, 1) for event in _iter_events(each, pid)]
-    return export.trace_document(events, exporter, HOW)
+    events = [event for pid, each in enumerate(runs, 1) for event in _iter_events(each, pid)]
+    return export.trace_document(events, "dyno", HOW)
 
 
-def _iter_events(filmed: VideoRun, pid: int) -> Iterator[Event]:
-    video = filmed.typical
-    yield from export.process_event(pid, filmed.trial.label)
+def _iter_events(run: VideoRun, pid: int) -> Iterator[Event]:
+    video = run.typical
+    yield from export.process_event(pid, run.trial.label)
     for tid, stage in enumerate(video.stages, 1):
         yield export.track_event(pid, tid, stage.name)
         yield from _iter_stage_events(video, stage.name, {"pid": pid, "tid": tid})

@@ -145,6 +145,14 @@ class Session(ABC):
         """Free everything."""
 
 
+def answer_feeds(session: Session, feeds: Arrays) -> dict[str, np.ndarray]:
+    """Run one inference on the feeds in slot 0; return copies of its outputs."""
+    session.bind(feeds)
+    session.run()
+    session.wait()
+    return {name: array.copy() for name, array in session.fetch().items()}
+
+
 class Backend(ABC):
     """One way to run models.
 

@@ -45,7 +45,7 @@ from dyno.worker.journal import Journal, end_at_next_sample
 from dyno.worker.record import Measurement, Record, one_line, read_json, save_arrays, write_record
 from dyno.worker.registry import find
 from dyno.worker.registry import maker as find_maker
-from dyno.worker.spec import CUT, SCHEMA, Artifact, Job, NoRoute, Unavailable, UserError, from_json
+from dyno.worker.spec import CUT, SCHEMA, Artifact, DataSpec, Job, NoRoute, Unavailable, UserError, from_json
 
 AS_THEY_ARE = ("probe", "cold_start")  # jobs that say what the user's own processes find
 LEAST_FILE_B = 1 << 20
@@ -145,14 +145,15 @@ def compare_layers(job: Job, journal: Journal) -> None:
 
 def train_model(job: Job, journal: Journal) -> None:
     """Train a model on the data set named in the job; the weights lie in the job's folder."""
-    from dyno.worker.training import loop
+    from dyno.worker.training.loop import Training
+    from dyno.worker.training.options import make_options
 
     assert job.trial is not None
     trial = job.trial
     journal.record = replace(journal.record, system=system.describe(("torch", "torchvision", "timm")))
-    options, images = loop.job(job.options)
-    place = (journal.folder, journal.stage, trial.runtime.threads)
-    journal.facts(training=loop.train(options, images, trial.data, trial.model, trial.dims, *place))
+    options, images = make_options(job.options["settings"]), from_json(DataSpec, job.options["training"])
+    training = Training(options, images, trial.data, trial.model, trial.dims, journal.folder, journal.stage)
+    journal.facts(training=training.run(trial.runtime.threads))
 
 
 def find_peak(job: Job, journal: Journal) -> None:

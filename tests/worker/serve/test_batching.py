@@ -9,8 +9,8 @@ from dyno.serving.session import _count_inputs
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.jobs.serve import _list_powers
 from dyno.worker.serve import rates
-from dyno.worker.serve.batching import Batcher, BatchFormingSession, BatchingRules, Clock, Rung, serve
-from dyno.worker.serve.rates import Arrivals, poisson
+from dyno.worker.serve.batching import Batcher, BatchFormingSession, BatchingRules, Clock, Rung, answer_requests
+from dyno.worker.serve.rates import Arrivals, draw_arrivals
 from dyno.worker.spec import Dims, Tensor, Unanswered
 
 
@@ -35,7 +35,7 @@ def served(arrivals: Arrivals, rules: BatchingRules, seconds: float, each: float
     def answer(count: int) -> None:
         clock.time += seconds + each * count
 
-    serve(batcher, answer)
+    answer_requests(batcher, answer)
     return batcher
 
 
@@ -48,7 +48,7 @@ def at(*times: float) -> Arrivals:
 def test_the_mean_wait_is_that_of_an_m_d_1_queue(load: float) -> None:
     """Pollaczek and Khinchine: with service time s and load r the mean wait is r s / (2 (1 - r))."""
     service = 0.01
-    arrivals = poisson(load / service, 200_000, 0.0, seed=1)
+    arrivals = draw_arrivals(load / service, 200_000, 0.0, seed=1)
     batcher = served(arrivals, BatchingRules(1), service)
     waits = (batcher.began - arrivals.times)[arrivals.first :]
     assert waits.mean() == pytest.approx(load * service / (2 * (1 - load)), rel=0.04)
@@ -56,14 +56,14 @@ def test_the_mean_wait_is_that_of_an_m_d_1_queue(load: float) -> None:
 
 
 def test_arrivals_are_a_poisson_process_of_that_rate() -> None:
-    gaps = np.diff(poisson(50.0, 100_000, 0.0, seed=3).times)
+    gaps = np.diff(draw_arrivals(50.0, 100_000, 0.0, seed=3).times)
     assert gaps.mean() == pytest.approx(0.02, rel=0.02) and gaps.std() == pytest.approx(0.02, rel=0.02)
-    assert (poisson(50.0, 10, 0.0, 3).times == poisson(50.0, 10, 0.0, 3).times).all()
-    assert (poisson(50.0, 10, 0.0, 3).times != poisson(50.0, 10, 0.0, 4).times).all()
+    assert (draw_arrivals(50.0, 10, 0.0, 3).times == draw_arrivals(50.0, 10, 0.0, 3).times).all()
+    assert (draw_arrivals(50.0, 10, 0.0, 3).times != draw_arrivals(50.0, 10, 0.0, 4).times).all()
 
 
 def test_so_many_requests_count_as_the_percentile_needs() -> None:
-    short, given = poisson(5.0, 662, 0.0, 0), poisson(100.0, 662, 2.0, 0)
+    short, given = draw_arrivals(5.0, 662, 0.0, 0), draw_arrivals(100.0, 662, 2.0, 0)
     assert len(short.times) - short.first == 662 and short.first == 66
     assert len(given.times) - given.first == 200
 
@@ -82,7 +82,7 @@ def test_a_stall_delays_no_request_and_counts_in_all_that_were_due_meanwhile() -
         clock.time += 1.0 if first else 0.01
         first.clear()
 
-    serve(batcher, answer)
+    answer_requests(batcher, answer)
     seconds = rates.list_latencies(arrivals.times, batcher.ended)
     assert (seconds > 0.5).sum() == 6 and seconds[:3] == pytest.approx([1.0, 0.91, 0.82])
 
@@ -108,7 +108,7 @@ def test_those_who_find_the_queue_full_are_refused() -> None:
 
 @pytest.mark.parametrize(("load", "grows"), [(0.5, False), (0.9, False), (1.2, True), (3.0, True)])
 def test_a_rate_above_the_capacity_is_seen(load: float, grows: bool) -> None:
-    arrivals = poisson(load / 0.01, 2000, 0.0, seed=2)
+    arrivals = draw_arrivals(load / 0.01, 2000, 0.0, seed=2)
     batcher = served(arrivals, BatchingRules(1), 0.01)
     assert rates.is_unstable(arrivals.times, batcher.began, batcher.refused, 1) is grows
     assert bool(np.isnan(batcher.ended).any()) is (load == 3.0), "patience ends with a queue that would take for ever"
@@ -118,7 +118,7 @@ def test_a_rate_above_the_capacity_is_seen(load: float, grows: bool) -> None:
 
 def test_a_stall_at_the_end_is_no_drift() -> None:
     """Half a second in which nothing is answered, after nine and a half seconds at half of the capacity."""
-    arrivals = poisson(1000.0, 0, 10.0, seed=2)
+    arrivals = draw_arrivals(1000.0, 0, 10.0, seed=2)
     clock = Simulated()
     batcher = Batcher(arrivals, BatchingRules(1), clock)
     stall = float(arrivals.times[-1]) - 0.5
@@ -126,14 +126,14 @@ def test_a_stall_at_the_end_is_no_drift() -> None:
     def answer(count: int) -> None:
         clock.time += 0.5 if stall < clock.time < stall + 0.4 else 0.0005
 
-    serve(batcher, answer)
+    answer_requests(batcher, answer)
     assert rates.count_backlog(arrivals.times, batcher.began, batcher.refused) > 400
     assert not rates.is_unstable(arrivals.times, batcher.began, batcher.refused, 1)
 
 
 def test_batches_raise_the_capacity() -> None:
     """A batch of n takes 10 ms + n 0.1 ms: one by one that is 99 requests/s, in eights 740."""
-    arrivals = poisson(400.0, 4000, 0.0, seed=5)
+    arrivals = draw_arrivals(400.0, 4000, 0.0, seed=5)
     alone, eights = (served(arrivals, BatchingRules(most), 0.01, 0.0001) for most in (1, 8))
     assert rates.is_unstable(arrivals.times, alone.began, alone.refused, 1)
     assert not rates.is_unstable(arrivals.times, eights.began, eights.refused, 8)
@@ -163,7 +163,7 @@ def test_what_fails_in_an_answer_ends_everything() -> None:
         raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        serve(batcher, answer)
+        answer_requests(batcher, answer)
     assert batcher.take() is None
 
 
@@ -176,7 +176,7 @@ def test_requests_without_an_answer_are_refused_and_the_others_are_answered() ->
         if (k := next(number)) % 2:
             raise Unanswered(f"503, of number {k}")
 
-    serve(batcher, answer)
+    answer_requests(batcher, answer)
     assert batcher.refused.tolist() == [False, True] * 5 and batcher.complaint == "503, of number 1"
     assert (np.isnan(batcher.ended) == batcher.refused).all() and (np.isnan(batcher.began) == batcher.refused).all()
     assert (rates.list_latencies(arrivals.times, batcher.ended) == np.inf).sum() == 5

@@ -11,7 +11,7 @@ import pytest
 from dyno.worker.jobs.serve import find_highest_rate
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.serve.rates import read_trace
-from dyno.worker.spec import UserError
+from refusals import refuses
 
 
 @pytest.mark.parametrize("limit", [3.1, 40.0, 60.0, 99.0, 180.0])
@@ -65,8 +65,6 @@ def test_what_held_by_luck_alone_is_not_the_result() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "a search needs a bound"),
-        ({"p99": "20"}, "p99 is '20'; write a number with its unit"),
         ({"p99": "20ms", "p50": "5ms"}, "p99|p50 .*give one"),
         ({"p99": "0ms"}, "it must be more than 0"),
         ({"rate": (0.0,)}, "rate must be more than 0"),
@@ -81,9 +79,7 @@ def test_what_held_by_luck_alone_is_not_the_result() -> None:
     ],
 )
 def test_a_wrong_option_is_one_line(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said) as caught:
-        ServeOptions(**options)
-    assert "\n" not in str(caught.value)
+    refuses(said, ServeOptions, **options)
 
 
 def test_a_bound_is_a_percentile_and_seconds() -> None:
@@ -112,11 +108,8 @@ def test_a_trace_begins_with_its_first_request(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_one_line(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.txt"
     path.write_text(text)
-    with pytest.raises(UserError, match=said) as caught:
-        read_trace(path)
-    assert "\n" not in str(caught.value)
+    refuses(said, read_trace, path)
 
 
 def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^there is no trace .*none\.txt$"):
-        read_trace(tmp_path / "none.txt")
+    refuses(r"^there is no trace .*none\.txt$", read_trace, tmp_path / "none.txt")

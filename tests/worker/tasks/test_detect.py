@@ -14,7 +14,15 @@ from dyno.worker.evaluation.evaluate import evaluate
 from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Tensor, Trial, UserError
 from dyno.worker.tasks import EvaluationInputs
-from dyno.worker.tasks.classify import AMBIGUOUS, LEAST_PARTED, TOP, TopKCollector, classes_of, find_scores, ranked
+from dyno.worker.tasks.classify import (
+    AMBIGUOUS,
+    LEAST_PARTED,
+    TOP,
+    TopKCollector,
+    classes_of,
+    find_scores,
+    rank_classes,
+)
 
 
 def sorted_whole(scores: np.ndarray, k: int) -> np.ndarray:
@@ -34,7 +42,7 @@ SCORES = hnp.arrays(
 @settings(max_examples=60)
 @given(SCORES, st.integers(1, 12))
 def test_the_same_as_a_stable_sort(scores: np.ndarray, k: int) -> None:
-    index, best = ranked(scores, k)
+    index, best = rank_classes(scores, k)
     expected = sorted_whole(scores, k)
     np.testing.assert_array_equal(index, expected)
     np.testing.assert_array_equal(best, np.take_along_axis(scores, expected, axis=1))
@@ -45,7 +53,7 @@ def test_the_same_as_a_stable_sort(scores: np.ndarray, k: int) -> None:
 def test_real_sizes(classes: int) -> None:
     scores = np.random.default_rng(0).standard_normal((256, classes)).astype(np.float32)
     scores[::7] = scores[::7].round(1)  # ties in some rows
-    np.testing.assert_array_equal(ranked(scores, TOP)[0], sorted_whole(scores, TOP))
+    np.testing.assert_array_equal(rank_classes(scores, TOP)[0], sorted_whole(scores, TOP))
 
 
 def test_no_batch_leaves_no_arrays() -> None:

@@ -9,7 +9,7 @@ from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import UserError
 from dyno.worker.tasks.detect import DETECT, BoxReader, Detect
 from dyno.worker.tasks.pose import POSE
-from dyno.worker.tasks.postprocess import Detections, encode, suppress
+from dyno.worker.tasks.postprocess import Detections, encode_mask, suppress_overlaps
 from dyno.worker.tasks.segment import SEGMENT
 
 SIZE = (320, 256)
@@ -41,7 +41,7 @@ def detections(
     **settings: Any,
 ) -> list[Detections]:  # fmt: skip
     named = {f"output{number}": array for number, array in enumerate(outputs)}
-    return BoxReader(task, classes, keypoints).detections(named, images, SIZE, **settings)
+    return BoxReader(task, classes, keypoints, **settings).detections(named, images, SIZE)
 
 
 def decode(counts: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -58,24 +58,24 @@ def test_suppression_is_torchvisions(seed: int) -> None:
     labels = rng.integers(0, 4, 500)
     scores = np.sort(rng.uniform(0, 1, 500))[::-1].astype(np.float32).copy()
     want = ops.batched_nms(*map(torch.from_numpy, (boxes, scores, labels)), 0.5).numpy()
-    np.testing.assert_array_equal(suppress(boxes, labels, 0.5, 500), want)
-    np.testing.assert_array_equal(suppress(boxes, labels, 0.5, 7), want[:7])
+    np.testing.assert_array_equal(suppress_overlaps(boxes, labels, 0.5, 500), want)
+    np.testing.assert_array_equal(suppress_overlaps(boxes, labels, 0.5, 7), want[:7])
 
 
 def test_touching_equal_and_flat_boxes() -> None:
     boxes = np.array([[0, 0, 10, 10], [0, 0, 10, 10], [10, 0, 20, 10], [5, 5, 5, 5], [5, 5, 5, 5]], np.float32)
     same, other = np.zeros(5, int), np.array([0, 1, 0, 0, 0])
-    assert suppress(boxes, same, 0.7, 9).tolist() == [0, 2, 3, 4]
-    assert suppress(boxes, other, 0.7, 9).tolist() == [0, 1, 2, 3, 4]
-    assert suppress(boxes[:0], same[:0], 0.7, 9).tolist() == []
+    assert suppress_overlaps(boxes, same, 0.7, 9).tolist() == [0, 2, 3, 4]
+    assert suppress_overlaps(boxes, other, 0.7, 9).tolist() == [0, 1, 2, 3, 4]
+    assert suppress_overlaps(boxes[:0], same[:0], 0.7, 9).tolist() == []
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("settings", [{}, {"confidence": 0.25, "iou": 0.45, "most": 20}])
+@pytest.mark.parametrize("settings", [{}, {"confidence": 0.25, "iou": 0.45, "max_detections": 20}])
 def test_boxes_are_ultralyticss(seed: int, settings: dict[str, float]) -> None:
     torch, ops = pytest.importorskip("torch"), pytest.importorskip("ultralytics.utils.ops")
     raw = predictions(seed)
-    names = {"confidence": "conf_thres", "iou": "iou_thres", "most": "max_det"}
+    names = {"confidence": "conf_thres", "iou": "iou_thres", "max_detections": "max_det"}
     wanted = reference(raw, CLASSES, **{names[key]: value for key, value in settings.items()})
     found = detections(DETECT, [raw], IMAGES, classes=CLASSES, **settings)
     assert len(found) == 4
@@ -131,7 +131,7 @@ def test_run_lengths_are_cocos() -> None:
         part = rng.uniform(size=(rng.integers(0, height - top + 1), rng.integers(0, width - left + 1))) < 0.7
         image = np.zeros((height, width), np.uint8)
         image[top : top + part.shape[0], left : left + part.shape[1]] = part
-        counts = encode(part, top, left, height, width)
+        counts = encode_mask(part, top, left, height, width)
         assert counts.dtype == np.uint32
         assert counts.sum() == height * width
         np.testing.assert_array_equal(decode(counts, height, width), image)

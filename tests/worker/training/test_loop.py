@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from dyno.worker.nets import models
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Unavailable, UserError
 from dyno.worker.training import network
-from dyno.worker.training.loop import train
-from dyno.worker.training.options import AUGMENTATIONS, OPTIMIZERS, TrainOptions, options
+from dyno.worker.training.loop import Training
+from dyno.worker.training.options import AUGMENTATIONS, OPTIMIZERS, TrainOptions, make_options
+from refusals import refuses
 
 NET = ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1, preprocess=Preprocess((0.5,), (0.5,), 0.0))
 SIZE = 32
@@ -74,6 +75,12 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def model(nets: str) -> ModelSpec:
+    """A small network with dropout."""
+    return dataclasses.replace(NET, source=f"{nets}:two")
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
@@ -83,7 +90,7 @@ def fit(data: DataSpec, folder: Path, model: ModelSpec = NET, tell=lambda text: 
     """Train on the data set's own split and test on the other."""
     folder.mkdir(exist_ok=True)
     training = dataclasses.replace(data, split="train")
-    return train(options({**QUICK, **settings}), training, data, model, dims, folder, tell)
+    return Training(make_options({**QUICK, **settings}), training, data, model, dims, folder, tell).run()
 
 
 def interrupt(at: str):
@@ -106,8 +113,7 @@ def interrupt(at: str):
     ],
     ids=lambda s: s["optimizer"],
 )
-def test_a_training_that_was_stopped_ends_with_the_same_bytes(settings, digits, nets, tmp_path):
-    model = dataclasses.replace(NET, source=f"{nets}:two")  # with dropout
+def test_a_training_that_was_stopped_ends_with_the_same_bytes(settings, digits, model, tmp_path):
     whole = fit(digits, tmp_path / "whole", model, **settings)
     for stage in ("epoch 2/3, batch", "epoch 3/3, test"):
         with pytest.raises(KeyboardInterrupt):
@@ -127,8 +133,7 @@ def test_a_network_with_batch_norm_goes_on_too(digits, tmp_path):
 
 
 @pytest.mark.parametrize("write", range(4))
-def test_a_kill_between_two_writes_is_mended(write, digits, nets, tmp_path, monkeypatch):
-    model = dataclasses.replace(NET, source=f"{nets}:two")
+def test_a_kill_between_two_writes_is_mended(write, digits, model, tmp_path, monkeypatch):
     whole = fit(digits, tmp_path / "whole", model, epochs=1)
     left, replace = [write], os.replace
 
@@ -147,16 +152,14 @@ def test_a_kill_between_two_writes_is_mended(write, digits, nets, tmp_path, monk
     assert left == {network.STATE, network.BEST, network.LAST, network.HISTORY}
 
 
-def test_neither_workers_nor_what_ran_before_change_the_result(digits, nets, tmp_path):
-    model = dataclasses.replace(NET, source=f"{nets}:two")
+def test_neither_workers_nor_what_ran_before_change_the_result(digits, model, tmp_path):
     first = fit(digits, tmp_path / "a", model, epochs=2)
     torch.rand(7)
     assert fit(digits, tmp_path / "b", model, epochs=2, workers=2).sha256 == first.sha256
     assert fit(digits, tmp_path / "c", model, epochs=2, seed=1).sha256 != first.sha256
 
 
-def test_other_settings_or_data_are_named(digits, nets, tmp_path):
-    model = dataclasses.replace(NET, source=f"{nets}:two")
+def test_other_settings_or_data_are_named(digits, model, tmp_path):
     fit(digits, tmp_path / "run", model, epochs=1)
     with pytest.raises(
         UserError, match=r"began with lr 0\.005 \(now 0\.1\), training images of-digits\d+ \(now another"
@@ -165,29 +168,25 @@ def test_other_settings_or_data_are_named(digits, nets, tmp_path):
     assert fit(digits, tmp_path / "run", model, epochs=1, workers=1).epochs == 1
 
 
-def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, nets, tmp_path):
-    model = dataclasses.replace(NET, source=f"{nets}:two")
+def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, model, tmp_path):
     fit(digits, tmp_path, model, epochs=1)
     path = tmp_path / network.STATE
     assert set(torch.load(path, weights_only=True)) == {"about", "module", "optimizer", "schedule", "scaler"}
     for content in (path.read_bytes()[:5000], b"", b"no state"):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="damaged or not the state of a training; give another --out"):
-            fit(digits, tmp_path, model, epochs=1)
+        refuses("damaged or not the state of a training; give another --out", fit, digits, tmp_path, model, epochs=1)
     torch.save({"about": Path("x")}, path)  # would need code
-    with pytest.raises(UserError, match="damaged or not the state"):
-        fit(digits, tmp_path, model, epochs=1)
+    refuses("damaged or not the state", fit, digits, tmp_path, model, epochs=1)
 
 
-def test_the_best_epoch_is_kept_when_the_loss_diverges(digits, nets, tmp_path, monkeypatch):
-    model = dataclasses.replace(NET, source=f"{nets}:two")
-    loss, calls = network.loss, []
+def test_the_best_epoch_is_kept_when_the_loss_diverges(digits, model, tmp_path, monkeypatch):
+    loss, calls = network.compute_loss, []
 
     def diverging(*given):
         calls.append(1)
         return loss(*given) * (float("nan") if len(calls) > 8 else 1)
 
-    monkeypatch.setattr(network, "loss", diverging)
+    monkeypatch.setattr(network, "compute_loss", diverging)
     with pytest.raises(
         UserError, match=r"diverged in epoch 2 .* lower lr, now 0.005; the best weights, of epoch 1 with"
     ):
@@ -195,13 +194,13 @@ def test_the_best_epoch_is_kept_when_the_loss_diverges(digits, nets, tmp_path, m
     assert all(bool(value.isfinite().all()) for value in load_file(tmp_path / network.BEST).values())
 
 
-def test_memory_that_runs_out_is_told_as_that(digits, nets, tmp_path, monkeypatch):
+def test_memory_that_runs_out_is_told_as_that(digits, model, tmp_path, monkeypatch):
     def full(*given):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr(network, "loss", full)
+    monkeypatch.setattr(network, "compute_loss", full)
     with pytest.raises(MemoryError, match="Tried to allocate 9 GiB"):
-        fit(digits, tmp_path, dataclasses.replace(NET, source=f"{nets}:two"))
+        fit(digits, tmp_path, model)
 
 
 @pytest.mark.gpu
@@ -215,9 +214,9 @@ def test_a_gpu_learns_and_goes_on(mixed, digits, tmp_path):
         fit(digits, tmp_path, **{**settings, "device": "cpu", "mixed_precision": "none"})
 
 
-def test_the_table_says_what_happened(digits, nets, tmp_path):
+def test_the_table_says_what_happened(digits, model, tmp_path):
     stages: list[str] = []
-    result = fit(digits, tmp_path, dataclasses.replace(NET, source=f"{nets}:two"), stages.append)
+    result = fit(digits, tmp_path, model, stages.append)
     assert stages[:2] == ["build the model", "epoch 1/3"], "before the first batch, which may take long"
     rows = (tmp_path / network.HISTORY).read_text().splitlines()
     assert rows[0] == "epoch,lr,train_loss,test_loss,top1,seconds,images_per_s"
@@ -231,7 +230,7 @@ def test_weights_of_another_number_of_classes_get_a_new_head(digits, tmp_path):
     state = models.load(dataclasses.replace(NET, classes=4, seed=9)).state_dict()
     save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / "four.safetensors")
     given = dataclasses.replace(NET, weights=str(tmp_path / "four.safetensors"), classes=10)
-    module, notes = network.build(given, DIMS)
+    module, notes = network.build_network(given, DIMS)
     assert notes[0].endswith("has 4 classes and the data 10: fc.weight, fc.bias begin from random values")
     assert torch.equal(module.conv1.weight, state["conv1.weight"]) and module.fc.weight.shape[0] == 10
     result = fit(digits, tmp_path / "run", given, epochs=1, freeze=True)
@@ -247,22 +246,22 @@ def test_published_weights_keep_all_but_the_head(tmp_path, monkeypatch):
     torch.save(state, tmp_path / "hub/checkpoints/resnet18-f37072fd.pth")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     net = ModelSpec("r", "torchvision:resnet18", pretrained=True, classes=3)
-    module, notes = network.build(net, Dims(2, 32, 32))
+    module, notes = network.build_network(net, Dims(2, 32, 32))
     assert "has 1000" in notes[0].replace("published weights of torchvision:resnet18 ", "") and "the data 3" in notes[0]
     assert torch.equal(module.layer4[1].conv2.weight, state["layer4.1.conv2.weight"])
 
 
-def test_a_checkpoint_of_another_network_is_refused(nets, tmp_path):
-    save_file(models.load(dataclasses.replace(NET, source=f"{nets}:two")).state_dict(), tmp_path / "x.safetensors")
+def test_a_checkpoint_of_another_network_is_refused(model, tmp_path):
+    save_file(models.load(model).state_dict(), tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=r"don't fit the model: missing conv1\.weight"):
-        network.build(dataclasses.replace(NET, weights=str(tmp_path / "x.safetensors"), classes=10), DIMS)
+        network.build_network(dataclasses.replace(NET, weights=str(tmp_path / "x.safetensors"), classes=10), DIMS)
 
 
 def test_auxiliary_classifiers_weigh_less():
     scores, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     alone = torch.nn.functional.cross_entropy(scores, labels)
-    assert torch.isclose(network.loss((scores, scores), labels, 0.0), 1.3 * alone)
-    assert torch.isclose(network.loss(scores, labels, 0.0), alone)
+    assert torch.isclose(network.compute_loss((scores, scores), labels, 0.0), 1.3 * alone)
+    assert torch.isclose(network.compute_loss(scores, labels, 0.0), alone)
 
 
 @pytest.mark.parametrize("kind", AUGMENTATIONS)
@@ -321,15 +320,14 @@ def test_every_image_is_in_one_batch_and_none_is_alone(images, sizes, tmp_path):
     ],
 )
 def test_options_that_can_not_work_are_refused(settings, message):
-    with pytest.raises(UserError, match=message):
-        options(settings)
+    refuses(message, make_options, settings)
 
 
 def test_every_optimiser_has_a_usual_rate():
     for name, (lr, decay) in OPTIMIZERS.items():
-        chosen = options({"optimizer": name})
+        chosen = make_options({"optimizer": name})
         assert (chosen.peak, chosen.decay) == (lr, decay)
-        assert options({"optimizer": name, "lr": 0.5, "weight_decay": 0.0}).settings()["lr"] == 0.5
+        assert make_options({"optimizer": name, "lr": 0.5, "weight_decay": 0.0}).settings()["lr"] == 0.5
 
 
 def test_what_does_not_fit_is_refused(digits, nets, tmp_path):

@@ -142,17 +142,17 @@ def test_boxes_are_those_of_all_predictions(dtype: str, confidence: float) -> No
     scores[0, 0, :5] = confidence  # at the threshold itself
     boxes = np.concatenate([rng.random((4, 2, 200)) * 64, 1 + rng.random((4, 2, 200)) * 20], 1)
     whole = np.concatenate([boxes, scores], 1).astype(dtype)
-    reader = BoxReader(DETECT, classes)
-    drop = drop_low_scores(torch, reader, confidence)
+    reader = BoxReader(DETECT, classes, confidence=confidence)
+    drop = drop_low_scores(torch, reader)
     everything = {"output": torch.from_numpy(whole), "more": torch.ones(2)}
     assert drop(everything) is everything, "no layout was chosen yet"
     sizes = np.full((4, 2), 64)
-    first = reader.detections({"output": whole.astype(np.float32)}, sizes, (64, 64), confidence=confidence)
+    first = reader.detections({"output": whole.astype(np.float32)}, sizes, (64, 64))
     seen = drop(everything)
     assert list(seen) == ["output", "more"]
     assert seen["output"].shape[2] < 200 or confidence == 0
     fewer = {"output": seen["output"].numpy().astype(np.float32)}
-    found = [first, reader.detections(fewer, sizes, (64, 64), confidence=confidence)]
+    found = [first, reader.detections(fewer, sizes, (64, 64))]
     for all_, few in zip(*found, strict=True):
         np.testing.assert_array_equal(all_.boxes, few.boxes)
         np.testing.assert_array_equal(all_.scores, few.scores)
@@ -160,12 +160,12 @@ def test_boxes_are_those_of_all_predictions(dtype: str, confidence: float) -> No
 
 
 def test_outputs_in_another_layout_are_left_as_they_are() -> None:
-    rng, reader = np.random.default_rng(1), BoxReader(DETECT)
+    rng, reader = np.random.default_rng(1), BoxReader(DETECT, confidence=0.5)
     corners = rng.random((1, 300, 2)) * 30
     rows = np.concatenate([corners, corners + 20, rng.random((1, 300, 1)), rng.integers(0, 9, (1, 300, 1))], 2)
     everything = {"output0": torch.from_numpy(rows.astype(np.float32))}
     reader.detections({"output0": everything["output0"].numpy()}, np.full((1, 2), 64), (64, 64))
-    assert drop_low_scores(torch, reader, 0.5)(everything) is everything
+    assert drop_low_scores(torch, reader)(everything) is everything
 
 
 def test_without_its_decoder_a_device_is_named_and_not_the_video(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from PIL import Image
 
 import moving_photos as videos
 from dyno.worker.spec import UserError
-from dyno.worker.tasks.postprocess import Detections, encode
+from dyno.worker.tasks.postprocess import Detections, encode_mask
 from dyno.worker.video import opening
 from dyno.worker.video.decoding import VideoSource
-from dyno.worker.video.drawing import COLOURS, draw
+from dyno.worker.video.drawing import COLOURS, draw_detections
 from dyno.worker.video.encoding import VideoSink
 from dyno.worker.video.media import Frame, Picture, Planes, Rgb
 from dyno.worker.video.opening import CaptureSource, WriterSink
@@ -49,15 +49,15 @@ def written(path: Path, height: int, width: int, pixels: str, codec: str, tag: i
 def found(height: int, width: int) -> Detections:
     """A box in the middle with a mask and a keypoint, and one that sticks out at a corner."""
     boxes = np.array([[width / 4 + 0.3, height / 3, width * 0.7, height * 0.8], [-9, -7, 30, 40]], np.float32)
-    masks = [encode(np.ones((20, 30), np.int8), height // 2, width // 2, height, width),
-             encode(np.zeros((4, 4), np.int8), 0, 0, height, width)]  # fmt: skip
+    masks = [encode_mask(np.ones((20, 30), np.int8), height // 2, width // 2, height, width),
+             encode_mask(np.zeros((4, 4), np.int8), 0, 0, height, width)]  # fmt: skip
     points = np.array([[[width / 3, height / 2, 1.0]], [[3.0, 3.0, 0.1]]], np.float32)
     return Detections(boxes, np.array([0.9, 0.6]), np.array([0, 2]), masks, points)
 
 
 def drawn(picture: Picture) -> np.ndarray:
     frame = Frame(0, picture, 0, detections=found(picture.height, picture.width))
-    draw(frame)
+    draw_detections(frame)
     return np.array(frame.picture.rgb()).astype(int)
 
 
@@ -101,7 +101,7 @@ def test_every_kind_of_pixels_is_written_as_it_was(
     for frame in source.read():
         images.append(frame.picture.rgb().copy())
         frame.detections = Detections(np.empty((0, 4), np.float32), np.empty(0), np.empty(0, int))
-        draw(frame)
+        draw_detections(frame)
         sink.write(frame)
     sink.close()
     frames = decoded(tmp_path / f"out{container}")

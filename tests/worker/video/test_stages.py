@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.video.media import Frame, Rgb, now
-from dyno.worker.video.stages import DEPTH, PipelineStage, VideoPipeline, run
+from dyno.worker.video.stages import DEPTH, PipelineStage, VideoPipeline, run_pipelines
 
 PICTURE = Rgb(np.zeros((2, 2, 3), np.uint8))
 
@@ -65,7 +65,7 @@ class Gate(Collect):
 def test_order_is_kept_and_everything_arrives() -> None:
     first, last = Collect("first"), Collect("last")
     stages = VideoPipeline("read", frames(101), [first, Pairs(), last])
-    run([stages], lambda: None)
+    run_pipelines([stages], lambda: None)
     assert first.seen == last.seen == list(range(101))
     assert stages.dropped == 0
     for name, timed in stages.timed.items():
@@ -93,7 +93,7 @@ def test_a_slow_stage_holds_up_the_reader() -> None:
         if len(seen) > 1 and seen[-1] == seen[-2]:  # nothing more is read
             gate.open.set()
 
-    run([stages], tick)
+    run_pipelines([stages], tick)
     assert seen[0] == seen[1] == DEPTH + 1  # at the gate and in its queue, of which places come free several at a time
     assert read.seen == list(range(50))
 
@@ -110,7 +110,7 @@ def test_a_live_source_never_waits_and_the_oldest_go() -> None:
         arrived.set()
 
     stages = VideoPipeline("camera", camera(), [gate], live=True)
-    run([stages], lambda: gate.open.set() if arrived.is_set() else None)
+    run_pipelines([stages], lambda: gate.open.set() if arrived.is_set() else None)
     assert gate.seen == [0, 19]
     assert stages.dropped == 18
 
@@ -124,7 +124,7 @@ def test_an_error_stops_all_and_is_raised() -> None:
 
     broken, last = Broken("broken"), Collect("last")
     with pytest.raises(ValueError, match="broken"):
-        run([VideoPipeline("read", frames(1000), [broken, last])], lambda: None)
+        run_pipelines([VideoPipeline("read", frames(1000), [broken, last])], lambda: None)
     assert last.seen == list(range(len(last.seen))) and len(last.seen) <= 3
 
 
@@ -144,7 +144,7 @@ def test_lanes_wait_for_none_but_keep_the_order() -> None:
 
     lanes, last = Lanes("lanes"), Collect("last")
     stages = VideoPipeline("read", frames(50), [lanes, last])
-    run([stages], lambda: None)
+    run_pipelines([stages], lambda: None)
     assert last.seen == sorted(lanes.seen) == list(range(50))
     assert lanes.seen[-1] != 0 and lanes.seen.index(0) >= 2
     times = stages.timed["lanes"].arrays(0)
@@ -163,13 +163,13 @@ def test_lanes_end_with_the_whole() -> None:
 
     gate = Gate()
     with pytest.raises(ValueError, match="broken"):  # while the others wait for room, or for items
-        run([VideoPipeline("read", frames(1000), [Broken("broken"), gate])], lambda: gate.open.set())
+        run_pipelines([VideoPipeline("read", frames(1000), [Broken("broken"), gate])], lambda: gate.open.set())
     assert not [t for t in threading.enumerate() if t.name in ("broken", "gate")]
 
 
 def test_several_run_side_by_side_and_end_together() -> None:
     lasts = [Collect(f"last{k}") for k in range(3)]
-    run([VideoPipeline("read", frames(20 + k), [last]) for k, last in enumerate(lasts)], lambda: None)
+    run_pipelines([VideoPipeline("read", frames(20 + k), [last]) for k, last in enumerate(lasts)], lambda: None)
     assert [last.seen for last in lasts] == [list(range(20 + k)) for k in range(3)]
 
     class Broken(Collect):
@@ -179,7 +179,7 @@ def test_several_run_side_by_side_and_end_together() -> None:
     other = Collect("other")
     lines = [VideoPipeline("read", frames(10**9), [other]), VideoPipeline("read", frames(1), [Broken("broken")])]
     with pytest.raises(ValueError, match="broken"):
-        run(lines, lambda: None)
+        run_pipelines(lines, lambda: None)
     assert other.seen == list(range(len(other.seen)))
 
 
@@ -193,7 +193,7 @@ def test_an_interrupt_stops_after_the_item_in_hand() -> None:
             _thread.interrupt_main()
 
     with pytest.raises(KeyboardInterrupt):
-        run([VideoPipeline("read", frames(10**9, endless), [Collect("first"), last])], tick)
+        run_pipelines([VideoPipeline("read", frames(10**9, endless), [Collect("first"), last])], tick)
     seen = len(last.seen)
     assert last.seen == list(range(seen))
     assert not [t for t in threading.enumerate() if t.name in ("first", "last")]  # none goes on

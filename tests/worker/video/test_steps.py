@@ -14,10 +14,10 @@ from dyno.worker.jobs.video import MemorySource
 from dyno.worker.spec import Dims, Preprocess, Tensor, Unavailable
 from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video import steps
-from dyno.worker.video.drawing import NOBODY, Tracker
+from dyno.worker.video.drawing import NO_OBJECT, Tracker
 from dyno.worker.video.media import Batch, Frame, Preparation, Rgb, Source, now
 from dyno.worker.video.options import TRACKERS
-from dyno.worker.video.stages import PipelineStage, VideoPipeline, run
+from dyno.worker.video.stages import PipelineStage, VideoPipeline, run_pipelines
 
 
 def frames(count: int) -> list[Frame]:
@@ -53,10 +53,10 @@ def test_several_threads_make_the_batches_that_one_makes(batch: int, threads: in
     for count in (1, threads):
         preparations = [preparation(batch) for _ in range(count)]
         # As many arrays as wait, are being filled and are being read.
-        total = steps.room_for(batch) + steps.filling(batch, count) + 2
+        total = steps.room_for(batch) + steps.count_filling(batch, count) + 2
         last = Copies(batch)
         prepare = steps.PreparationStage(preparations, [preparations[0].new_feed() for _ in range(total)])
-        run([VideoPipeline("read", iter(frames(31)), [prepare, last])], lambda: None)
+        run_pipelines([VideoPipeline("read", iter(frames(31)), [prepare, last])], lambda: None)
         made.append(last.seen)
     assert [numbers for numbers, _ in made[1]] == [list(range(31))[k : k + batch] for k in range(0, 31, batch)]
     for (one, values), (several, others) in zip(*made, strict=True):
@@ -69,7 +69,9 @@ def test_an_error_in_a_thread_ends_the_pipeline() -> None:
     preparations = [preparation(2), preparation(2)]
     prepare = steps.PreparationStage(preparations, [preparations[0].new_feed() for _ in range(8)])
     with pytest.raises(Exception, match=r"(?i)size|empty|zero"):
-        run([VideoPipeline("read", iter([*frames(3), wrong, *frames(20)]), [prepare, Copies(2)])], lambda: None)
+        run_pipelines(
+            [VideoPipeline("read", iter([*frames(3), wrong, *frames(20)]), [prepare, Copies(2)])], lambda: None
+        )
 
 
 class InLanes(PipelineStage):
@@ -92,15 +94,15 @@ class InLanes(PipelineStage):
 
 def test_what_lanes_did_is_kept_in_the_order_of_the_frames() -> None:
     step = InLanes()
-    run([VideoPipeline("read", iter(frames(40)), [step])], lambda: None)
+    run_pipelines([VideoPipeline("read", iter(frames(40)), [step])], lambda: None)
     assert sorted(step.worked) == list(range(40)) != step.worked
     assert step.ordered == [k for k in range(40) for _ in range(2)]
 
 
 def test_outputs_that_were_read_are_memory_for_later_ones() -> None:
     class Answering:
-        def detections(self, outputs: Any, of: Any, size: Any) -> list[Any]:
-            return [float(row.sum()) for row in outputs["output"][: len(of)]]
+        def detections(self, outputs: Any, sizes: Any, size: Any, aspects: Any) -> list[Any]:
+            return [float(row.sum()) for row in outputs["output"][: len(sizes)]]
 
     taken: list[list[np.ndarray]] = []
     step = steps.PostprocessingStage(Answering(), (32, 32), read=taken.append)  # type: ignore[arg-type]  # all that it needs
@@ -196,7 +198,7 @@ def test_boxes_in_any_order(name: str) -> None:
     tracker = Tracker(name, RATE, 0.25)
     frames = [seen(k, [5 * k, 800 - 5 * k][:: 1 if k % 2 else -1], [3, 7][:: 1 if k % 2 else -1]) for k in range(12)]
     last = followed(tracker, frames)[-4:]
-    assert NOBODY not in last[-1] and len(set(last[-1])) == 2
+    assert NO_OBJECT not in last[-1] and len(set(last[-1])) == 2
     assert last == [last[0], last[0][::-1]] * 2
     assert tracker.counts == {"3": 1, "7": 1}
 
@@ -208,7 +210,7 @@ def test_frames_without_boxes_or_times(name: str) -> None:
     assert followed(tracker, [seen(k, []) for k in range(3)]) == [[], [], []]
     late = followed(tracker, [seen(k, [5 * k], timed=False) for k in range(3, 12)])
     again = followed(tracker, [seen(k, [5 * k + 45]) for k in range(3)])  # times that go back
-    assert late[-1] == again[-1] and late[-1] != [NOBODY]
+    assert late[-1] == again[-1] and late[-1] != [NO_OBJECT]
 
 
 def test_a_gap_in_time_is_more_than_a_frame() -> None:
@@ -232,7 +234,7 @@ def test_weak_boxes_carry_an_object_on_and_begin_none() -> None:
     tracker = Tracker("bytetrack", RATE, 0.5)
     scores = [0.9] * 5 + [0.3] * 5
     frames = [seen(k, [5 * k, 600], scores=[scores[k], 0.3]) for k in range(10)]
-    assert followed(tracker, frames)[-1] == [0, NOBODY]
+    assert followed(tracker, frames)[-1] == [0, NO_OBJECT]
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,8 @@ def _choose_layout(
     fits = (FinalRows, Lists, Pairs) if task.labels == "objects" else (FinalRows, Lists)
     try:
         seen = ObservedOutputs(shapes, size, 0, extra, values=arrays)
-        likeliest = layouts.possible(seen, fits)[0]
-        fit, form = layouts.choose(seen, fits) or (likeliest, likeliest.layout.form)
+        likeliest = layouts.list_fits(seen, fits)[0]
+        fit, form = layouts.choose_layout(seen, fits) or (likeliest, likeliest.layout.form)
     except layouts.UnreadBoxes:
         return None
     return (fit, form, size, arrays) if fit.layout.free_order else None

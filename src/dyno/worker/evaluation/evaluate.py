@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import tasks
-from dyno.worker.backend import Session
+from dyno.worker.backend import Session, answer_feeds
 from dyno.worker.facts import job as facts
 from dyno.worker.facts.engine import QUANTISED
 from dyno.worker.inputs import input_data
@@ -339,11 +339,7 @@ class _RowTest:
         )
 
     def _run_batch(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        session = self._session
-        session.bind(session.stage(feeds))
-        session.run()
-        session.wait()
-        return {name: np.array(a) for name, a in session.fetch().items()}
+        return answer_feeds(self._session, self._session.stage(feeds))
 
 
 def _format_shape(shape: Sequence[int | str]) -> str:
@@ -398,7 +394,7 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     count = min(trial.data.count, len(decoded.images)) if decoded else trial.data.count
     batches = math.ceil(count / batch)
     pipeline = Pipeline(session, decoded or RandomInputs(session, trial, batches), helpers if decoded else 1)
-    collector = tasks.find(trial.model.task).collector(_describe_evaluation(trial, decoded, batch, count))
+    collector = tasks.find_task(trial.model.task).collector(_describe_evaluation(trial, decoded, batch, count))
     warm_up = min(batches, math.ceil(min(MOST_WARM_UP, WARM_UP * count) / batch)) if decoded and timed else 0
     raw_outputs, rows = _RawOutputs(collector), find_rows(session, trial, batch)
 

@@ -397,7 +397,7 @@ def _advise_on_refusal(module: Any, model: ModelSpec, reason: str, image: bool) 
 def _count_classes(shapes: Mapping[str, Shape], purpose: Purpose) -> int:
     """Return the number of classes of a classifier's scores; 0 for any other output, where outputs of other numbers may
     be the scores, or if a file doesn't show it."""
-    if purpose.task and tasks.find(purpose.task).labels == "objects":
+    if purpose.task and tasks.find_task(purpose.task).labels == "objects":
         return 0
     counts = {classify.classes_of(shapes[name]) for name in classify.find_scores(shapes, purpose.classes or 0)}
     return counts.pop() if len(counts) == 1 else 0

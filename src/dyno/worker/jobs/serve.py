@@ -21,9 +21,17 @@ from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
 from dyno.worker.serve import rates as serve_rates
-from dyno.worker.serve.batching import Batcher, BatchFormingSession, BatchingRules, Clock, Instances, Lane, serve
+from dyno.worker.serve.batching import (
+    Batcher,
+    BatchFormingSession,
+    BatchingRules,
+    Clock,
+    Instances,
+    Lane,
+    answer_requests,
+)
 from dyno.worker.serve.options import ServeOptions
-from dyno.worker.serve.rates import Arrivals, poisson, read_trace
+from dyno.worker.serve.rates import Arrivals, draw_arrivals, read_trace
 from dyno.worker.spec import ENDPOINT, Job, Trial, Unanswered, from_json
 
 # The highest rate that holds, by trying rates.
@@ -214,7 +222,7 @@ class _ServeJob:
             self._try_arrivals(Arrivals(read_trace(Path(trace))))
         try:
             for rate in options.rate:
-                self._try_arrivals(poisson(rate, least, options.duration_s, self._fresh_seed()), rate)
+                self._try_arrivals(draw_arrivals(rate, least, options.duration_s, self._fresh_seed()), rate)
             if not trace and not options.rate:
                 self._search_rate()
         except Unanswered as e:
@@ -236,7 +244,7 @@ class _ServeJob:
         return self._seed + len(self._facts.steps)
 
     def _can_hold_rate(self, rate: float) -> bool:
-        arrivals = poisson(rate, self._facts.least, self._options.duration_s, self._fresh_seed())
+        arrivals = draw_arrivals(rate, self._facts.least, self._options.duration_s, self._fresh_seed())
         return self._try_arrivals(arrivals, rate).verdict == serve_rates.HOLDS
 
     def _try_arrivals(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
@@ -248,7 +256,7 @@ class _ServeJob:
         gc.freeze()  # a collection in the middle would be measured as the model's
         contention = system.CpuContention()
         batcher = Batcher(arrivals, self._rules, Clock())
-        self._instances.each(lambda lane: serve(batcher, lane.answer))
+        self._instances.each(lambda lane: answer_requests(batcher, lane.answer))
         self._check_last()
         if batcher.complaint:
             if np.isnan(batcher.ended).all():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from dyno.worker.registry import find
 from dyno.worker.spec import Job, Trial, Unavailable, UserError
 from dyno.worker.tasks.detect import BoxReader, Detect
 from dyno.worker.video import alone, on_device, stages, steps
-from dyno.worker.video.drawing import Tracker
+from dyno.worker.video.drawing import Tracker, draw_detections
 from dyno.worker.video.media import Batch, Frame, Preparation, Sink, Source, codec_threads, disk_full, lanes_beside, now
 from dyno.worker.video.opening import describe_old_pyav, has_pyav, open_sink, open_source, prepare_libraries
 from dyno.worker.video.options import OPENING, VideoOptions
@@ -72,8 +73,8 @@ def video(job: Job, journal: Journal) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     trial, backend = job.trial, find(job.trial.backend)
     prepare_libraries()
-    if said := describe_old_pyav():
-        journal.warn(said)
+    if sentence := describe_old_pyav():
+        journal.warn(sentence)
     options = VideoOptions(**job.options["settings"])
     libraries = (*REQUIRES, *(("trackers",) if options.track else ()), *backend.requires)
     journal.record = replace(journal.record, system=system.describe(libraries))
@@ -112,11 +113,11 @@ class _VideoJob:
         session = self._host = engine.session
         self._ends = self._reach_device()
         model = job.trial.model
-        reader = BoxReader(_find_task(job.trial), model.classes or 0, model.keypoints)
+        limits: dict[str, Any] = {"confidence": options.confidence, "iou": options.iou, "max_detections": options.most}
+        self._reader = BoxReader(_find_task(job.trial), model.classes or 0, model.keypoints, **limits)
         if self._ends is not None:
-            change = on_device.drop_low_scores(self._ends.torch, reader, options.confidence)
+            change = on_device.drop_low_scores(self._ends.torch, self._reader)
             engine.session = on_device.OnDeviceSession(session, self._ends, change)
-        self._answering = steps.DetectionSettings(reader, options.confidence, options.iou, options.most)
         self._output, self._boxes = (Path(job.options[k]) if job.options[k] else None for k in ("output", "boxes"))
         self._scratch, self._source_text = bool(job.options["scratch"]), str(job.options["source"])
         self._lanes = lanes_beside(job.trial.runtime.device == "cpu")
@@ -166,7 +167,9 @@ class _VideoJob:
         height, width = bench.first.size
         self._facts = replace(self._facts, height=height, width=width)
         self._found = [
-            alone.StageMeasurement(stages, self._measure_crowding(bench.answered), alone.hand_over(len(stages) - 1))
+            alone.StageMeasurement(
+                stages, self._measure_contention(bench.answered), alone.measure_hand_over(len(stages) - 1)
+            )
         ]
 
     def after(self) -> None:
@@ -178,8 +181,8 @@ class _VideoJob:
         damaged, left = self._source.damaged, self._source.left
         with suppress(KeyboardInterrupt):
             stages, bench, _ = self._engine.call(self._measure_alone)
-            crowd = self._measure_crowding(bench.answered)
-            self._found.append(alone.StageMeasurement(stages, crowd, alone.hand_over(len(stages) - 1)))
+            cost = self._measure_contention(bench.answered)
+            self._found.append(alone.StageMeasurement(stages, cost, alone.measure_hand_over(len(stages) - 1)))
         self._source.damaged, self._source.left = damaged, left
         self._store_found()
 
@@ -189,7 +192,7 @@ class _VideoJob:
         path = journal.folder / f"alone{self._output.suffix}" if self._output else None
         sink = open_sink(path, self._source, self._options.codec) if path else None
         preparations, tracker = self._new_preparations(), self._new_tracker()
-        bench = alone.Bench(self._source, self._engine, preparations, self._answering, tracker, sink)
+        bench = alone.Bench(self._source, self._engine, preparations, self._reader, tracker, sink)
         if first:
             journal.timed("first_call", "first call", measure.step(session, "all", bench.feeds))
             journal.stage("each stage alone")
@@ -198,11 +201,11 @@ class _VideoJob:
             _remove_path(path)
         if bench.first is None:
             raise UserError(f"{self._source.name} has no frames")
-        inference, rate = alone.infer(self._engine, bench.feeds, self._trial.plan, self._preparation.batch)
+        inference, rate = alone.measure_inference(self._engine, bench.feeds, self._trial.plan, self._preparation.batch)
         return {**bench.results(), steps.INFER: inference}, bench, rate
 
-    def _measure_crowding(self, answered: list[Batch]) -> alone.ContentionCost | None:
-        """Measure the processor time of stages under full CPU load; None with one processor. See `alone.crowded`."""
+    def _measure_contention(self, answered: list[Batch]) -> alone.ContentionCost | None:
+        """Measure the processor time of stages under full CPU load (`alone.measure_contention`); None with one."""
         count = min(len(steps.STAGES), self._facts.processors // codec_threads())
         if self._facts.processors == 1:
             return None
@@ -210,10 +213,10 @@ class _VideoJob:
         paths = [self._journal.folder / f"copy{number}{suffix}" for number in range(count)] if self._output else []
         preparations = [self._new_preparation() for _ in range(count)]
         sinks: list[Sink | None] = [open_sink(path, self._source, self._options.codec) for path in paths]
-        copies = [alone.StageCopy(self._source, preparation, self._answering, self._new_tracker(), sink, answered[0])
+        copies = [alone.StageCopy(self._source, preparation, self._reader, self._new_tracker(), sink, answered[0])
                   for preparation, sink in zip(preparations, sinks or [None] * count, strict=True)]  # fmt: skip
         try:
-            return alone.crowded(copies, self._engine, answered)
+            return alone.measure_contention(copies, self._engine, answered)
         finally:
             for copy in copies:
                 copy.close()
@@ -222,12 +225,12 @@ class _VideoJob:
 
     def _store_found(self) -> None:
         """Store what was found of the stages alone until now, and of the video where it has run."""
-        found = alone.joined(self._found)
+        found = alone.join_measurements(self._found)
         self._arrays |= {f"alone_{name}": one.seconds for name, one in found.stages.items()}
         cpu = {name: one.cpu for name, one in found.stages.items()}
         self._facts = replace(self._facts, cpu=cpu, hand_over=found.hand_over)
-        if found.crowd is not None:
-            self._facts = replace(self._facts, crowding=found.crowd.factor, cpu_inference=found.crowd.inference)
+        if (cost := found.contention) is not None:
+            self._facts = replace(self._facts, crowding=cost.factor, cpu_inference=cost.inference)
         save_arrays(self._journal.folder / ARRAYS, self._arrays)
         self._journal.facts(video=self._facts)
 
@@ -253,7 +256,9 @@ class _VideoJob:
         contention, cpu, since = system.CpuContention(), time.process_time(), now()
         stopped = False
         try:
-            stages.run([line.stages for line in lines], _make_ticker(journal, lines, self._options.frames, since))
+            stages.run_pipelines(
+                [line.stages for line in lines], _make_ticker(journal, lines, self._options.frames, since)
+            )
         except KeyboardInterrupt:
             stopped = True
         except OSError as e:
@@ -290,13 +295,13 @@ class _VideoJob:
         feeds = steps.PreparationStage.arrays(preparations[0], engine, self._lanes)
         chain: list[stages.PipelineStage] = [
             steps.PreparationStage(preparations, feeds), steps.InferenceStage(engine, shares, batch),
-            steps.PostprocessingStage(self._answering, size, keep if tracker is None else None, batch, self._lanes,
+            steps.PostprocessingStage(self._reader, size, keep if tracker is None else None, batch, self._lanes,
                               engine.take_back),
         ]  # fmt: skip
         if tracker:
-            chain.append(steps.TrackingStage(tracker, keep))
+            chain.append(steps.FrameStage(steps.TRACK, tracker.identify, keep.add))
         if output:
-            chain += [steps.DrawingStage(), steps.EncodingStage(sink)]
+            chain += [steps.FrameStage(steps.DRAW, draw_detections), steps.FrameStage(steps.ENCODE, sink.write)]
         reading = itertools.islice(source.read(sound=output is not None), self._options.frames or None)
         pipeline = stages.VideoPipeline(steps.DECODE, reading, chain, source.live)
         return _VideoStream(source, sink, keep, tracker, pipeline, output if output != self._output else None)
@@ -373,7 +378,7 @@ def _choose_decoder(options: VideoOptions, trial: Trial) -> str:
 
 
 def _find_task(trial: Trial) -> Detect:
-    task = tasks.find(trial.model.task)
+    task = tasks.find_task(trial.model.task)
     if not isinstance(task, Detect):
         raise UserError(f"{trial.model.name} is for {task.name}, which has no boxes; see --task")
     return task

@@ -12,7 +12,7 @@ import numpy as np
 
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
-from dyno.worker.tasks import find as find_task
+from dyno.worker.tasks import find_task as find_task
 
 # Darknet's .cfg files: sections of options, line by line.
 

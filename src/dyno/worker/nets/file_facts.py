@@ -107,7 +107,7 @@ def _read_length(length: int | str) -> int:
 def read_purpose(metadata: Mapping[str, str]) -> Purpose:
     """Return the facts on the network in a file's metadata, as far as it has any."""
     purpose = Purpose()
-    if metadata.get("task") in tasks.names():
+    if metadata.get("task") in tasks.list_tasks():
         purpose = replace(purpose, task=metadata["task"])
     names, points = _parse_value(metadata.get("names")), _parse_value(metadata.get("kpt_shape"))
     if isinstance(names, (dict, list, tuple)) and names:
@@ -161,7 +161,7 @@ def find_task_facts(model: ModelSpec, requested: str, metadata: Purpose, outputs
     name = metadata.task or requested
     if not name:
         return Purpose()
-    task = tasks.find(name)
+    task = tasks.find_task(name)
     preprocess = metadata.preprocess or task.preprocess(model.channels)
     # A classifier by --task alone keeps its preprocessing.
     complete = bool(metadata.set_fields()) or task.labels == "objects"

@@ -417,7 +417,7 @@ def _check_unchanged(path: str, sha256: str, what: str) -> None:
 def _torchvision_config(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
     torchvision = _find_library("torchvision", name)
     if name in list_detectors(torchvision):
-        return tasks.find("detect").preprocess(3), read_detector_size(torchvision, name)
+        return tasks.find_task("detect").preprocess(3), read_detector_size(torchvision, name)
     weights = torchvision.models.get_model_weights(name)
     transforms: Any = weights.DEFAULT.transforms() if len(weights) else None
     if not hasattr(transforms, "mean") or not hasattr(transforms, "crop_size"):

@@ -21,7 +21,7 @@ from dyno.worker.inspection import Purpose
 from dyno.worker.nets import checkpoint as nets_checkpoint
 from dyno.worker.nets.checkpoint import apply
 from dyno.worker.spec import ModelSpec, Preprocess, Unavailable, UserError, shorten
-from dyno.worker.tasks import find as find_task
+from dyno.worker.tasks import find_task as find_task
 
 QUIET = {
     "YOLO_OFFLINE": "1",

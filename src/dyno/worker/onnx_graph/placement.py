@@ -234,7 +234,7 @@ def decoding(graph: Any, model: ModelSpec) -> set[str]:
     The convolution behind a softmax isn't such a layer: it is the mean of a distribution over distances (Li et al.,
     Generalized Focal Loss, 2020), with fixed weights. Nodes without a name are given one.
     """
-    if tasks.find(model.task).labels == "classes":
+    if tasks.find_task(model.task).labels == "classes":
         return set()
     named(graph)
     weights = {tensor.name for tensor in graph.initializer}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import measure
-from dyno.worker.backend import Arrays, Session
+from dyno.worker.backend import Arrays, Session, answer_feeds
 from dyno.worker.inputs.specs import static_shapes
 from dyno.worker.serve.rates import Arrivals
 from dyno.worker.spec import Dims, Plan, Trial, Unanswered, Unavailable, UserError
@@ -59,8 +59,8 @@ class Batcher:
     """Give each free instance the next batch, and record when each request began and was answered.
 
     `began` and `ended` are seconds by the clock, NaN for requests that were refused or left; `size` is the number of
-    requests in a request's batch, 0 for those. Refused is who found the queue full, and whom `answer` of `serve` gave
-    no answer; `complaint` is what the first of the latter was told, "" without any.
+    requests in a request's batch, 0 for those. Requests are `refused` that found the queue full, or got no answer from
+    the `answer` of `answer_requests`; `complaint` is the reason of the first of the latter, "" without any.
     """
 
     def __init__(self, arrivals: Arrivals, rules: BatchingRules, clock: Clock) -> None:
@@ -129,7 +129,7 @@ class Batcher:
         return first if last < self._next else min(full, first + self._rules.max_wait)
 
 
-def serve(batcher: Batcher, answer: Callable[[int], None]) -> None:
+def answer_requests(batcher: Batcher, answer: Callable[[int], None]) -> None:
     """Answer batches until there are no more requests; an `Unanswered` batch doesn't end the loop."""
     try:
         while (batch := batcher.take()) is not None:
@@ -178,7 +178,7 @@ class Lane:
 
 
 class Instances:
-    """So many copies of a trial's model; several lanes of one where its sessions have several slots on a CPU.
+    """Copies of a trial's model, `count` of them; several lanes of one where its sessions have several slots on a CPU.
 
     A GPU's slots share a stream and belong to one thread, so there an instance has one lane, and instances overlap.
     Close it in the end. Raises what loading raises.
@@ -284,7 +284,7 @@ class BatchFormingSession(Session):
         for begin, count in self._iter_batches():
             part = self._answer_requests(begin, count)
             if part is None:
-                parts = [_run_once(self._ladder[-1].session, self._fed)]
+                parts = [answer_feeds(self._ladder[-1].session, self._fed)]
                 break
             parts.append(part)
         self._answered = {name: np.concatenate([p[name] for p in parts]) if len(parts) > 1 else a
@@ -318,14 +318,7 @@ class BatchFormingSession(Session):
                 feeds[name] = array
             else:
                 return None
-        answered = _run_once(rung.session, feeds)
+        answered = answer_feeds(rung.session, feeds)
         if any(a.shape[:1] != (rung.size,) for a in answered.values()):
             return None
         return {name: a[:count] for name, a in answered.items()}
-
-
-def _run_once(session: Session, feeds: Arrays) -> dict[str, np.ndarray]:
-    session.bind(feeds)
-    session.run()
-    session.wait()
-    return {name: np.array(array) for name, array in session.fetch().items()}

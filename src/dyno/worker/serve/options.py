@@ -1,4 +1,4 @@
-"""How requests come and are batched: settings of a job, checked before anything is started."""
+"""Settings of arrivals and batches of requests, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class ServeOptions:
     def __post_init__(self) -> None:
         for name in (*PERCENTILES, "duration", "max_wait"):  # of a number its unit is missing, not that it is text
             if getattr(self, name) != "" or name == "max_wait":
-                seconds(getattr(self, name), name)
+                parse_seconds(getattr(self, name), name)
         settle(self)
         bounds = [name for name in PERCENTILES if getattr(self, name)]
         if len(bounds) > 1:
             raise UserError(f"{' and '.join(bounds)} are two bounds; give one")
         for name in (*bounds, *(["duration"] if self.duration else [])):
-            if seconds(getattr(self, name), name) <= 0:
+            if parse_seconds(getattr(self, name), name) <= 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
         at_least(1, instances=self.instances)
         at_least(0, queue=self.queue)
@@ -81,20 +81,20 @@ class ServeOptions:
     def bound_s(self) -> float:
         """The bound in seconds, 0 where there is none."""
         text = getattr(self, self.bounded)
-        return seconds(text, self.bounded) if text else 0.0
+        return parse_seconds(text, self.bounded) if text else 0.0
 
     @property
     def max_wait_s(self) -> float:
         """Longest time that a request waits for others, in seconds."""
-        return seconds(self.max_wait, "max_wait")
+        return parse_seconds(self.max_wait, "max_wait")
 
     @property
     def duration_s(self) -> float:
         """Duration of each rate in seconds; 0 if unset."""
-        return seconds(self.duration, "duration") if self.duration else 0.0
+        return parse_seconds(self.duration, "duration") if self.duration else 0.0
 
 
-def seconds(text: Any, name: str) -> float:
+def parse_seconds(text: Any, name: str) -> float:
     """Return `20ms` in seconds; raise a `UserError` for a number without its unit."""
     match = DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or match[2] not in UNITS:

@@ -11,7 +11,7 @@ import numpy as np
 
 from dyno.worker.spec import UserError
 
-# What the times of requests say: percentiles with unanswered requests among them, stability, and the bound.
+# Figures of requests' times: percentiles with unanswered requests among them, stability, and the bound.
 
 HOLDS, OVER, UNSTABLE, TOO_FEW = "yes", "no", "unstable", "too few requests"
 DRIFTLESS = 3.0  # standard deviations of a queue that has no drift
@@ -68,7 +68,7 @@ def judge_rate(seconds: np.ndarray, q: float, bound: float, least: int, grows: b
     return HOLDS if find_percentile(seconds, q) <= bound else OVER
 
 
-# When requests come: at random, or as a trace says; known before the first is sent, whatever the answers do.
+# Arrival times: random, or from a trace; fixed before the first request is sent, whatever the answers do.
 
 USUAL_S = 10.0
 LONGEST_S = 1e6  # of a trace: eleven days; clocks and timeouts can't count to whatever a number can say
@@ -88,7 +88,7 @@ class Arrivals:
         return (len(self.times) - 1) / float(self.times[-1] - self.times[0])
 
 
-def poisson(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
+def draw_arrivals(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
     """Return a Poisson process: independent exponential intervals with the mean 1 / `rate`.
 
     It counts the requests expected in `seconds`, or, if that is 0, in ten seconds, at least `least`.

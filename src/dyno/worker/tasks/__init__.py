@@ -1,4 +1,4 @@
-"""What a network is for: which data it is measured on, how its outputs lie, and what is kept of them."""
+"""Tasks of networks: their data, the layout of their outputs, and the answers that are kept."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 GROUP = "dyno.tasks"
 
 
-def find(name: str) -> Task:
+def find_task(name: str) -> Task:
     """Return the task of that name; raise a `UserError` with the nearest for an unknown one."""
-    check_known("task", name, names())
+    check_known("task", name, list_tasks())
     return _load_tasks()[name]
 
 
-def names() -> list[str]:
+def list_tasks() -> list[str]:
     """Return the names of the tasks."""
     return list(_load_tasks())
 
 
-def metrics() -> list[str]:
+def list_metrics() -> list[str]:
     """Return the metrics for budgets: each task's, by the names of their objects in `results/metrics`."""
     return list(dict.fromkeys(metric for task in _load_tasks().values() for metric in task.metrics))
 
@@ -56,7 +56,7 @@ class OutputShapes:
 
 @dataclass(frozen=True)
 class EvaluationInputs:
-    """What goes through a session: `count` inputs in batches; of real images also their places in the data set
+    """The inputs of an evaluation: `count` in batches; of real images also their places in the data set
     (`samples`) and the height and width that the session takes."""
 
     trial: Trial
@@ -95,7 +95,7 @@ class Collector:
 
 
 class Task(ABC):
-    """What a network is for.
+    """The purpose of a network.
 
     `labels` are those that its data must have: the `classes` of images, or the `objects` in them, all of which have
     `needs` besides boxes ("" for nothing). `metrics` names the objects of `results/metrics` that measure its accuracy

@@ -1,4 +1,4 @@
-"""What a classifier answers: the best classes of each image, ranked alike for every backend."""
+"""Classification: the best classes of each image, ranked alike for every backend."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TopKCollector(Collector):
         if not names or self.ambiguous:
             return None
         scores = own[names[0]]
-        return ranked(scores.astype(np.float32).reshape(scores.shape[:2]), TOP)
+        return rank_classes(scores.astype(np.float32).reshape(scores.shape[:2]), TOP)
 
     def oddities(self, batches: Sequence[Any]) -> list[str]:
         """Return the reason why images with labels have no answers."""
@@ -104,7 +104,7 @@ class Classify(Task):
 CLASSIFY = Classify()
 
 
-def ranked(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+def rank_classes(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return index (int32) and score of each row's k best, best first; ties by lower index, NaN last.
 
     The order is that of a stable sort of the whole row, which runs only for the few rows with a tie at the k-th score.

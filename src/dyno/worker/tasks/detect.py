@@ -15,7 +15,7 @@ from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
 from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes, Shape, Task, layouts
 from dyno.worker.tasks.layouts import Fit, ObservedOutputs, UnreadBoxes
-from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, ImagePlacement, KeptRows, best
+from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, ImagePlacement, KeptRows, select_best
 
 COCO_CLASSES = 80
 NOT_IN_COCO = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of its numbers from 1 to 90
@@ -56,7 +56,7 @@ class Detect(Task):
         known = replace(metadata, classes=model.classes or metadata.classes,
                         keypoints=tuple(model.keypoints or metadata.keypoints))  # fmt: skip
         try:
-            fits = layouts.possible(self.seen(outputs.shapes, outputs.size, known.classes or 0, known.keypoints))
+            fits = layouts.list_fits(self.seen(outputs.shapes, outputs.size, known.classes or 0, known.keypoints))
         except UnreadBoxes:
             self._check_classes(model, outputs, known)
             return Purpose(classes=known.classes, keypoints=known.keypoints)
@@ -71,13 +71,13 @@ class Detect(Task):
             return
         try:
             other = layouts.agreed_classes(
-                layouts.possible(self.seen(outputs.shapes, outputs.size, 0, known.keypoints))
+                layouts.list_fits(self.seen(outputs.shapes, outputs.size, 0, known.keypoints))
             )
         except UnreadBoxes:
             return
         has = f"{other} classes" if other else "another number of classes"
         raise UserError(
-            f"{model.name} gives {shown(outputs.shapes.values())}, which has {has} for {self.name}, not "
+            f"{model.name} gives {format_shapes(outputs.shapes.values())}, which has {has} for {self.name}, not "
             f"{model.classes}; check --task and --classes"
         )
 
@@ -92,7 +92,7 @@ class Detect(Task):
         """Return what layouts are to fit; `UnreadBoxes` without an output that the task needs."""
         beside = self.beside(shapes)
         if self.refers_to and not beside:
-            raise UnreadBoxes(layouts.describe(shapes, f"there are no {self.refers_to}"))
+            raise UnreadBoxes(shapes, f"there are no {self.refers_to}")
         boxes = {name: shape for name, shape in shapes.items() if name != beside}
         return ObservedOutputs(boxes, size, classes, self.extra(shapes, keypoints), images)
 
@@ -107,22 +107,27 @@ class BoxReader:
     """Detections of the batches of one network, by the same code for every backend.
 
     The first batch with boxes decides on the layout; several threads may read at once. `classes` is their number (0:
-    unknown), `keypoints` how many there are and the values of each.
+    unknown), `keypoints` how many there are and the values of each. `confidence` is the least score, `iou` the overlap
+    above which the weaker of two boxes of a class is dropped, and `max_detections` the most boxes of an image.
     """
 
-    def __init__(self, task: Detect, classes: int = 0, keypoints: Sequence[int] = ()) -> None:
+    def __init__(
+        self, task: Detect, classes: int = 0, keypoints: Sequence[int] = (), *,
+        confidence: float = 0.001, iou: float = 0.7, max_detections: int = 300,
+    ) -> None:  # fmt: skip
         self._task, self._classes, self._keypoints = task, classes, tuple(keypoints)
+        self.confidence, self._iou, self._max_detections = confidence, iou, max_detections
         self._chosen: tuple[Fit, BoxForm] | None = None
         self._choosing = threading.Lock()
 
     @property
     def fit(self) -> Fit | None:
-        """How the layout fits that was chosen; None before a batch had boxes."""
+        """The fit of the chosen layout; None before a batch had boxes."""
         return self._chosen[0] if self._chosen else None
 
     def detections(
-        self, outputs: Mapping[str, np.ndarray], sizes: np.ndarray, input_size: tuple[int, int], *,
-        confidence: float = 0.001, iou: float = 0.7, most: int = 300, aspects: Sequence[float] = (),
+        self, outputs: Mapping[str, np.ndarray], sizes: np.ndarray, input_size: tuple[int, int],
+        aspects: Sequence[float] = (),
     ) -> list[Detections]:  # fmt: skip
         """Return the detections of each image of a batch.
 
@@ -133,12 +138,12 @@ class BoxReader:
         if not len(sizes):
             return []
         chosen = self._choose_layout(outputs, input_size, len(sizes))
-        beside = self._task.beside({name: array.shape for name, array in outputs.items()})
+        beside = self._task.beside(shapes_of(outputs))
         found = []
         for image, (height, width) in enumerate(np.asarray(sizes).tolist()):
             place = ImagePlacement(height, width, *input_size, aspects[image] if aspects else 1.0)
             pool = np.asarray(outputs[beside])[image].astype(np.float32) if beside else np.empty(0, np.float32)
-            found.append(self._read_image(outputs, image, place, pool, chosen, (confidence, iou, most)))
+            found.append(self._read_image(outputs, image, place, pool, chosen))
         self._check_labels(found, outputs)
         return found
 
@@ -147,25 +152,24 @@ class BoxReader:
     ) -> tuple[Fit, BoxForm] | None:
         with self._choosing:
             if self._chosen is None:
-                shapes = {name: array.shape for name, array in outputs.items()}
-                seen = self._task.seen(shapes, size, self._classes, self._keypoints, images)
-                self._chosen = layouts.choose(replace(seen, values=outputs))
+                seen = self._task.seen(shapes_of(outputs), size, self._classes, self._keypoints, images)
+                self._chosen = layouts.choose_layout(replace(seen, values=outputs))
             return self._chosen
 
     def _read_image(
         self, outputs: Mapping[str, np.ndarray], image: int, place: ImagePlacement, beside: np.ndarray,
-        chosen: tuple[Fit, BoxForm] | None, limits: tuple[float, float, int],
+        chosen: tuple[Fit, BoxForm] | None,
     ) -> Detections:  # fmt: skip
-        confidence, iou, most = limits
-        shapes = {name: array.shape for name, array in outputs.items()}
-        extra = (chosen[0].extra if chosen else self._task.extra(shapes, self._keypoints)) or 0
+        extra = (chosen[0].extra if chosen else self._task.extra(shapes_of(outputs), self._keypoints)) or 0
         rows, kinds, scores = np.empty((0, 4 + extra), np.float32), np.empty(0, np.int32), np.empty(0, np.float32)
         form = chosen[1] if chosen else CORNERS
         if chosen:
             fit = chosen[0]
             one = fit.layout.decode(fit, outputs, image)
-            overlap = None if fit.layout.suppressed else iou
-            kept, kinds, scores = best(one, lambda boxes: form.corners(boxes, place.input), confidence, overlap, most)
+            overlap = None if fit.layout.suppressed else self._iou
+            kept, kinds, scores = select_best(
+                one, lambda boxes: form.corners(boxes, place.input), self.confidence, overlap, self._max_detections
+            )
             parts = [one.boxes, *([one.rest] if one.rest is not None else [])]
             rows = np.concatenate([part[:, kept] for part in parts]).T.astype(np.float32)
         boxes = place.boxes(form.corners(rows[:, :4], place.input))
@@ -178,8 +182,7 @@ class BoxReader:
         highest = max((int(one.classes.max()) for one in found if len(one.classes)), default=0)
         most = max(NOT_IN_COCO[-1] + 7, self._classes) if self._classes == COCO_CLASSES else self._classes
         if self._classes and highest > most:
-            shapes = {name: array.shape for name, array in outputs.items()}
-            raise UnreadBoxes(layouts.describe(shapes, f"a box is of class {highest}, and there are {self._classes}"))
+            raise UnreadBoxes(shapes_of(outputs), f"a box is of class {highest}, and there are {self._classes}")
 
 
 class DetectionCollector(Collector):
@@ -218,7 +221,7 @@ class DetectionCollector(Collector):
         unread = next((batch for batch in batches if isinstance(batch, str)), "")
         if unread or self._samples is None:
             return [unread] if unread else []
-        labels = joined([found.classes for batch in batches for _, found in batch], np.int32)
+        labels = join_arrays([found.classes for batch in batches for _, found in batch], np.int32)
         _, note = numbered_as(labels, self._names)
         return [note] if note else []
 
@@ -227,14 +230,14 @@ class DetectionCollector(Collector):
             return {}
         pairs = [pair for batch in batches for pair in batch]
         detections = [detections for _, detections in pairs]
-        labels, _ = numbered_as(joined([d.classes for d in detections], np.int32), self._names)
+        labels, _ = numbered_as(join_arrays([d.classes for d in detections], np.int32), self._names)
         if labels is None:
             return {}
         image = np.repeat([sample for sample, _ in pairs], [len(d.scores) for d in detections])
         return {
             "detection_image": image.astype(np.int64),
-            "detection_box": joined([d.boxes for d in detections], np.float32, 4),
-            "detection_score": joined([d.scores for d in detections], np.float32),
+            "detection_box": join_arrays([d.boxes for d in detections], np.float32, 4),
+            "detection_score": join_arrays([d.scores for d in detections], np.float32),
             "detection_class": labels,
             **self._task.arrays(detections, self._model),
         }
@@ -257,11 +260,16 @@ def numbered_as(labels: np.ndarray, classes: int) -> tuple[np.ndarray | None, st
     return None, f"{layouts.UNREAD}: a box is of class {labels.max()}, and the data has {classes} classes"
 
 
-def joined(parts: list[np.ndarray], dtype: Any, *shape: int) -> np.ndarray:
+def join_arrays(parts: list[np.ndarray], dtype: Any, *shape: int) -> np.ndarray:
     """Return the parts one after the other, of which there may be none."""
     return np.concatenate([np.empty((0, *shape), dtype), *(part.reshape(-1, *shape) for part in parts)]).astype(dtype)
 
 
-def shown(shapes: Iterable[Shape]) -> str:
+def shapes_of(outputs: Mapping[str, np.ndarray]) -> dict[str, Shape]:
+    """Return the shape of each output."""
+    return {name: array.shape for name, array in outputs.items()}
+
+
+def format_shapes(shapes: Iterable[Shape]) -> str:
     """Return shapes for messages: 1x84x8400, 1x32x160x160."""
     return ", ".join("x".join(map(str, shape)) for shape in shapes)

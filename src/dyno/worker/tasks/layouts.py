@@ -31,7 +31,12 @@ UNREAD = "no boxes are read from the outputs"
 
 
 class UnreadBoxes(UserError):
-    """Outputs that no layout fits."""
+    """Outputs that no layout fits: their shapes by name, and the reason."""
+
+    def __init__(self, shapes: Mapping[str, Shape], reason: str) -> None:
+        seen = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
+        understood = "; ".join(layout.shown for layout in LAYOUTS if layout.shown)
+        super().__init__(f"{UNREAD} ({seen}): {reason}; understood are {understood}")
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class BoxLayout(ABC):
-    """How boxes lie in a network's outputs.
+    """A layout of boxes in a network's outputs.
 
     `shown` describes it in messages, `form` is the usual form of its boxes (`fixed_form`: the only one), `suppressed`
     says that overlapping boxes are left out already, and `free_order` that rounding may change the order of its boxes.
@@ -195,14 +200,16 @@ class Lists(BoxLayout):
     torchvision's detectors, RT-DETR with its post-processing, TensorRT's EfficientNMS, TensorFlow's detection API."""
 
     def fits(self, seen: ObservedOutputs) -> Fit | None:
-        boxes = boxes_in(seen)
+        boxes = find_boxes(seen)
         if boxes is None or seen.extra:
             return None
         lead = seen.shapes[boxes][:-1]
         if len(lead) == 1 and seen.images != 1:
             return None
-        single = [name for name, shape in seen.shapes.items() if same(shape, lead) or same(shape, (*lead, 1))]
-        scores, labels = named(single, "score", "conf"), named(single, "class", "label", "cls")
+        single = [
+            name for name, shape in seen.shapes.items() if can_be_same(shape, lead) or can_be_same(shape, (*lead, 1))
+        ]
+        scores, labels = find_named(single, "score", "conf"), find_named(single, "class", "label", "cls")
         if not (scores and labels) and len(single) == 2:
             order = sorted(single, key=lambda name: _has_whole_numbers(seen.values.get(name)))
             scores, labels = order if not (scores or labels) else (
@@ -244,14 +251,16 @@ class SelectedRows(BoxLayout):
     """All boxes and scores, with the rows (image, class, box) that ONNX's NonMaxSuppression selected."""
 
     def fits(self, seen: ObservedOutputs) -> Fit | None:
-        boxes = boxes_in(seen)
+        boxes = find_boxes(seen)
         others = {name: shape for name, shape in seen.shapes.items() if name != boxes}
         indices = [name for name, shape in others.items() if len(shape) in (2, 3) and shape[-1] == 3
                    and (name not in seen.values or seen.values[name].dtype.kind in "iu")]  # fmt: skip
         if boxes is None or seen.extra or not indices:
             return None
         rows = seen.shapes[boxes][1]
-        scores = [n for n, shape in others.items() if n != indices[0] and len(shape) == 3 and same(shape[2:], [rows])]
+        scores = [
+            n for n, shape in others.items() if n != indices[0] and len(shape) == 3 and can_be_same(shape[2:], [rows])
+        ]
         classes = seen.shapes[scores[0]][1] if scores else None
         if not scores or (seen.classes and isinstance(classes, int) and classes != seen.classes):
             return None
@@ -278,17 +287,17 @@ class Pairs(BoxLayout):
     free_order = False
 
     def fits(self, seen: ObservedOutputs) -> Fit | None:
-        boxes = boxes_in(seen)
+        boxes = find_boxes(seen)
         if boxes is None or len(seen.shapes[boxes]) != 3 or seen.extra:
             return None
         rows = seen.shapes[boxes][1]
         tables = {name: shape for name, shape in seen.shapes.items() if name != boxes and len(shape) == 3}
-        others = [n for n, shape in tables.items() if same(shape[1:2], [rows]) or same(shape[2:], [rows])]
-        scores = named(others, "logit", "score", "conf", "class", "label", "cls") or (others[0] if others else "")
+        others = [n for n, shape in tables.items() if can_be_same(shape[1:2], [rows]) or can_be_same(shape[2:], [rows])]
+        scores = find_named(others, "logit", "score", "conf", "class", "label", "cls") or (others[0] if others else "")
         if not scores:
             return None
         shape = seen.shapes[scores]
-        count = shape[2] if same(shape[1:2], [rows]) else shape[1]
+        count = shape[2] if can_be_same(shape[1:2], [rows]) else shape[1]
         classes = (
             count - (self.kind in ("softmax", "first", "last")) if isinstance(count, int) else seen.classes or None
         )
@@ -362,30 +371,32 @@ LAYOUTS: tuple[BoxLayout, ...] = (
 )
 
 
-def possible(seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> list[Fit]:
+def list_fits(seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> list[Fit]:
     """Return how each layout that may be the outputs' fits them, the likeliest first; else `UnreadBoxes`."""
     layouts = (layout for layout in LAYOUTS if isinstance(layout, kinds))
     fits = sorted((fit for layout in layouts if (fit := layout.fits(seen))), key=lambda fit: fit.rank)
     if not fits:
         known = f" with {seen.classes} classes" if seen.classes else ""
-        raise UnreadBoxes(describe(seen.shapes, f"no known layout{known} has these shapes"))
+        raise UnreadBoxes(seen.shapes, f"no known layout{known} has these shapes")
     return [fit for fit in fits if len(fit.names) > 1] or fits  # beside an output of boxes no other one has any
 
 
-def choose(seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> tuple[Fit, BoxForm] | None:
+def choose_layout(
+    seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)
+) -> tuple[Fit, BoxForm] | None:
     """Return the layout of those kinds and the form of boxes that fit the values too, None where they have no box; else
     `UnreadBoxes`."""
     reasons = list[str]()
-    for _, fits in groupby(possible(seen, kinds), key=lambda fit: fit.rank):
+    for _, fits in groupby(list_fits(seen, kinds), key=lambda fit: fit.rank):
         results = [(fit, _examine_boxes(fit, seen)) for fit in fits]
         reasons += [result for _, result in results if isinstance(result, str)]
         chosen = [(fit, result) for fit, result in results if isinstance(result, BoxForm)]
         if len(chosen) > 1:
             counts = " or ".join(sorted({str(fit.classes) for fit, _ in chosen}))
-            raise UnreadBoxes(describe(seen.shapes, f"they are of {counts} classes; say how many with --classes"))
+            raise UnreadBoxes(seen.shapes, f"they are of {counts} classes; say how many with --classes")
         if chosen or any(result is None for _, result in results):
             return chosen[0] if chosen else None
-    raise UnreadBoxes(describe(seen.shapes, reasons[0]))
+    raise UnreadBoxes(seen.shapes, reasons[0])
 
 
 def _examine_boxes(fit: Fit, seen: ObservedOutputs) -> BoxForm | str | None:
@@ -423,13 +434,6 @@ def _choose_form(boxes: np.ndarray, layout: BoxLayout, size: tuple[int, int]) ->
         if max(shares) > max(0.95, inside + 0.2):
             return others[int(np.argmax(shares))]
     return usual if valid_share(boxes, usual, size, loose=True) >= 0.5 else None
-
-
-def describe(shapes: Mapping[str, Shape], reason: str) -> str:
-    """Return the sentence on outputs that aren't read: what was seen, why, and what is understood."""
-    seen = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
-    understood = "; ".join(layout.shown for layout in LAYOUTS if layout.shown)
-    return f"{UNREAD} ({seen}): {reason}; understood are {understood}"
 
 
 def anchors_per_cell(anchors: object, size: tuple[int, int]) -> int:
@@ -481,18 +485,18 @@ def keypoints_of(values: int) -> tuple[int, int] | None:
     return (values // each, each) if each else None
 
 
-def boxes_in(seen: ObservedOutputs) -> str | None:
+def find_boxes(seen: ObservedOutputs) -> str | None:
     """Return the name of the output that has boxes, rows of four values."""
     found = [name for name, shape in seen.shapes.items() if len(shape) in (2, 3) and shape[-1] == 4]
     return next((n for n in found if "box" in n.lower() and "raw" not in n.lower()), found[0] if found else None)
 
 
-def named(names: Sequence[str], *words: str) -> str:
+def find_named(names: Sequence[str], *words: str) -> str:
     """Return the first name in which one of the words is, "" where there is none."""
     return next((name for name in names if any(word in name.lower() for word in words)), "")
 
 
-def same(shape: Shape, other: Shape) -> bool:
+def can_be_same(shape: Shape, other: Shape) -> bool:
     """Return whether shapes may be the same: a free axis may have any length."""
     return len(shape) == len(other) and all(
         a == b or isinstance(a, str) or isinstance(b, str) for a, b in zip(shape, other, strict=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from dyno.worker.spec import ModelSpec
 from dyno.worker.tasks import Shape
-from dyno.worker.tasks.detect import Detect, joined
+from dyno.worker.tasks.detect import Detect, join_arrays
 from dyno.worker.tasks.postprocess import Detections, KeptRows
 
 
@@ -33,7 +33,7 @@ class Pose(Detect):
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
         points = [d.keypoints for d in detections if d.keypoints is not None]
         each = next((one.shape[1:] for one in points if len(one)), model.keypoints or (0, 3))
-        return {"detection_keypoints": joined([one for one in points if len(one)], np.float32, *each)}
+        return {"detection_keypoints": join_arrays([one for one in points if len(one)], np.float32, *each)}
 
 
 POSE = Pose()

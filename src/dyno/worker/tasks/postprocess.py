@@ -34,7 +34,7 @@ class Detections:
 
 @dataclass(frozen=True)
 class BoxForm:
-    """How four numbers are a box: the `order` of its values, in pixels of the input or as `shares` of its sides."""
+    """The meaning of a box's numbers: the `order` of its values, in pixels of the input or as `shares` of its sides."""
 
     order: str
     shares: bool = False
@@ -51,7 +51,8 @@ class BoxForm:
             return boxes
         if self.order == SIDES.order:
             return np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
-        return corners(boxes)
+        half = boxes[:, 2:] / 2
+        return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
     def points(self, points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         """Return points (x, y, ...) in pixels of the input."""
@@ -109,8 +110,8 @@ class KeptRows:
     keypoints: Sequence[int]
 
 
-def suppress(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np.ndarray:
-    """Return the rows of the boxes that are kept, at most `most`.
+def suppress_overlaps(boxes: np.ndarray, labels: np.ndarray, iou: float, max_detections: int) -> np.ndarray:
+    """Return the rows of the boxes that are kept, at most `max_detections`.
 
     `boxes` (left, top, right, bottom) and `labels` are sorted by falling score. A box is dropped when its intersection
     over union with a kept one of its class is above `iou`.
@@ -122,7 +123,7 @@ def suppress(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np
     waiting = np.ones(len(boxes), bool)
     chosen: list[int] = []
     row = 0
-    while len(chosen) < most and waiting[row:].any():
+    while len(chosen) < max_detections and waiting[row:].any():
         row += int(waiting[row:].argmax())
         chosen.append(row)
         others = rest[int(labels[row])]
@@ -136,7 +137,7 @@ def suppress(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np
     return np.array(chosen, np.int64)
 
 
-def encode(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np.ndarray:
+def encode_mask(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np.ndarray:
     """Run lengths of a mask that lies at (top, left) in an image and is empty elsewhere.
 
     COCO's uncompressed encoding: down the columns, zeros and ones in turn, zeros first (uint32).
@@ -158,7 +159,7 @@ def encode(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np
 
 
 class ImagePlacement:
-    """Where one image lies in the network's input, and the inverse mapping.
+    """The place of one image in the network's input, and the inverse mapping.
 
     `aspect` is the width of the image's pixels over their height: it is letterboxed by the shape that is displayed.
     """
@@ -206,9 +207,10 @@ def _compute_taps(at: np.ndarray, margin: int, length: int, ratio: float, count:
     return low, np.minimum(low + 1, count - 1), (at - low).astype(np.float32)
 
 
-def best(
-    found: Candidates, corner_boxes: Callable[[np.ndarray], np.ndarray], confidence: float, iou: float | None, most: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def select_best(
+    found: Candidates, corner_boxes: Callable[[np.ndarray], np.ndarray], confidence: float, iou: float | None,
+    max_detections: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """Return which boxes are left, by falling score, with their classes and scores.
 
     Of those above `confidence` boxes that overlap by more than `iou` are suppressed (None: the network did it).
@@ -232,14 +234,8 @@ def best(
     finite = np.isfinite(boxes).all(1)
     if not finite.all():
         anchors, labels, values, boxes = anchors[finite], labels[finite], values[finite], boxes[finite]
-    kept = slice(most) if iou is None else suppress(corner_boxes(boxes), labels, iou, most)
+    kept = slice(max_detections) if iou is None else suppress_overlaps(corner_boxes(boxes), labels, iou, max_detections)
     return anchors[kept], labels[kept].astype(np.int32), values[kept]
-
-
-def corners(boxes: np.ndarray) -> np.ndarray:
-    """Return left, top, right and bottom of boxes given by centre, width and height."""
-    half = boxes[:, 2:] / 2
-    return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
 
 def _compute_overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:

@@ -9,8 +9,8 @@ import numpy as np
 
 from dyno.worker.spec import ModelSpec
 from dyno.worker.tasks import Shape
-from dyno.worker.tasks.detect import Detect, joined
-from dyno.worker.tasks.postprocess import Detections, ImagePlacement, KeptRows, encode
+from dyno.worker.tasks.detect import Detect, join_arrays
+from dyno.worker.tasks.postprocess import Detections, ImagePlacement, KeptRows, encode_mask
 
 USUAL = 32  # prototypes, where a file doesn't say
 
@@ -39,7 +39,7 @@ class Segment(Detect):
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
         masks = [mask for detection in detections for mask in detection.masks or ()]
         lengths = np.array([len(mask) for mask in masks], np.int64)
-        return {"mask_counts": joined(masks, np.uint32), "mask_lengths": lengths}
+        return {"mask_counts": join_arrays(masks, np.uint32), "mask_lengths": lengths}
 
 
 SEGMENT = Segment()
@@ -58,5 +58,5 @@ def _build_masks(
         rows = logits[low] + (logits[high] - logits[low]) * weight[:, None]
         low, high, weight = place.columns(left, right, width)
         fine = rows[:, low] + (rows[:, high] - rows[:, low]) * weight
-        masks.append(encode(fine > 0, top, left, place.height, place.width))
+        masks.append(encode_mask(fine > 0, top, left, place.height, place.width))
     return masks

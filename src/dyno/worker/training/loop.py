@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dyno.worker.facts.job import TrainingFacts
 from dyno.worker.nets import local_code, models
 from dyno.worker.sessions.torch_support import device_named, import_torch, memory_errors
-from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, from_json, to_json
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, to_json
 from dyno.worker.training import network
 from dyno.worker.training.network import State
 from dyno.worker.training.options import TrainOptions
-from dyno.worker.training.options import options as options_by_name
 
 LOSS_EVERY = 20  # batches between two readings of the loss, each of which synchronises with the GPU
 ONE_CYCLE_UP = 0.3  # share of the training in which the learning rate rises, as in torch's OneCycleLR
@@ -33,8 +32,8 @@ class Loop:
         self.options = options
         self.module = module
         self.device = torch.device(options.device)
-        self.optimizer = optimizer(module, options)
-        self.schedule = schedule(self.optimizer, options, steps)
+        self.optimizer = make_optimizer(module, options)
+        self.schedule = make_schedule(self.optimizer, options, steps)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=options.mixed_precision == "fp16")
 
     def parts(self) -> dict[str, Any]:
@@ -51,7 +50,7 @@ class Loop:
     def step(self, x: Any, y: Any) -> Any:
         """Run one batch forwards and backwards; return the loss, still on the device."""
         with self.autocast():
-            loss = network.loss(self.module(x), y, self.options.label_smoothing)
+            loss = network.compute_loss(self.module(x), y, self.options.label_smoothing)
         self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
@@ -60,7 +59,7 @@ class Loop:
         return loss.detach()
 
 
-def optimizer(module: Any, options: TrainOptions) -> Any:
+def make_optimizer(module: Any, options: TrainOptions) -> Any:
     """Return torch's optimiser over the trainable parameters; sgd has Nesterov's momentum if there is any."""
     from torch import optim
 
@@ -73,7 +72,7 @@ def optimizer(module: Any, options: TrainOptions) -> Any:
     return {"adamw": optim.AdamW, "adam": optim.Adam}[options.optimizer](parameters, lr, weight_decay=decay)
 
 
-def schedule(optimizer: Any, options: TrainOptions, steps: int) -> Any:
+def make_schedule(optimizer: Any, options: TrainOptions, steps: int) -> Any:
     """Return torch's learning-rate schedule over all batches of the training, stepped once per batch."""
     from torch.optim import lr_scheduler
 
@@ -94,49 +93,112 @@ def schedule(optimizer: Any, options: TrainOptions, steps: int) -> Any:
     return lr_scheduler.SequentialLR(optimizer, [rising, main], milestones=[warm])
 
 
-def train(
-    options: TrainOptions,
-    training: DataSpec,
-    test: DataSpec,
-    model: ModelSpec,
-    dims: Dims,
-    folder: Path,
-    report: Callable[[str], None] = lambda text: None,
-    threads: int = 0,
-) -> TrainingFacts:
-    """Train on `training`, whose images may be larger than `dims`, and evaluate on `test` after each epoch.
+@dataclass(frozen=True)
+class Training:
+    """A training: its options, the images to train and to test on, the model, the size of its images, and its folder.
 
-    Writes the files of `snapshot` into the folder after each epoch and resumes from those there. `report` is called
-    with the current stage.
-    The result is of the best weights as they lie on disk, in fp32. Raises `UserError` for data, options or a model that
-    don't fit together.
+    `report` is called with the current stage.
     """
-    torch = import_torch()
-    torch.backends.cudnn.benchmark = device_named(torch, options.device).type == "cuda"
-    if threads:
-        torch.set_num_threads(threads)
-    splits = network.Split.open(training), network.Split.open(test)
-    model = _with_classes(model, dims, *splits)
-    report("build the model")
-    module, notes = network.build(model, dims, freeze=options.freeze)
-    transform = network.make_augmentation(options.augment, (dims.height, dims.width))
-    reader = network.BatchReader(splits[0], model.preprocess, options, transform)
-    test_reader = network.BatchReader(splits[1], model.preprocess, replace(options, workers=0))
-    with memory_errors():
-        module = module.to(options.device, memory_format=torch.channels_last)
-        loop = Loop(module, options, len(network.load_batches(splits[0], options, 1)))
-        state = network.restore_state(folder, _collect_settings(options, training, test, model, dims), loop.parts())
-        for epoch in range(state.epoch + 1, options.epochs + 1):
-            report(f"epoch {epoch}/{options.epochs}")
-            row = _train_epoch(loop, epoch, reader, state, folder, report)
-            report(f"epoch {epoch}/{options.epochs}, test")
-            with loop.autocast():
-                row |= _evaluate_split(module, test_reader)[0]
-            state.add({name: row[name] for name in network.COLUMNS})
-            network.store_state(folder, state, loop.parts())
-        report("evaluate the best weights")
-        best = _evaluate_best(state, test_reader, len(splits[0].index), model, dims, folder)
-        return replace(best, notes=tuple(notes))
+
+    options: TrainOptions
+    training: DataSpec
+    test: DataSpec
+    model: ModelSpec
+    dims: Dims
+    folder: Path
+    report: Callable[[str], None] = lambda text: None
+
+    def run(self, threads: int = 0) -> TrainingFacts:
+        """Train on images that may be larger than `dims`, and evaluate on the test images after each epoch.
+
+        Writes the files of `store_state` into the folder after each epoch and resumes from those there. The result is
+        of the best weights as they lie on disk, in fp32. Raises `UserError` for data, options or a model that don't fit
+        together.
+        """
+        torch, options, dims = import_torch(), self.options, self.dims
+        torch.backends.cudnn.benchmark = device_named(torch, options.device).type == "cuda"
+        if threads:
+            torch.set_num_threads(threads)
+        splits = network.Split.open(self.training), network.Split.open(self.test)
+        model = _with_classes(self.model, dims, *splits)
+        self.report("build the model")
+        module, notes = network.build_network(model, dims, freeze=options.freeze)
+        transform = network.make_augmentation(options.augment, (dims.height, dims.width))
+        reader = network.BatchReader(splits[0], model.preprocess, options, transform)
+        test_reader = network.BatchReader(splits[1], model.preprocess, replace(options, workers=0))
+        with memory_errors():
+            module = module.to(options.device, memory_format=torch.channels_last)
+            loop = Loop(module, options, len(network.load_batches(splits[0], options, 1)))
+            state = network.restore_state(self.folder, self._collect_settings(model), loop.parts())
+            for epoch in range(state.epoch + 1, options.epochs + 1):
+                self.report(f"epoch {epoch}/{options.epochs}")
+                row = self._train_epoch(loop, epoch, reader, state)
+                self.report(f"epoch {epoch}/{options.epochs}, test")
+                with loop.autocast():
+                    row |= _evaluate_split(module, test_reader)[0]
+                state.add({name: row[name] for name in network.COLUMNS})
+                network.store_state(self.folder, state, loop.parts())
+            self.report("evaluate the best weights")
+            best = self._evaluate_best(state, test_reader, model, len(splits[0].index))
+            return replace(best, notes=tuple(notes))
+
+    def _collect_settings(self, model: ModelSpec) -> dict[str, Any]:
+        """Return the settings that determine the result, by their names for the user."""
+        beginning = model.weights_sha256 or ("pretrained" if model.pretrained else "random")
+        return {
+            **self.options.settings(),
+            "device": self.options.device.partition(":")[0],
+            "model": model.source.rpartition("/")[2],
+            "code": model.source_sha256,
+            "weights": beginning,
+            "size": self.dims.size,
+            "preprocess": digest(to_json(model.preprocess)),
+            "training images": self.training.sha256,
+            "test images": self.test.sha256,
+        }
+
+    def _train_epoch(self, loop: Loop, epoch: int, reader: network.BatchReader, state: State) -> dict[str, float]:
+        """Train for one epoch; the mean loss, the last learning rate, seconds and images per second."""
+        import torch
+
+        options = self.options
+        torch.manual_seed(network.epoch_seed(options.seed, epoch))  # dropout and its kin
+        keys = network.load_batches(reader.split, options, epoch)
+        loop.module.train(not options.freeze)  # a frozen network keeps its statistics, too
+        total, images = torch.zeros((), device=loop.device), 0
+        started = time.perf_counter()
+        for number, (x, y) in enumerate(reader(keys), 1):
+            total += loop.step(x, y).float() * len(y)
+            images += len(y)
+            if number % LOSS_EVERY == 0 or number == len(keys):
+                mean = float(total) / images
+                self.report(f"epoch {epoch}/{options.epochs}, batch {number}/{len(keys)}, loss {mean:.4f}")
+                if not math.isfinite(mean):
+                    raise UserError(self._explain_divergence(epoch, mean, state))
+        seconds = time.perf_counter() - started
+        lr, rate = loop.schedule.get_last_lr()[0], images / seconds
+        return {"epoch": epoch, "lr": lr, "train_loss": mean, "seconds": seconds, "images_per_s": rate}
+
+    def _explain_divergence(self, epoch: int, loss: float, state: State) -> str:
+        stored = "no weights were stored yet"
+        if state.best:
+            top1 = state.history[state.best - 1]["top1"]
+            stored = f"the best weights, of epoch {state.best} with top-1 {top1:.2f} %, are in {self.folder.name}"
+        return f"training diverged in epoch {epoch} (loss {loss}); lower lr, now {self.options.peak:g}; {stored}"
+
+    def _evaluate_best(self, state: State, reader: network.BatchReader, model: ModelSpec, images: int) -> TrainingFacts:
+        """Return the results of the best weights, read back from disk into a new module and evaluated in IEEE FP32."""
+        import torch
+
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        path = self.folder / network.BEST
+        stored = replace(model, weights=str(path), weights_sha256="", pretrained=False)
+        module = models.load(stored, self.dims).to(reader.options.device, memory_format=torch.channels_last)
+        row, counts = _evaluate_split(module, reader)
+        return TrainingFacts(
+            **row, **counts, epochs=state.epoch, best_epoch=state.best, images=images, weights=path.name,
+            seconds=math.fsum(row["seconds"] for row in state.history), sha256=local_code.hash_file(path),
+        )  # fmt: skip
 
 
 def _with_classes(model: ModelSpec, dims: Dims, training: network.Split, test: network.Split) -> ModelSpec:
@@ -151,57 +213,6 @@ def _with_classes(model: ModelSpec, dims: Dims, training: network.Split, test: n
     if len(test.classes) < 2:
         raise UserError("the data set has a single class; a classifier takes two or more")
     return replace(model, classes=len(test.classes))
-
-
-def _collect_settings(
-    options: TrainOptions, training: DataSpec, test: DataSpec, model: ModelSpec, dims: Dims
-) -> dict[str, Any]:
-    """Return the settings that determine the result, by their names for the user."""
-    beginning = model.weights_sha256 or ("pretrained" if model.pretrained else "random")
-    return {
-        **options.settings(),
-        "device": options.device.partition(":")[0],
-        "model": model.source.rpartition("/")[2],
-        "code": model.source_sha256,
-        "weights": beginning,
-        "size": dims.size,
-        "preprocess": digest(to_json(model.preprocess)),
-        "training images": training.sha256,
-        "test images": test.sha256,
-    }
-
-
-def _train_epoch(
-    loop: Loop, epoch: int, reader: network.BatchReader, state: State, folder: Path, report: Callable[[str], None]
-) -> dict[str, float]:
-    """Train for one epoch; the mean loss, the last learning rate, seconds and images per second."""
-    import torch
-
-    options = loop.options
-    torch.manual_seed(network.epoch_seed(options.seed, epoch))  # dropout and its kin
-    keys = network.load_batches(reader.split, options, epoch)
-    loop.module.train(not options.freeze)  # a frozen network keeps its statistics, too
-    total, images = torch.zeros((), device=loop.device), 0
-    started = time.perf_counter()
-    for number, (x, y) in enumerate(reader(keys), 1):
-        total += loop.step(x, y).float() * len(y)
-        images += len(y)
-        if number % LOSS_EVERY == 0 or number == len(keys):
-            mean = float(total) / images
-            report(f"epoch {epoch}/{options.epochs}, batch {number}/{len(keys)}, loss {mean:.4f}")
-            if not math.isfinite(mean):
-                raise UserError(_explain_divergence(epoch, mean, options, state, folder))
-    seconds = time.perf_counter() - started
-    lr, rate = loop.schedule.get_last_lr()[0], images / seconds
-    return {"epoch": epoch, "lr": lr, "train_loss": mean, "seconds": seconds, "images_per_s": rate}
-
-
-def _explain_divergence(epoch: int, loss: float, options: TrainOptions, state: State, folder: Path) -> str:
-    weights_note = "no weights were stored yet"
-    if state.best:
-        best = state.history[state.best - 1]
-        weights_note = f"the best weights, of epoch {state.best} with top-1 {best['top1']:.2f} %, are in {folder.name}"
-    return f"training diverged in epoch {epoch} (loss {loss}); lower lr, now {options.peak:g}; {weights_note}"
 
 
 def _evaluate_split(module: Any, reader: network.BatchReader) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -221,31 +232,3 @@ def _evaluate_split(module: Any, reader: network.BatchReader) -> tuple[dict[str,
     hits, top5_hits = int(hit[:, 0].sum()), int(hit.any(1).sum())
     row = {"test_loss": float(loss) / count, "top1": 100 * hits / count}
     return row, {"top5": 100 * top5_hits / count, "hits": hits, "count": count}
-
-
-def _evaluate_best(
-    state: State, reader: network.BatchReader, images: int, model: ModelSpec, dims: Dims, folder: Path
-) -> TrainingFacts:
-    """Return the results of the best weights, read back from disk into a new module and evaluated in IEEE FP32."""
-    import torch
-
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    path = folder / network.BEST
-    stored = replace(model, weights=str(path), weights_sha256="", pretrained=False)
-    module = models.load(stored, dims).to(reader.options.device, memory_format=torch.channels_last)
-    row, counts = _evaluate_split(module, reader)
-    return TrainingFacts(
-        **row,
-        **counts,
-        epochs=state.epoch,
-        best_epoch=state.best,
-        seconds=math.fsum(row["seconds"] for row in state.history),
-        images=images,
-        weights=path.name,
-        sha256=local_code.hash_file(path),
-    )
-
-
-def job(options: Mapping[str, Any]) -> tuple[TrainOptions, DataSpec]:
-    """Return the options and training images from a job's `options`."""
-    return options_by_name(options["settings"]), from_json(DataSpec, options["training"])

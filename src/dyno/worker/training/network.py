@@ -26,7 +26,7 @@ from dyno.worker.training.options import TrainOptions
 AUXILIARY = 0.3  # weight of the loss of an auxiliary classifier (Szegedy et al., Going deeper with convolutions, 2014)
 
 
-def build(model: ModelSpec, dims: Dims, *, freeze: bool = False) -> tuple[Any, list[str]]:
+def build_network(model: ModelSpec, dims: Dims, *, freeze: bool = False) -> tuple[Any, list[str]]:
     """Build the module with `model.classes` classes; return it with notes on its weights.
 
     It starts from the weights of a checkpoint or the library's own; if only the number of classes differs, the
@@ -98,7 +98,7 @@ def _freeze_layers(module: Any, model: ModelSpec, dims: Dims) -> str:
     return f"only {', '.join(head)} are trained"
 
 
-def loss(out: Any, labels: Any, smoothing: float) -> Any:
+def compute_loss(out: Any, labels: Any, smoothing: float) -> Any:
     """Return the cross-entropy of the scores, plus auxiliary classifiers' (GoogLeNet, Inception) at a fixed weight."""
     from torch.nn.functional import cross_entropy
 
@@ -121,7 +121,7 @@ AGAIN = "give another --out, or remove that folder to start anew"
 
 @dataclass
 class State:
-    """Where a training stands: its settings, the epochs that are done, and the best of them (0: none)."""
+    """The progress of a training: its settings, the epochs that are done, and the best of them (0: none)."""
 
     settings: dict[str, Any]
     history: list[dict[str, float]] = field(default_factory=list)
@@ -129,7 +129,7 @@ class State:
 
     @property
     def epoch(self) -> int:
-        """How many epochs are done."""
+        """The number of finished epochs."""
         return len(self.history)
 
     def add(self, row: dict[str, float]) -> None:
@@ -151,10 +151,10 @@ def store_state(folder: Path, state: State, parts: Mapping[str, Any]) -> None:
     about = {"settings": state.settings, "history": state.history, "best": state.best}
     torch.save({"about": json.dumps(about), **{name: part.state_dict() for name, part in parts.items()}}, content)
     _write_file(folder / STATE, content.getbuffer())
-    publish(folder, state, parts["module"])
+    publish_files(folder, state, parts["module"])
 
 
-def publish(folder: Path, state: State, module: Any) -> None:
+def publish_files(folder: Path, state: State, module: Any) -> None:
     """Write the curves, the last weights, and the best ones if the last epoch is the best."""
     weights = _serialise_weights(module)
     if state.best == state.epoch:
@@ -181,7 +181,7 @@ def restore_state(folder: Path, settings: dict[str, Any], parts: Mapping[str, An
     for name, part in parts.items():
         part.load_state_dict(stored[name])
     state = State(settings, about["history"], about["best"])
-    publish(folder, state, parts["module"])
+    publish_files(folder, state, parts["module"])
     return state
 
 

@@ -1,4 +1,4 @@
-"""How to train: the settings of a training job, checked before anything is decoded or started."""
+"""Settings of a training job, checked before anything is decoded or started."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TrainOptions:
         return {name: value for name, value in filled.items() if name not in FREE}
 
 
-def options(settings: Mapping[str, Any]) -> TrainOptions:
+def make_options(settings: Mapping[str, Any]) -> TrainOptions:
     """Return the options by name; raise a `UserError` with the nearest spelling for an unknown name."""
     names = [f.name for f in dataclasses.fields(TrainOptions)]
     for name in settings:

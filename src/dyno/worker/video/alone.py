@@ -1,4 +1,4 @@
-"""Each stage by itself on the first frames, with nothing beside it: its seconds, and the processor time it takes.
+"""Isolated measurements of each stage on the first frames: its seconds and its processor time.
 
 Besides, how much more of that it takes while every processor works. Two processors are often two threads of one core,
 which a virtual machine need not say, and all share caches and memory: together they do less than each by itself.
@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ from dyno.worker import measure
 from dyno.worker.backend import Arrays
 from dyno.worker.inputs import input_data
 from dyno.worker.spec import Plan
+from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.video import steps
-from dyno.worker.video.drawing import Tracker, draw
+from dyno.worker.video.drawing import Tracker, draw_detections
 from dyno.worker.video.media import Batch, Frame, Preparation, Sink, Source, now
-from dyno.worker.video.stages import PipelineStage, VideoPipeline, run
+from dyno.worker.video.stages import VideoPipeline, run_pipelines
 
 # Of one measurement, of which there is one before the video and one behind it: frames at most, those of one turn, and
 # how long no further turn begins.
@@ -85,13 +87,13 @@ class Bench:
         source: Source,
         engine: steps.SessionThread,
         preparations: Sequence[Preparation],
-        answering: steps.DetectionSettings,
+        reader: BoxReader,
         tracker: Tracker | None,
         sink: Sink | None,
     ) -> None:
         self._source, self._tracker, self._sink = source, tracker, sink
         self._engine = steps.InferenceStage(engine)
-        self._answer = steps.PostprocessingStage(answering, preparations[0].size)
+        self._answer = steps.PostprocessingStage(reader, preparations[0].size)
         self._clocks = {name: _CostClock() for name in steps.STAGES if name != steps.INFER}
         self._preparation, self._batch, self._lanes = preparations[0], preparations[0].batch, len(preparations)
         self._chunk = CHUNK if self._lanes == 1 else max(CHUNK, self._lanes * self._batch)
@@ -148,7 +150,7 @@ class Bench:
             return
         for frame in frames:
             with self._clocks[steps.DRAW].timing():
-                draw(frame)
+                draw_detections(frame)
         for frame in frames:
             with self._clocks[steps.ENCODE].timing():
                 self._sink.write(replace(frame, packets=[]))
@@ -180,7 +182,7 @@ class Bench:
             list(pool.map(self._answer.work, self.answered))
 
 
-def infer(
+def measure_inference(
     engine: steps.SessionThread, feeds: Sequence[Arrays], plan: Plan, size: int
 ) -> tuple[IsolatedTimes, measure.Sampling]:
     """Measure inference with every slot or lane at work, on batches of the video; return it with its sampling."""
@@ -204,13 +206,13 @@ class StageCopy:
         self,
         source: Source,
         preparation: Preparation,
-        answering: steps.DetectionSettings,
+        reader: BoxReader,
         tracker: Tracker | None,
         sink: Sink | None,
         answered: Batch,
     ) -> None:
         self._preparation, self._tracker, self._sink = preparation, tracker, sink
-        self._feed, self._answer = preparation.new_feed(), steps.PostprocessingStage(answering, preparation.size)
+        self._feed, self._answer = preparation.new_feed(), steps.PostprocessingStage(reader, preparation.size)
         # Drawn on and written by each copy for itself.
         own = [replace(frame, picture=frame.picture.copy()) for frame in answered.frames]
         self._answered = replace(answered, frames=own)
@@ -233,7 +235,7 @@ class StageCopy:
                 self._tracker.identify(frame)
         if self._sink is not None:
             for frame in frames:
-                draw(frame)
+                draw_detections(frame)
             for frame in frames:
                 self._sink.write(frame)
         return time.thread_time() - began
@@ -253,7 +255,9 @@ class ContentionCost:
     inference: float
 
 
-def crowded(copies: Sequence[StageCopy], engine: steps.SessionThread, answered: Sequence[Batch]) -> ContentionCost:
+def measure_contention(
+    copies: Sequence[StageCopy], engine: steps.SessionThread, answered: Sequence[Batch]
+) -> ContentionCost:
     """Run all copies and the engine together, and compare them with one copy alone.
 
     In turns: one, all, the next one, all. The first turn of all sets libraries up and doesn't count. A codec's own
@@ -292,42 +296,30 @@ def crowded(copies: Sequence[StageCopy], engine: steps.SessionThread, answered: 
     return ContentionCost(factor / len(copies), of_engine / frames)
 
 
-@dataclass(frozen=True)
-class _EmptyItem:
-    """What stages that do nothing hand on."""
-
-    began: int = 0
-
-
-def hand_over(count: int) -> float:
+def measure_hand_over(count: int) -> float:
     """Return the processor time, in seconds, of handing one item on: through `count` stages that do nothing else."""
-    idle = [PipelineStage() for _ in range(count)]
-    for number, step in enumerate(idle):
-        step.name = str(number)
+    idle = [steps.FrameStage(str(number)) for number in range(count)]
     cpu = time.process_time()
-    run([VideoPipeline("source", itertools.repeat(_EmptyItem(), HANDED), idle)], lambda: None)
+    run_pipelines([VideoPipeline("source", itertools.repeat(SimpleNamespace(began=0), HANDED), idle)], lambda: None)
     return (time.process_time() - cpu) / (HANDED * count)
 
 
 @dataclass(frozen=True)
 class StageMeasurement:
-    """One measurement: each stage alone, all of them in a crowd (None: there is one processor), and the processor time
-    of handing something on, in seconds."""
+    """One measurement: each stage alone, all of them under full CPU load (None: there is one processor), and the
+    processor time of handing something on, in seconds."""
 
     stages: dict[str, IsolatedTimes]
-    crowd: ContentionCost | None
+    contention: ContentionCost | None
     hand_over: float
 
 
-def joined(measurements: Sequence[StageMeasurement]) -> StageMeasurement:
+def join_measurements(measurements: Sequence[StageMeasurement]) -> StageMeasurement:
     """Return several measurements as one: all seconds, and the means of processor times and factors."""
     stages = {}
     for name in measurements[0].stages:
         each = [one.stages[name] for one in measurements]
         stages[name] = IsolatedTimes(np.concatenate([a.seconds for a in each]), float(np.mean([a.cpu for a in each])))
-    crowds = [one.crowd for one in measurements if one.crowd is not None]
-    handed = float(np.mean([one.hand_over for one in measurements]))
-    if not crowds:
-        return StageMeasurement(stages, None, handed)
-    factor, inference = (float(np.mean([getattr(c, name) for c in crowds])) for name in ("factor", "inference"))
-    return StageMeasurement(stages, ContentionCost(factor, inference), handed)
+    costs = [astuple(one.contention) for one in measurements if one.contention is not None]
+    contention = ContentionCost(*np.mean(costs, axis=0).tolist()) if costs else None
+    return StageMeasurement(stages, contention, float(np.mean([one.hand_over for one in measurements])))

@@ -21,9 +21,9 @@ from dyno.worker.video.media import (
     Rgb,
     Source,
     codec_threads,
-    fits,
+    has_known_colours,
+    has_plane_format,
     now,
-    usual,
 )
 
 Turn = tuple[bool, bool, bool]  # whether rows become columns, and then whether it is mirrored across and down
@@ -42,7 +42,7 @@ class VideoSource(Source):
     def __init__(self, place: str, live: bool, device: str = "") -> None:
         super().__init__(place if "://" in place else Path(place).name)
         self.place, self.live, self.once, self._device = place, live, "://" in place, ""
-        with opened(place) as container:
+        with open_container(place) as container:
             stream = video_stream(container)
             self._aspect = stream.sample_aspect_ratio or SQUARE
             self.count, self.rate = int(stream.frames or 0), float(stream.average_rate or 0)
@@ -64,17 +64,17 @@ class VideoSource(Source):
             )
 
     def template(self) -> Any:
-        return opened(self.place)
+        return open_container(self.place)
 
     def read(self, sound: bool = False) -> Iterator[Frame]:
         self.damaged = 0
-        with opened(self.place, self._device) as container:
+        with open_container(self.place, self._device) as container:
             video = video_stream(container)
             video.thread_type, video.codec_context.thread_count = "AUTO", codec_threads()
-            heard = container.streams.audio[:1] if sound else []
+            sound_streams = container.streams.audio[:1] if sound else []
             picture_of, index, packets, began = _Pictures(self._aspect, self.note), 0, [], now()
             ending = 0.0
-            for packet in self._iter_packets(container, [video, *heard]):
+            for packet in self._iter_packets(container, [video, *sound_streams]):
                 if packet.stream.type == "audio":
                     if packet.dts is not None:  # the last one is empty
                         packets.append(packet)
@@ -117,7 +117,7 @@ class VideoSource(Source):
             return []
 
 
-def opened(place: str, device: str = "") -> Any:
+def open_container(place: str, device: str = "") -> Any:
     """Open the container of a video, for decoding by that GPU or by FFmpeg.
 
     Raises a `UserError` for a file that isn't a video, has no pictures or an unknown codec.
@@ -129,7 +129,7 @@ def opened(place: str, device: str = "") -> Any:
         container = av.open(place, timeout=PATIENCE_S if "://" in place else None, **options)
     except (OSError, ValueError, av.error.FFmpegError) as e:
         if device:
-            opened(place).close()  # which says what is wrong with the file, if anything is
+            open_container(place).close()  # which says what is wrong with the file, if anything is
             raise UserError(
                 f"the decoder of {device} can't be used ({getattr(e, 'strerror', e)}); omit --decode"
             ) from e
@@ -201,12 +201,12 @@ class _Pictures:
             self._note("the video is interlaced: each frame shows two moments at once and is used as it is")
         if decoded.format.name == media.FORMAT:
             surface = media.Surface(decoded, self._convert, self._aspect)
-            if turn == UPRIGHT and usual(decoded):
+            if turn == UPRIGHT and has_known_colours(decoded):
                 return surface
             decoded = surface.planes().video()
         if turn != UPRIGHT:
             return self._turn_picture(decoded, turn)
-        if fits(decoded):
+        if has_plane_format(decoded):
             return Planes(decoded, self._convert, self._aspect)
         return Rgb(self._convert(decoded), self._aspect)
 

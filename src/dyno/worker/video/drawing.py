@@ -20,9 +20,9 @@ from dyno.worker.spec import Unavailable
 from dyno.worker.video.media import Colour, Frame, PicturePlane
 from dyno.worker.video.options import TRACKERS
 
-# Which boxes of a video are of the same object, by the trackers of the library `trackers`.
+# Identities of objects across a video's frames, by the trackers of the library `trackers`.
 
-NOBODY = -1  # the library's identity of a box that is of no object yet
+NO_OBJECT = -1  # the library's identity of a box that is of no object yet
 USUAL_RATE = 30.0  # frames per second of a source that doesn't say
 THRESHOLDS = ("track_activation_threshold", "high_conf_det_threshold")
 
@@ -49,7 +49,7 @@ class Tracker:
         self._classes: dict[int, Counter[int]] = {}
 
     def identify(self, frame: Frame) -> None:
-        """Set the frame's `identities`: whole numbers, one for each of its detections, `NOBODY` where there is none."""
+        """Set the frame's `identities`: whole numbers, one for each detection, `NO_OBJECT` where there is none."""
         found = frame.detections
         assert found is not None
         count = len(found.scores)
@@ -60,16 +60,16 @@ class Tracker:
         tracked = self._tracker.update(
             boxes, frame=frame.picture.rgb() if self._sees else None, timestamp=self._compute_time(frame)
         )
-        frame.identities = np.full(count, NOBODY)
+        frame.identities = np.full(count, NO_OBJECT)
         if len(tracked):
             frame.identities[tracked.data["place"]] = tracked.tracker_id
         for identity, kind in zip(frame.identities, found.classes, strict=True):
-            if identity != NOBODY:
+            if identity != NO_OBJECT:
                 self._classes.setdefault(int(identity), Counter())[int(kind)] += 1
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many objects there were of each class, the class that most of an object's boxes have."""
+        """The number of objects of each class; an object's class is that of most of its boxes."""
         counted = Counter(classes.most_common(1)[0][0] for classes in self._classes.values())
         return {str(kind): counted[kind] for kind in sorted(counted)}
 
@@ -93,7 +93,7 @@ FRACTION = 4  # bits behind the point of a dot's place
 Region = tuple[int, int, int, int]  # left, top, right, bottom, the last two outside
 
 
-def draw(frame: Frame) -> None:
+def draw_detections(frame: Frame) -> None:
     """Draw on the frame's picture: masks below boxes below keypoints, the best detection on top."""
     found = frame.detections
     assert found is not None
@@ -119,17 +119,17 @@ def _choose_colours(frame: Frame) -> list[Colour]:
     assert frame.detections is not None
     if frame.identities is None:
         return [COLOURS[int(kind) % len(COLOURS)] for kind in frame.detections.classes]
-    return [COLOURS[int(k) % len(COLOURS)] if k != NOBODY else UNNAMED for k in frame.identities]
+    return [COLOURS[int(k) % len(COLOURS)] if k != NO_OBJECT else UNNAMED for k in frame.identities]
 
 
 def _format_labels(frame: Frame) -> list[str]:
     """Return the label of each box: the identity of its object if there is one, the class and the score."""
     found = frame.detections
     assert found is not None
-    said = [f"{int(kind)} {score:.2f}" for kind, score in zip(found.classes, found.scores, strict=True)]
+    labels = [f"{int(kind)} {score:.2f}" for kind, score in zip(found.classes, found.scores, strict=True)]
     if frame.identities is None:
-        return said
-    return [f"#{k} {text}" if k != NOBODY else text for k, text in zip(frame.identities, said, strict=True)]
+        return labels
+    return [f"#{k} {text}" if k != NO_OBJECT else text for k, text in zip(frame.identities, labels, strict=True)]
 
 
 def _draw_outline(layers: Sequence[PicturePlane], box: Region, thickness: int, colour: Colour) -> None:

@@ -23,8 +23,8 @@ from dyno.worker.video.media import (
     Sink,
     Source,
     codec_threads,
+    convert_image,
     matrix_of,
-    of_image,
 )
 
 # Quick presets: what is written is to be looked at, and the encoder shares the processors with the network.
@@ -109,7 +109,7 @@ class VideoSink(Sink):
             image = cv2.copyMakeBorder(image, 0, below, 0, right, cv2.BORDER_REPLICATE)
         image, matrix = np.ascontiguousarray(image), self._tags[0]
         if self._stream.pix_fmt == PIXELS and matrix == ITU_601:
-            return of_image(image)
+            return convert_image(image)
         made = av.VideoFrame.from_ndarray(image, format="rgb24")
         colours = {} if matrix == UNKNOWN else {"dst_colorspace": matrix}
         return self._reformat.reformat(made, format=self._stream.pix_fmt, threads=1, **colours)

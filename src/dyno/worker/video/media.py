@@ -1,4 +1,4 @@
-"""What a frame shows: red, green and blue, or the planes that its decoder gave; and the layers that are drawn on.
+"""Pictures of frames: red, green and blue, or the planes of a decoder; and the layers for drawings.
 
 A video's decoder gives brightness, and colour at half the height and width (4:2:0), and its encoder wants the same.
 So such a frame becomes RGB for the network alone: what is drawn is drawn on its planes, and where nothing is they are
@@ -60,7 +60,7 @@ def _convert_colour(weights: Weights, colour: Colour) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Pixels:
-    """What a picture consists of, to be read only: uint8 arrays, one of height x width x RGB, or brightness and both
+    """The arrays of a picture, to be read only: uint8, one of height x width x RGB, or brightness and both
     colours, these at half the height and width; and the number of their matrix (None: RGB)."""
 
     arrays: tuple[np.ndarray, ...]
@@ -127,7 +127,7 @@ class Planes(Picture):
 
     def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray], aspect: Fraction = SQUARE) -> None:
         self.height, self.width, self.aspect = decoded.height, decoded.width, aspect
-        self.tags = tags(decoded)
+        self.tags = read_tags(decoded)
         self._decoded, self._convert = decoded, convert
         self._own: Any = None  # a frame like the decoded one
 
@@ -145,7 +145,7 @@ class Planes(Picture):
     def layers(self) -> tuple[PicturePlane, ...]:
         if self._own is None:
             self._own = self._copy_planes()
-        rows = weights(matrix_of(self.tags[0], self.height, self.width))
+        rows = compute_weights(matrix_of(self.tags[0], self.height, self.width))
         parts = zip(read_planes(self._own), (1, 2, 2), rows, strict=True)
         return tuple(PicturePlane(plane, step, (row,)) for plane, step, row in parts)
 
@@ -184,7 +184,7 @@ def make_blank(height: int, width: int) -> Any:
     return av.VideoFrame(width + width % 2, height + height % 2, PIXELS)
 
 
-def of_image(image: np.ndarray) -> Any:
+def convert_image(image: np.ndarray) -> Any:
     """Return a PyAV frame in `PIXELS` and `ITU_601`, from RGB of even height and width."""
     import cv2
 
@@ -196,19 +196,23 @@ def of_image(image: np.ndarray) -> Any:
     return made
 
 
-def tags(decoded: Any) -> tuple[int, int, int]:
+def read_tags(decoded: Any) -> tuple[int, int, int]:
     """Return FFmpeg's numbers of a frame's matrix, primaries and transfer characteristics."""
     names = ("colorspace", "color_primaries", "color_trc")
     return tuple(int(getattr(decoded, name, UNKNOWN)) for name in names)  # type: ignore[return-value]
 
 
-def fits(decoded: Any) -> bool:
+def has_plane_format(decoded: Any) -> bool:
     """Return whether `Planes` can be made of such a frame: pixels, their range and their matrix are the usual ones."""
-    return usual(decoded) and decoded.format.name == PIXELS and all(plane.line_size > 0 for plane in decoded.planes)
+    return (
+        has_known_colours(decoded)
+        and decoded.format.name == PIXELS
+        and all(plane.line_size > 0 for plane in decoded.planes)
+    )
 
 
-def usual(decoded: Any) -> bool:
-    """Return whether the range and the matrix of a frame's values are known to `weights`."""
+def has_known_colours(decoded: Any) -> bool:
+    """Return whether the range and the matrix of a frame's values are known to `compute_weights`."""
     return int(decoded.colorspace) in (*SHARES, UNKNOWN) and int(decoded.color_range) != FULL_RANGE
 
 
@@ -226,7 +230,7 @@ def matrix_of(number: int, height: int, width: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def weights(matrix: int) -> Weights:
+def compute_weights(matrix: int) -> Weights:
     """Return the weights of red, green and blue in brightness and both colours (ITU-T H.273, 8.3).
 
     Brightness is from 16 to 235, colours from 16 to 240.
@@ -292,7 +296,7 @@ class Surface(Picture):
 
     def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray], aspect: Fraction = SQUARE) -> None:
         self.height, self.width, self.aspect = decoded.height, decoded.width, aspect
-        self._tags = tags(decoded)
+        self._tags = read_tags(decoded)
         self._decoded, self._convert = decoded, convert
         self._host: Planes | None = None
 
@@ -311,8 +315,7 @@ class Surface(Picture):
         # The capsule itself: PyAV has no order of streams, and refuses the one that PyTorch would ask for.
         return [from_dlpack(plane.__dlpack__()) for plane in self._decoded.planes]
 
-    def host(self) -> Planes:
-        """Return the same picture in the host's memory."""
+    def planes(self) -> Planes:
         if self._host is None:
             light, colours = (tensor.cpu().numpy() for tensor in self.tensors())
             copied = make_blank(self.height, self.width)
@@ -324,22 +327,19 @@ class Surface(Picture):
         return self._host
 
     def rgb(self) -> np.ndarray:
-        return self.host().rgb()
+        return self.planes().rgb()
 
     def pixels(self) -> Pixels:
-        return self.host().pixels()
+        return self.planes().pixels()
 
     def layers(self) -> tuple[PicturePlane, ...]:
-        return self.host().layers()
+        return self.planes().layers()
 
     def copy(self) -> Planes:
-        return self.host().copy()
+        return self.planes().copy()
 
     def again(self) -> Surface:
         return Surface(self._decoded, self._convert, self.aspect)
-
-    def planes(self) -> Planes:
-        return self.host()
 
 
 # The ends of the pipeline: a frame, what frames are read from, and what they are written to.
@@ -401,7 +401,7 @@ class Batch:
 
 
 class Source(ABC):
-    """What frames are read from. `name` is for messages.
+    """A source of frames. `name` is for messages.
 
     `count` is the number of frames as far as the source says (0: it doesn't), `rate` its average per second (0: none).
     `live` frames come when they come, and each is a separate image file with `images`. Some can be read only
@@ -439,7 +439,7 @@ class Source(ABC):
 
 
 class Sink:
-    """Where frames go; the base class drops them."""
+    """A destination of frames; the base class drops them."""
 
     written = 0
 

@@ -21,7 +21,7 @@ from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.layouts import AnchorTable
-from dyno.worker.video.media import GREY, Picture, Preparation, Surface, weights
+from dyno.worker.video.media import GREY, Picture, Preparation, Surface, compute_weights
 
 GREYS = 0.299, 0.587, 0.114  # what red, green and blue add to a grey network's input, as OpenCV has it
 DECODED_THERE = 2  # arrays of a picture
@@ -31,7 +31,7 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]  # of outputs by name
 
 @dataclass(frozen=True)
 class PictureKind:
-    """What pictures that are prepared together have in common; `matrix` is that of `Pixels`."""
+    """The kind of pictures that can be prepared together; `matrix` is that of `Pixels`."""
 
     height: int
     width: int
@@ -188,7 +188,7 @@ class DevicePreparation(Preparation):
     @cache  # noqa: B019 - there are a few of these objects in a process
     def _compute_shares(self, matrix: int) -> tuple[list[float], list[Any]]:
         """Return the offsets of brightness and both colours, and the share of each in red, green and blue."""
-        rows = np.asarray(weights(matrix))
+        rows = np.asarray(compute_weights(matrix))
         columns = np.linalg.inv(rows[:, :3]).T.astype(np.float32)
         shares = [
             self._torch.from_numpy(column.copy()).to(self._ends.device)[None, :, None, None] for column in columns
@@ -252,14 +252,14 @@ class OnDeviceSession(Session):
         self.host.close()
 
 
-def drop_low_scores(torch: Any, reader: BoxReader, confidence: float) -> Change:
-    """Return a function that keeps only the anchors where a class scores about `confidence` or more.
+def drop_low_scores(torch: Any, reader: BoxReader) -> Change:
+    """Return a function that keeps only the anchors where a class scores about the reader's `confidence` or more.
 
     It changes predictions of batch x values x anchors. The anchors of each image keep their order; an image with fewer
     anchors than another gets predictions of zeros at the end. Other outputs stay as they are, and so do predictions in
     another layout, or before one was chosen.
     """
-    least = (1 - MARGIN) * confidence
+    least = (1 - MARGIN) * reader.confidence
 
     def drop_boxes(outputs: dict[str, Any]) -> dict[str, Any]:
         fit = reader.fit

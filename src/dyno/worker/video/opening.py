@@ -1,4 +1,4 @@
-"""What a source's and an output's name mean: which reader and which writer they get."""
+"""The reader of a source and the writer of an output, chosen by their names."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class RawSource(Source):
 
     once = True
 
-    def __init__(self, descriptor: int, width: int, height: int, rate: float) -> None:
+    def __init__(self, descriptor: int, size: tuple[int, int], rate: float) -> None:
         super().__init__("standard input")
-        if not width:
+        if not all(size):
             raise UserError("raw frames don't say how large they are; give --frame-size WIDTHxHEIGHT")
-        self._descriptor, self._shape, self.rate = descriptor, (height, width, 3), rate
+        self._descriptor, self._shape, self.rate = descriptor, (*size[::-1], 3), rate
         self._seen = deque[np.ndarray]()
         self._readings = 0
 
@@ -273,7 +273,7 @@ def open_source(text: str, options: VideoOptions, device: str = "") -> Source:
     A GPU named as `device` (`cuda:0`) decodes the streams that it can.
     """
     if text.startswith(PIPE):
-        return RawSource(int(text.removeprefix(PIPE)), options.width, options.height, options.frame_rate)
+        return RawSource(int(text.removeprefix(PIPE)), options.raw_size, options.frame_rate)
     if text.startswith(CAMERA):
         number = text.removeprefix(CAMERA)
         if not number.isdecimal():

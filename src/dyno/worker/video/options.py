@@ -1,4 +1,4 @@
-"""How a video is read, answered and written: settings of a job, checked before anything is started."""
+"""Settings of a video's job: reading, detection and writing, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -82,20 +82,11 @@ class VideoOptions:
             raise UserError(f"track_confidence needs a tracker; give --track with one of {', '.join(TRACKERS)}")
         if not 0 < self.frame_rate <= 1000:
             raise UserError(f"frame_rate is {self.frame_rate:g}; it must be more than 0 and at most 1000")
-        if self.frame_size and self.width * self.height == 0:
+        if self.frame_size and not all(self.raw_size):
             raise UserError(f"frame_size is {self.frame_size!r}; it must be WIDTHxHEIGHT, such as 960x540")
 
     @property
-    def width(self) -> int:
-        """Width of raw frames in pixels; 0 if unset."""
-        return self._sides[0]
-
-    @property
-    def height(self) -> int:
-        """Height of raw frames in pixels; 0 if unset."""
-        return self._sides[1]
-
-    @property
-    def _sides(self) -> tuple[int, int]:
+    def raw_size(self) -> tuple[int, int]:
+        """Width and height of raw frames in pixels; (0, 0) if unset."""
         match = SIZE.fullmatch(self.frame_size)
         return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -56,24 +56,24 @@ class PipelineStage:
 
     @property
     def holds(self) -> bool:
-        """Whether something is in progress that `rest` could finish while no further item waits."""
+        """Whether work is in progress that `rest` could finish while no further item waits."""
         return False
 
 
-def numbers() -> array[int]:
+def make_number_array() -> array[int]:
     """Return an empty list of integers that takes eight bytes for each: there is one for each frame of a film."""
     return array("q")
 
 
 @dataclass
 class StageTimestamps:
-    """What one stage did, item by item, in ns of `perf_counter_ns`: when it began and ended the work, and when what it
-    handed on had found room; how many items waited when it took one."""
+    """The work of one stage, item by item, in ns of `perf_counter_ns`: its beginning and end, and when its results had
+    found room; how many items waited when it took one."""
 
-    began: array[int] = field(default_factory=numbers)
-    ended: array[int] = field(default_factory=numbers)
-    handed: array[int] = field(default_factory=numbers)
-    waiting: array[int] = field(default_factory=numbers)
+    began: array[int] = field(default_factory=make_number_array)
+    ended: array[int] = field(default_factory=make_number_array)
+    handed: array[int] = field(default_factory=make_number_array)
+    waiting: array[int] = field(default_factory=make_number_array)
 
     def add(self, began: int, ended: int, waiting: int) -> None:
         """Add one piece of work, which is `handed` on afterwards."""
@@ -165,7 +165,7 @@ class _Channel:
 
 
 class VideoPipeline:
-    """A source and the steps after it; `run` them once.
+    """A source and the steps after it; `run_pipelines` takes it once.
 
     A `live` source never waits: where its queue is full, the oldest item there is `dropped`.
     """
@@ -255,7 +255,7 @@ class VideoPipeline:
             self._channels[k + 1].close()
 
 
-def run(lines: Sequence[VideoPipeline], tick: Callable[[], None]) -> None:
+def run_pipelines(lines: Sequence[VideoPipeline], tick: Callable[[], None]) -> None:
     """Run them side by side until their sources end; raises what the first stage that failed raised.
 
     `tick` is called four times a second. An interrupt of this thread stops every stage and is raised again.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any, TypeVar
@@ -16,10 +15,9 @@ import numpy as np
 
 from dyno.worker.backend import Session
 from dyno.worker.tasks.detect import BoxReader
-from dyno.worker.tasks.postprocess import Detections
-from dyno.worker.video.drawing import NOBODY, Tracker, draw
-from dyno.worker.video.media import SQUARE, Batch, Frame, Preparation, Sink, now
-from dyno.worker.video.stages import AHEAD, DEPTH, PipelineStage, numbers
+from dyno.worker.video.drawing import NO_OBJECT
+from dyno.worker.video.media import SQUARE, Batch, Frame, Preparation, now
+from dyno.worker.video.stages import AHEAD, DEPTH, PipelineStage, make_number_array
 
 DECODE, PREPARE, INFER, POSTPROCESS, TRACK, DRAW, ENCODE = STAGES = (
     "decode", "preprocess", "inference", "postprocess", "track", "draw", "encode",
@@ -27,26 +25,6 @@ DECODE, PREPARE, INFER, POSTPROCESS, TRACK, DRAW, ENCODE = STAGES = (
 
 LARGE = 1 << 20  # bytes of outputs, from which on several threads copy them
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class DetectionSettings:
-    """How predictions become boxes: their reader, the least score, the overlap above which the weaker of two boxes of a
-    class is dropped, and the most boxes of a frame."""
-
-    reader: BoxReader
-    confidence: float = 0.25
-    iou: float = 0.7
-    most: int = 300
-
-    def detections(
-        self, outputs: Mapping[str, np.ndarray], frames: list[Frame], size: tuple[int, int]
-    ) -> list[Detections]:
-        """Return the boxes of each frame of a batch, in the frame's own pixels."""
-        limits: dict[str, Any] = {"confidence": self.confidence, "iou": self.iou, "most": self.most}
-        sizes = np.array([frame.size for frame in frames])
-        aspects = [float(frame.picture.aspect) for frame in frames]
-        return self.reader.detections(outputs, sizes, size, aspects=aspects, **limits)
 
 
 def room_for(batch: int) -> int:
@@ -80,7 +58,7 @@ class PreparationStage(PipelineStage):
         """
         session = engine.session
         in_flight = AHEAD * engine.lanes if engine.lanes > 1 else session.slots
-        count = room_for(preparation.batch) + in_flight + (filling(preparation.batch, threads) + 1) + 1
+        count = room_for(preparation.batch) + in_flight + (count_filling(preparation.batch, threads) + 1) + 1
         return [session.stage(preparation.new_feed()) for _ in range(count)]
 
     def work(self, item: Any) -> Iterable[Batch]:
@@ -93,7 +71,7 @@ class PreparationStage(PipelineStage):
         if self._pool is None:
             return (self._complete_batch(batch),)
         self._filling.append((batch, writing))
-        return self._take_full_batches(filling(self._batch, self._threads))
+        return self._take_full_batches(count_filling(self._batch, self._threads))
 
     @property
     def holds(self) -> bool:
@@ -144,7 +122,7 @@ class PreparationStage(PipelineStage):
             self._free.put(preparation)
 
 
-def filling(batch: int, threads: int) -> int:
+def count_filling(batch: int, threads: int) -> int:
     """Return the number of batches of `batch` frames that `threads` threads write in parallel; 0 for one thread."""
     return -(-threads // min(threads, batch)) if threads > 1 else 0
 
@@ -282,13 +260,13 @@ class DetectionRecorder:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[str] | None = path.open("w", encoding="utf-8") if path else None
-        self.began, self.known, self.boxes = numbers(), numbers(), numbers()
+        self.began, self.known, self.boxes = make_number_array(), make_number_array(), make_number_array()
 
     def add(self, frame: Frame) -> None:
         """Add the next frame."""
         assert frame.detections is not None
         if self._file:
-            self._file.write(json.dumps(line(frame)) + "\n")
+            self._file.write(json.dumps(describe_frame(frame)) + "\n")
         self.began.append(frame.began)
         self.known.append(now())
         self.boxes.append(len(frame.detections.scores))
@@ -308,15 +286,16 @@ class PostprocessingStage(PipelineStage):
     name = POSTPROCESS
 
     def __init__(
-        self, answering: DetectionSettings, size: tuple[int, int], keep: DetectionRecorder | None = None,
+        self, reader: BoxReader, size: tuple[int, int], keep: DetectionRecorder | None = None,
         batch: int = 1, lanes: int = 1, read: Callable[[list[np.ndarray]], None] | None = None,
     ) -> None:  # fmt: skip
-        self._answering, self._size, self._keep, self._read = answering, size, keep, read
+        self._reader, self._size, self._keep, self._read = reader, size, keep, read
         self.room, self.lanes = room_for(batch), lanes
 
     def work(self, item: Any) -> Iterable[Frame]:
         outputs = dict(zip(item.names, item.outputs, strict=True))
-        found = self._answering.detections(outputs, item.frames, self._size)
+        sizes, aspects = zip(*((frame.size, float(frame.picture.aspect)) for frame in item.frames), strict=True)
+        found = self._reader.detections(outputs, np.array(sizes), self._size, aspects)
         for frame, detections in zip(item.frames, found, strict=True):
             frame.detections = detections
         if self._read is not None:
@@ -330,44 +309,19 @@ class PostprocessingStage(PipelineStage):
                 self._keep.add(frame)
 
 
-class TrackingStage(PipelineStage):
-    """Boxes of the same object get its identity; then they are kept."""
+class FrameStage(PipelineStage):
+    """Apply the actions to each frame, one after the other: tracking, drawing, encoding."""
 
-    name = TRACK
-
-    def __init__(self, tracker: Tracker, keep: DetectionRecorder) -> None:
-        self._tracker, self._keep = tracker, keep
+    def __init__(self, name: str, *actions: Callable[[Frame], object]) -> None:
+        self.name, self._actions = name, actions
 
     def work(self, item: Any) -> Iterable[Frame]:
-        self._tracker.identify(item)
-        self._keep.add(item)
+        for action in self._actions:
+            action(item)
         return (item,)
 
 
-class DrawingStage(PipelineStage):
-    """Boxes are drawn on their frame."""
-
-    name = DRAW
-
-    def work(self, item: Any) -> Iterable[Frame]:
-        draw(item)
-        return (item,)
-
-
-class EncodingStage(PipelineStage):
-    """Frames go to the sink."""
-
-    name = ENCODE
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    def work(self, item: Any) -> Iterable[Any]:
-        self._sink.write(item)
-        return ()
-
-
-def line(frame: Frame) -> dict[str, Any]:
+def describe_frame(frame: Frame) -> dict[str, Any]:
     """Return a frame's boxes as JSON: left, top, right and bottom in pixels of the frame, whose aspect is given where
     they aren't square; the identity of its object (null: not yet) where objects are tracked; run lengths of masks;
     keypoints."""
@@ -381,7 +335,7 @@ def line(frame: Frame) -> dict[str, Any]:
             "class": int(detections.classes[k]),
         }
         if frame.identities is not None:
-            box["identity"] = int(frame.identities[k]) if frame.identities[k] != NOBODY else None
+            box["identity"] = int(frame.identities[k]) if frame.identities[k] != NO_OBJECT else None
         if detections.masks is not None:
             box["mask"] = {"size": list(frame.size), "counts": detections.masks[k].tolist()}
         if detections.keypoints is not None:
