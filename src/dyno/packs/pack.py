@@ -54,8 +54,8 @@ Json = Any
 # Personal names: what a stranger need not know of the machine.
 
 ROOTS = (
-    "Users Volumes bin boot data dev etc home lib lib64 media mnt opt private proc root run scratch srv sys tmp usr var "
-    "work workspace"
+    "Users Volumes bin boot data dev etc home lib lib64 media mnt opt private proc root run scratch srv sys tmp usr "
+    "var work workspace"
 ).split()
 PATHS = {"source", "path", "folder", "weights", "python", "data", "calibration", "models", "file"}  # keys with a path
 
@@ -323,9 +323,7 @@ def _check_schema(file: Path, about: Mapping[str, Json]) -> None:
         raise UserError(f"{file} is not a pack; give a file that `dyno pack` wrote")
     if about.get("schema") != SCHEMA:
         theirs, version = shorten(str(about.get("schema"))), shorten(str(about.get("dyno")))
-        raise UserError(
-            f"{file} is a pack of schema {theirs}, written by Dyno {version}; this Dyno reads {SCHEMA}: use that version"
-        )
+        raise UserError(f"{file} is a pack of schema {theirs}, written by Dyno {version}; this Dyno reads {SCHEMA}")
 
 
 # Checking the verdict.
