@@ -21,7 +21,7 @@ from dyno.videos import commands as video_commands
 from dyno.worker.spec import ROUNDS, UserError
 
 # Groups in which `dyno --help` lists commands.
-MEASURE, RESULTS, FILES, INSPECT, MACHINE = "Measure", "Results", "Files", "Inspect", "Machine"
+MEASURE, RESULTS, FILES, INSPECT = "Measure", "Results", "Files", "Inspect"
 EXAMPLES = (
     "dyno run torchvision:resnet18                # every engine that is installed",
     "dyno run net.py:build --data photos --precision fp32,int8 --budget top1=1",
@@ -150,8 +150,8 @@ add(measures(layers_commands.profile), INSPECT)
 add(measures(layers_commands.explain), INSPECT)
 add(layers_commands.inspect, INSPECT)
 add(measures(commands.diff), INSPECT)
-add(doctor, MACHINE)
-add(commands.selftest, MACHINE)
+add(doctor, INSPECT)
+add(commands.selftest, INSPECT)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dyno.formatting import counting, join_names, ratio
+from dyno.formatting import UNCLEAR, counting, join_names, ratio
 from dyno.packs.pack import OpenPack, open_pack, verify_opened
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, TrialResult, load_run
@@ -61,7 +61,8 @@ class RatioPair:
 
     @property
     def sentence(self) -> str:
-        shown = [ratio(value, low, high) for low, value, high in (self.pack, self.here)]
+        pairs = self.pack, self.here
+        shown = [UNCLEAR if math.isnan(value) else ratio(value, low, high) for low, value, high in pairs]
         outcome = {True: "the intervals overlap", None: "too uncertain to compare"}
         words = outcome.get(self.agrees, "a difference beyond what both can see")
         name = f"{self.where}: {self.configuration} over {self.reference}"
@@ -349,19 +350,20 @@ def _pair_ratios(theirs: RunData, ours: RunData, here: Mapping[Key, TrialResult]
     for row in theirs.frame.to_dict("records"):
         t, reference = theirs.trials[row["trial"]], theirs.references.get(row["trial"])
         own = here.get(_make_key(t))
-        if reference is None or reference.id == t.id or missing(row["speedup"]) or own is None:
+        if reference is None or reference.id == t.id or own is None or not (t.good and own.good):
             continue
         own_row, own_reference = own_rows[own.id], ours.references.get(own.id)
-        if own_reference is None or _make_key(own_reference) != _make_key(reference) or missing(own_row["speedup"]):
+        if own_reference is None or _make_key(own_reference) != _make_key(reference):
             continue
         where = f"{t.model} at size {t.size}, batch {t.batch}" if t.size != "0" else f"{t.model}, batch {t.batch}"
         yield RatioPair(where, t.configuration, reference.configuration, _read_limits(row), _read_limits(own_row))
 
 
 def _read_limits(row: Mapping[str, Any]) -> tuple[float, float, float]:
-    low, value, high = (row[name] for name in ("speedup_low", "speedup", "speedup_high"))
-    low, high = (math.nan if missing(limit) else float(limit) for limit in (low, high))
-    return low, float(value), high
+    low, value, high = (
+        math.nan if missing(row[name]) else float(row[name]) for name in ("speedup_low", "speedup", "speedup_high")
+    )
+    return low, value, high
 
 
 def _pair_rankings(theirs: RunData, ours: RunData) -> Iterator[RankingPair]:
