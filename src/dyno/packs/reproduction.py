@@ -367,22 +367,27 @@ def _read_limits(row: Mapping[str, Any]) -> tuple[float, float, float]:
 
 
 def _pair_rankings(theirs: RunData, ours: RunData) -> Iterator[RankingPair]:
-    """Yield the decisions of both about the same model, size and measure."""
-    here = {subject: names for subject, _, names in _list_decisions(ours)}
-    for subject, where, names in _list_decisions(theirs):
-        yield RankingPair(where, subject[-1], names, here.get(subject, ()))
+    """Yield the decisions of both about the same model, size and measure; the winner of each must have run in both."""
+    ran = [{_make_key(t) for t in run.records if t.status == "ok"} for run in (theirs, ours)]
+    here = {subject: trials for subject, _, trials in _list_decisions(ours)}
+    for subject, where, trials in _list_decisions(theirs):
+        own = here.get(subject, [])
+        comparable = own and _make_key(trials[0]) in ran[1] and _make_key(own[0]) in ran[0]
+        by = subject[-1]
+        yield RankingPair(where, by, _name_trials(trials, by), _name_trials(own, by) if comparable else ())
 
 
-def _list_decisions(run: RunData) -> Iterator[tuple[Key, str, tuple[str, ...]]]:
+def _name_trials(trials: Sequence[TrialResult], by: str) -> tuple[str, ...]:
+    return tuple(t.configuration + (f" at batch {t.batch}" if by == "throughput" else "") for t in trials)
+
+
+def _list_decisions(run: RunData) -> Iterator[tuple[Key, str, list[TrialResult]]]:
     from dyno.report.verdict.verdict import read_verdict
 
     for decision in read_verdict(run).decisions:
-        trials = [run.trials[id] for id in decision.candidates]
-        if trials:
+        if trials := [run.trials[id] for id in decision.candidates]:
             name, size, *_ = _make_key(trials[0])
-            batched = decision.by == "throughput"
-            names = tuple(t.configuration + (f" at batch {t.batch}" if batched else "") for t in trials)
-            yield (name, size, decision.by), decision.where, names
+            yield (name, size, decision.by), decision.where, trials
 
 
 def _find_differences(theirs: Results, ours: Results) -> dict[str, tuple[Any, Any]]:
