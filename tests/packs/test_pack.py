@@ -238,3 +238,21 @@ def test_what_can_t_be_packed_is_refused(refused: Any, tmp_path: Path, run: Path
     (tmp_path / "empty").mkdir()
     assert "not a run folder" in refused("pack", tmp_path / "empty")
     assert "is a folder" in refused("pack", run, "-o", tmp_path / "empty")
+
+
+@pytest.mark.parametrize("place", ["backend", "task", "study"])
+def test_no_code_that_a_pack_names_is_imported(refused: Any, file: Path, importable: Any, place: str) -> None:
+    """Backends and tasks may be named MODULE:NAME, which `dyno run` imports."""
+    folder = importable("planted_module", "from pathlib import Path\nPath('imported').write_text('x')\nX = 1\n")
+    content = members(file)
+    if place == "study":
+        content["run/study.toml"] += b'task = "planted_module:X"\n'
+    for name in content:
+        if name.endswith("job.json") and place != "study":
+            job = json.loads(content[name])
+            (job["trial"] if place == "backend" else job["trial"]["model"])[place] = "planted_module:X"
+            content[name] = json.dumps(job).encode()
+    bad = write(folder / "bad.zip", content)
+    for words in (["verify", bad], ["reproduce", bad, "-y"]):
+        assert "names code in Python, 'planted_module:X'" in refused(*words)
+    assert not Path("imported").exists()

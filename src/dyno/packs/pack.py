@@ -11,6 +11,7 @@ import shlex
 import stat
 import struct
 import tempfile
+import tomllib
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,6 +120,7 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     with tempfile.TemporaryDirectory() as scratch:
         copied = Path(scratch) / RUN
         _copy_run(folder, copied, results, redaction)
+        _refuse_code(copied, f"{folder}, which can't become a pack,")
         verdict = compute_verdict(copied)
         if _list_choices(verdict) != _list_choices(_describe_verdict(_read_run(results), folder)):
             raise UserError(f"{folder} has another verdict without its folders' and users' names; please report it")
@@ -260,8 +262,7 @@ def open_pack(file: str | Path) -> Iterator[OpenPack]:
             verdict = read_json(folder / VERDICT)
             for path in sorted(folder.rglob("*.npz")):
                 read_npz(path)  # no Python objects, and not larger than the file
-            for path in sorted(folder.rglob("*.json")):
-                read_json(path)
+            _refuse_code(folder / RUN, f"{file}")
         except UserError:
             raise
         except FileNotFoundError as e:
@@ -316,6 +317,25 @@ def _unpack(packed: zipfile.ZipFile, folder: Path, file: Path) -> None:
                 if size > most or total > MOST_BYTES:
                     raise UserError(f"{file} is too large for a pack: {shorten(member.filename)} unpacks to too much")
                 out.write(block)
+
+
+def _refuse_code(run: Path, what: str) -> None:
+    """Raise `UserError` if a file of the run names a Python module as MODULE:NAME, which reading it would import."""
+    study = tomllib.loads((run / STUDY).read_text(encoding="utf-8"))
+    named = [*map(str, study.get("backends") or ()), str(study.get("task") or "")]
+    named = [text.partition("@")[0] for text in named]
+    for path in sorted(run.rglob("*.json")):
+        named += _list_named(read_json(path))
+    if found := next((name for name in named if ":" in name), ""):
+        raise UserError(f"{what} names code in Python, {shorten(found)!r}, which isn't loaded from a pack")
+
+
+def _list_named(value: Json) -> Iterator[str]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        yield from (str(value[key]) for key in ("backend", "maker", "task") if key in value)
+    for item in items:
+        yield from _list_named(item)
 
 
 def _check_schema(file: Path, about: Mapping[str, Json]) -> None:

@@ -278,7 +278,7 @@ def _choose_backends(table: Mapping[str, Any], theirs: Results) -> tuple[tuple[s
     kept, unavailable = [], {}
     for text in texts:
         choice = Choice.parse(text)
-        if choice.name not in registry.names():
+        if not _is_known(choice.name):
             unavailable[text] = "this Dyno has no such backend"
         elif choice.runtime or choice.name in table.get("runtime", {}):
             unavailable[text] = "it was measured in another Python"
@@ -290,6 +290,13 @@ def _choose_backends(table: Mapping[str, Any], theirs: Results) -> tuple[tuple[s
         reasons = "; ".join(f"{shorten(name)}: {reason}" for name, reason in unavailable.items())
         raise UserError(f"no configuration of the pack can run here ({reasons})")
     return tuple(kept), unavailable
+
+
+def _is_known(backend: str) -> bool:
+    try:
+        return ":" not in backend and bool(registry.find(backend))  # with a colon it would be imported
+    except UserError:
+        return False
 
 
 def _name_backends(theirs: Results, precisions_given: bool) -> list[str]:
