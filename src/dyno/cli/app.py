@@ -12,7 +12,6 @@ import typer.core
 from dyno import __version__
 from dyno.cli import commands, exits, files, options, run_folders
 from dyno.layers import commands as layers_commands
-from dyno.packs import commands as pack_commands
 from dyno.regression import commands as regression_commands
 from dyno.serving import commands as serving_commands
 from dyno.study.defaults import DEMO_MINUTES
@@ -140,9 +139,9 @@ runs = group("runs", RESULTS, "List runs, or remove them.")
 add(run_folders.list_runs, name="list", to=runs)
 add(run_folders.remove, name="rm", to=runs)
 add(files.export, FILES)
-add(pack_commands.pack, FILES)
-add(pack_commands.verify, FILES)
-add(measures(pack_commands.reproduce), FILES)
+add(files.pack, FILES)
+add(files.verify, FILES)
+add(measures(files.reproduce), FILES)
 data = group("data", FILES, "Train on class folders, or sort images into them.")
 add(training_commands.train, to=data)
 add(files.imagenet_val, name="imagenet-val", to=data)
