@@ -86,7 +86,9 @@ class Redaction:
             return self._redact_text(value, key)
         if isinstance(value, Mapping):
             kept = {name: item for name, item in value.items() if name != "host" or self.with_host}
-            return {self._redact_text(str(name), ""): self.apply(item, str(name)) for name, item in kept.items()}
+            # A user may be called like a field, but a field has no slash.
+            names = {name: self._redact_text(name, "") if "/" in name else name for name in map(str, kept)}
+            return {names[str(name)]: self.apply(item, str(name)) for name, item in kept.items()}
         if isinstance(value, (list, tuple)):
             return [self.apply(item, key) for item in value]
         return value
@@ -122,7 +124,7 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
         _copy_run(folder, copied, results, redaction)
         _refuse_code(copied, f"{folder}, which can't become a pack,")
         verdict = compute_verdict(copied)
-        if _list_choices(verdict) != _list_choices(_describe_verdict(_read_run(results), folder)):
+        if _list_choices(verdict) != _list_choices(_describe_verdict(read_results(results), folder)):
             raise UserError(f"{folder} has another verdict without its folders' and users' names; please report it")
         write_json(Path(scratch) / VERDICT, verdict)
         write_json(Path(scratch) / HEAD, _describe_pack(copied, name, with_names))
@@ -193,7 +195,8 @@ def _write_zip(folder: Path, file: Path) -> None:
 # The verdict as data.
 
 
-def _read_run(results: Results) -> RunData:
+def read_results(results: Results) -> RunData:
+    """Return the run with its table, and with no self-test but the stored one."""
     from dyno.report.tables import trial_table
 
     return trial_table.read_trials(results)
@@ -201,7 +204,7 @@ def _read_run(results: Results) -> RunData:
 
 def compute_verdict(folder: Path) -> dict[str, Json]:
     """Compute the verdict of a stored run as data: decisions, sentences and the trials' rows."""
-    return _describe_verdict(_read_run(load_run(folder)), folder)
+    return _describe_verdict(read_results(load_run(folder)), folder)
 
 
 def _describe_verdict(run: RunData, folder: Path) -> dict[str, Json]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.formatting import UNCLEAR, counting, join_names, ratio
-from dyno.packs.pack import OpenPack, open_pack, verify_opened
+from dyno.packs.pack import OpenPack, open_pack, read_results, verify_opened
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, TrialResult, load_run
 from dyno.runner.run_folder import RUNS, choose_folder
@@ -192,13 +192,7 @@ def reproduce(
         from dyno import api
 
         ours = api.run(study, folder, quiet=quiet)
-        return _compare_runs(_read_run(theirs), ours.data, folder, unavailable)
-
-
-def _read_run(results: Results) -> RunData:
-    from dyno.report.tables import trial_table
-
-    return trial_table.read_trials(results)
+        return _compare_runs(read_results(theirs), ours.data, folder, unavailable)
 
 
 def _choose_folder(study: Study, opened: OpenPack) -> Path:
