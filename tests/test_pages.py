@@ -23,7 +23,7 @@ from decoder_file import write_decoder
 ROOT = Path(__file__).resolve().parents[1]
 HOW_TO = (
     "quickstart", "tutorial", "inputs", "data", "training", "ci", "trtexec", "many-devices", "video", "serve-test",
-    "cold-start", "profile", "explain", "inspect", "agree-layers", "layer-files",
+    "cold-start", "profile", "explain", "inspect", "agree-layers", "layer-files", "packs",
 )  # fmt: skip
 PAGES = ("README.md", "AGENTS.md", *(f"docs/{name}.md" for name in HOW_TO))
 FENCE = re.compile(
@@ -71,7 +71,7 @@ PHOTOGRAPHS = "examples/photographs.py"
 KEPT = {"train": 8, "test": 4}  # photographs of a class
 # 1: a slow machine's second run may be slower than its first, and weights of one epoch fit no budget.
 # 3: one round decides no gate.
-FINE = {"compare": (0, 1, 3), "run": (0, 1), "eval": (0, 1)}
+FINE = {"compare": (0, 1, 3), "run": (0, 1), "eval": (0, 1), "reproduce": (0, 1, 3)}
 # 900 digits take PyTorch long; the cache knows the few from all of them by these counts.
 FEW_DIGITS = """
 import sklearn.datasets

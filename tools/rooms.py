@@ -45,11 +45,12 @@ HOST = {
     "regression": "formatting table jobs store results study report runner take videos api cli.options cli.exits",
     "trtexec": "jobs results runner",
     "cli.run_folders": "formatting store results report runner cli.options",
+    "packs": "formatting table store results study report runner api cli.options cli.exits cli.run_folders",
     "cli.commands": "formatting table jobs store results study report runner devices api evaluation layers regression "
     "trtexec cli.options cli.exits cli.run_folders",
     "training": "formatting jobs store data results study report runner api cli.options cli.exits cli.commands",
     "cli": "formatting table jobs store data results study report runner take devices api evaluation videos serving "
-    "layers training regression trtexec",
+    "layers training regression packs trtexec",
 }
 WORKER = {
     "facts": "",
@@ -106,11 +107,11 @@ def _named(root: str, rooms: str) -> tuple[str, ...]:
 def may_import() -> dict[str, tuple[str, ...]]:
     """Room -> prefixes of what it may import of dyno; the longest prefix of a module decides."""
     rules = {"dyno.__main__": ("dyno.cli",), "dyno": (*_named("dyno", "api evaluation results"), "dyno.worker.spec")}
-    rules["dyno"] += _named("dyno", "layers videos serving training regression")
+    rules["dyno"] += _named("dyno", "layers videos serving training regression packs")
     for room, below in HOST.items():
         name = f"dyno.{room}"
         rules[name] = (name, *_named("dyno", below), *_named("dyno.worker", BESIDES.get(name, BORDER)))
-    for name in ("dyno.cli", "dyno.devices"):
+    for name in ("dyno.cli", "dyno.devices", "dyno.packs"):
         rules[name] += ("dyno.__version__",)
     for room, below in WORKER.items():
         rules[f"dyno.worker.{room}"] = (f"dyno.worker.{room}", *_named("dyno.worker", below))

@@ -23,6 +23,9 @@ if typing.TYPE_CHECKING:
     from dyno.layers.inspection import inspect as inspect
     from dyno.layers.profiling import ProfileResult as ProfileResult
     from dyno.layers.profiling import profile as profile
+    from dyno.packs.pack import pack as pack
+    from dyno.packs.pack import verify as verify
+    from dyno.packs.reproduction import reproduce as reproduce
     from dyno.regression.bisection import bisect as bisect
     from dyno.regression.calibration import calibrate as calibrate
     from dyno.regression.comparison import Comparison as Comparison
@@ -47,6 +50,8 @@ _HOMES = {
         "dyno.layers.explaining": "ExplanationResult explain",
         "dyno.layers.inspection": "InspectionResult inspect",
         "dyno.layers.profiling": "ProfileResult profile",
+        "dyno.packs.pack": "pack verify",
+        "dyno.packs.reproduction": "reproduce",
         "dyno.regression.bisection": "bisect",
         "dyno.regression.calibration": "calibrate",
         "dyno.regression.comparison": "Comparison compare",

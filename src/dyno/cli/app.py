@@ -20,7 +20,7 @@ from dyno.videos import commands as video_commands
 from dyno.worker.spec import ROUNDS, UserError
 
 # Groups in which `dyno --help` lists commands.
-MEASURE, RESULTS, FILES, INSPECT, MACHINE = "Measure", "Results", "Files", "Inspect", "Machine"
+MEASURE, RESULTS, FILES, INSPECT = "Measure", "Results", "Files", "Inspect"
 EXAMPLES = (
     "dyno run torchvision:resnet18                # every engine that is installed",
     "dyno run net.py:build --data photos --precision fp32,int8 --budget top1=1",
@@ -139,6 +139,9 @@ runs = group("runs", RESULTS, "List runs, or remove them.")
 add(run_folders.list_runs, name="list", to=runs)
 add(run_folders.remove, name="rm", to=runs)
 add(files.export, FILES)
+add(files.pack, FILES)
+add(files.verify, FILES)
+add(measures(files.reproduce), FILES)
 data = group("data", FILES, "Train on class folders, or sort images into them.")
 add(training_commands.train, to=data)
 add(files.imagenet_val, name="imagenet-val", to=data)
@@ -146,8 +149,8 @@ add(measures(layers_commands.profile), INSPECT)
 add(measures(layers_commands.explain), INSPECT)
 add(layers_commands.inspect, INSPECT)
 add(measures(commands.diff), INSPECT)
-add(doctor, MACHINE)
-add(commands.selftest, MACHINE)
+add(doctor, INSPECT)
+add(commands.selftest, INSPECT)
 
 
 def main() -> None:

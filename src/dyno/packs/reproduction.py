@@ -1,0 +1,405 @@
+"""The study of a pack, measured again on this machine: does the same engine win, and do the ratios agree?"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dyno.formatting import UNCLEAR, counting, join_names, ratio
+from dyno.packs.pack import OpenPack, open_pack, read_results, verify_opened
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import Results, TrialResult, load_run
+from dyno.runner.run_folder import RUNS, choose_folder
+from dyno.store import sha256_of
+from dyno.study.plan import expand
+from dyno.study.study import Choice, Study
+from dyno.table import missing
+from dyno.worker import registry
+from dyno.worker.nets.local_code import sha256_with_imports
+from dyno.worker.spec import DECIDED, UserError, shorten
+
+LIBRARY = re.compile(r"(torchvision|timm|fake):[\w.]+")  # sources whose code is installed here, and not in a file
+FUNCTION = re.compile(r"[^\W\d]\w*(\([\w .,=+-]*\))?")
+OPTION = re.compile(r"[\w.:+-]*")  # the value of a backend's option that is no path
+BUILT_IN = "digits"  # data that comes with Dyno
+# Settings of a study that are taken from a pack, which may come from anywhere: no paths, commands or addresses.
+TAKEN = (
+    "precisions batches sizes routes reference shapes pretrained classes channels mean std task seed unreadable "
+    "compared budget search rounds builds seconds warmup samples interval confirm boundaries turns block until minutes "
+    "equivalent peak energy timeout build_timeout device threads"
+).split()
+REPLACED = {"models", "backends", "data", "runtime", "on"}  # by what is here
+SHOWN = 12  # characters of a hash
+ENVIRONMENT = ("cpu", "cores", "memory_bytes", "gpu", "os", "machine", "governor", "python")
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RatioPair:
+    """A configuration's speed-up over its reference in the pack and here, each as (low, value, high).
+
+    `agrees` is whether the intervals overlap, None where one of them has no limits.
+    """
+
+    where: str
+    configuration: str
+    reference: str
+    pack: tuple[float, float, float]
+    here: tuple[float, float, float]
+
+    @property
+    def agrees(self) -> bool | None:
+        for low, _, high in (self.pack, self.here):
+            if math.isnan(low) or math.isnan(high) or (low <= 0 and math.isinf(high)):
+                return None
+        return self.pack[0] <= self.here[2] and self.here[0] <= self.pack[2]
+
+    @property
+    def sentence(self) -> str:
+        pairs = self.pack, self.here
+        shown = [UNCLEAR if math.isnan(value) else ratio(value, low, high) for low, value, high in pairs]
+        outcome = {True: "the intervals overlap", None: "too uncertain to compare"}
+        words = outcome.get(self.agrees, "a difference beyond what both can see")
+        name = f"{self.where}: {self.configuration} over {self.reference}"
+        return f"{name}: {shown[0]} in the pack, {shown[1]} here: {words}."
+
+
+@dataclass(frozen=True)
+class RankingPair:
+    """The candidates for the fastest in the pack and here, the winner first."""
+
+    where: str
+    by: str
+    pack: tuple[str, ...]
+    here: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the winner of one is a candidate of the other; None where one has no winner."""
+        if not (self.pack and self.here):
+            return None
+        return self.pack[0] in self.here or self.here[0] in self.pack
+
+    @property
+    def sentence(self) -> str:
+        if self.agrees is None:
+            return f"{self.where}, {self.by}: the winners can't be compared."
+        same = "the same ranking" if self.agrees else "another ranking"
+        pack, here = (join_names(list(names)) for names in (self.pack, self.here))
+        return f"{self.where}, {self.by}: {same}: {pack} in the pack, {here} here."
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A pack's study measured again: rankings, ratios, and what differs between both machines.
+
+    `unavailable` and `failed` have a reason for each configuration that can't run here, or that didn't finish.
+    """
+
+    folder: Path
+    rankings: tuple[RankingPair, ...]
+    ratios: tuple[RatioPair, ...]
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    differences: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> str:
+        """One of reproduced, not reproduced, and unfinished."""
+        answers = [*(pair.agrees for pair in self.rankings), *(pair.agrees for pair in self.ratios)]
+        if False in answers:
+            return "not reproduced"
+        return "unfinished" if self.failed or True not in answers else "reproduced"
+
+    @property
+    def exit_code(self) -> int:
+        """0 reproduced, 1 not reproduced, 3 unfinished."""
+        return {"reproduced": 0, "not reproduced": 1}.get(self.outcome, 3)
+
+    @property
+    def sentences(self) -> list[str]:
+        """The outcome in sentences."""
+        lines = [f"{self.outcome}: {self._describe_counts()}."]
+        lines += [pair.sentence for pair in self.rankings] + [pair.sentence for pair in self.ratios]
+        lines += [f"{name} didn't finish here: {reason}." for name, reason in self.failed.items()]
+        lines += [f"{name} can't run here: {reason}." for name, reason in self.unavailable.items()]
+        changed = [f"{name} {a} (here {b})" for name, (a, b) in self.differences.items()]
+        return [*lines, f"What differs: {'; '.join(changed) or 'nothing that the records have'}."]
+
+    def _describe_counts(self) -> str:
+        agreeing = sum(bool(pair.agrees) for pair in self.ratios)
+        rankings = sum(bool(pair.agrees) for pair in self.rankings)
+        return (
+            f"{rankings} of {counting(len(self.rankings), 'ranking')} and {agreeing} of "
+            f"{counting(len(self.ratios), 'ratio')} agree"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer as data, for JSON."""
+        return {
+            "outcome": self.outcome,
+            "rankings": [{**vars(pair), "agrees": pair.agrees} for pair in self.rankings],
+            "ratios": [
+                {
+                    **vars(pair), "agrees": pair.agrees,
+                    **{side: [x if math.isfinite(x) else None for x in vars(pair)[side]] for side in ("pack", "here")},
+                }
+                for pair in self.ratios
+            ],
+            "unavailable": dict(self.unavailable),
+            "failed": dict(self.failed),
+            "differences": {name: {"pack": a, "here": b} for name, (a, b) in self.differences.items()},
+            "sentences": self.sentences,
+        }  # fmt: skip
+
+
+def reproduce(
+    file: str | Path,
+    *,
+    model: str | Path | Sequence[str | Path] = (),
+    data: str | Path = "",
+    out: str | Path | None = None,
+    minutes: float | None = None,
+    quiet: bool = True,
+    confirm: Callable[[str], bool] | None = None,
+) -> Reproduction:
+    """Verify a pack, run its study on this machine, and compare both.
+
+    Nothing of the pack is executed: `model` are your own files of its models, and `data` your folder of its images;
+    both are checked by hash. `minutes` limits how long is measured, `out` is the run folder. `confirm` gets a sentence
+    on what would be run, and returns whether to run it. Raises `UserError` for a pack that can't be read, is not
+    verified, or needs a file that is not here.
+    """
+    file = Path(file)
+    with open_pack(file) as opened:
+        verified = verify_opened(opened, file)
+        if verified.exit_code:
+            raise UserError(f"{file} is not verified, so it isn't run; see `dyno verify {file}`")
+        theirs = load_run(opened.run)
+        study, unavailable = _make_study(opened, theirs, [model] if isinstance(model, (str, Path)) else model, data)
+        if minutes is not None:
+            study = replace(study, minutes=minutes, until=DECIDED, rounds=max(2, study.rounds))
+        folder = Path(out) if out else _choose_folder(study, opened)
+        plan = f"This runs {', '.join(study.models)} with {', '.join(study.backends)} into {folder}."
+        if confirm is not None and not confirm(plan):
+            raise UserError("nothing was run")
+        _check_data(study, theirs)
+        from dyno import api
+
+        ours = api.run(study, folder, quiet=quiet)
+        return _compare_runs(read_results(theirs), ours.data, folder, unavailable)
+
+
+def _choose_folder(study: Study, opened: OpenPack) -> Path:
+    name = str(opened.about.get("run", ""))
+    safe = name if re.fullmatch(r"[\w+=@-][\w.+=@-]{0,79}", name) else "pack"
+    return choose_folder(study, RUNS / f"{safe}-reproduced")[0]
+
+
+# The study of a pack, with the files that are here.
+
+
+def _make_study(
+    opened: OpenPack, theirs: Results, given: Sequence[str | Path], data: str | Path
+) -> tuple[Study, dict[str, str]]:
+    """Return the pack's study for this machine, and why configurations are left out, by name."""
+    table = Study.from_toml(opened.run / "study.toml").to_table()
+    if others := sorted(table.keys() - {*TAKEN, *REPLACED}):
+        raise UserError(
+            f"a study with {join_names(others)} can't be reproduced from a pack; run it from its study file"
+        )
+    models = _find_models(theirs, table["models"], list(map(str, given)))
+    backends, unavailable = _choose_backends(table, theirs)
+    images = str(table.get("data", ""))
+    if images and images != BUILT_IN and not data:
+        names = ", ".join(f"{each['name']} (sha256 {each['sha256'][:SHOWN]}…)" for each in opened.about.get("data", ()))
+        raise UserError(f"the pack was measured on images: {names or images}; give their folder with --data")
+    if data and (not images or images == BUILT_IN):
+        raise UserError(f"the pack was measured on {images or 'random inputs'}; omit --data")
+    device = str(table.get("device", "cpu")).partition(",")[0]
+    settings = {name: value for name, value in table.items() if name in TAKEN and name != "device"}
+    return Study(
+        models=models, backends=backends, data=str(data) or images, device=device, **settings
+    ), unavailable  # fmt: skip
+
+
+def _find_models(theirs: Results, sources: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
+    """Return the source of each model here: a library's name, or the user's file of the same content."""
+    hashes = {_shorten_source(t.spec["model"]["source"]): t.spec["model"].get("source_sha256", "") for t in theirs}
+    here = {path: _hash_source(path) for path in given}
+    used, found = set(), []
+    for source in sources:
+        if LIBRARY.fullmatch(source):
+            found.append(source)
+            continue
+        name, expected = _shorten_source(source), hashes.get(_shorten_source(source), "")
+        if not expected:
+            raise UserError(f"the pack has no hash of its model {shorten(name)!r}, so it can't be reproduced")
+        path = next((path for path, sha256 in here.items() if sha256 == expected), "")
+        if not path:
+            others = "".join(f"; {path} has {sha256[:SHOWN]}…" for path, sha256 in here.items())
+            needed = f"{shorten(name)!r} with sha256 {expected[:SHOWN]}…"
+            raise UserError(f"the pack needs your own file of its model {needed}{others}: give it with --model")
+        used.add(path)
+        function = name.rpartition(":")[2] if ".py:" in name else ""
+        if function and not FUNCTION.fullmatch(function):
+            raise UserError(f"the pack's model {shorten(name)!r} names no plain function, so it isn't called")
+        found.append(f"{path}:{function}" if function and path.endswith(".py") else path)
+    if unused := [path for path in given if path not in used]:
+        raise UserError(f"{unused[0]} is none of the pack's models; omit it")
+    return tuple(found)
+
+
+def _shorten_source(source: str) -> str:
+    return source.removeprefix("file:").removeprefix("saved:").rpartition("/")[2]
+
+
+def _hash_source(text: str) -> str:
+    path = Path(text.rpartition(":")[0] if ".py:" in text else text)
+    if not path.is_file():
+        raise UserError(f"there is no file {path}; give the pack's model with --model")
+    return sha256_with_imports(path) if path.suffix == ".py" else sha256_of(path)
+
+
+def _choose_backends(table: Mapping[str, Any], theirs: Results) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the backends to run, with their options, and why others are left out."""
+    texts = table.get("backends") or _name_backends(theirs, bool(table.get("precisions")))
+    kept, unavailable = [], {}
+    for text in texts:
+        choice = Choice.parse(text)
+        if not _is_known(choice.name):
+            unavailable[text] = "this Dyno has no such backend"
+        elif choice.runtime or choice.name in table.get("runtime", {}):
+            unavailable[text] = "it was measured in another Python"
+        elif any(isinstance(v, str) and (not OPTION.fullmatch(v) or Path(v).exists()) for v in choice.options.values()):
+            unavailable[text] = "its options name a file"
+        else:
+            kept.append(text)
+    if not kept:
+        reasons = "; ".join(f"{shorten(name)}: {reason}" for name, reason in unavailable.items())
+        raise UserError(f"no configuration of the pack can run here ({reasons})")
+    return tuple(kept), unavailable
+
+
+def _is_known(backend: str) -> bool:
+    try:
+        return ":" not in backend and bool(registry.find(backend))  # with a colon it would be imported
+    except UserError:
+        return False
+
+
+def _name_backends(theirs: Results, precisions_given: bool) -> list[str]:
+    """Return the backends of a study that left them open, each with the precisions that it ran in."""
+    ran: dict[str, list[str]] = {}
+    for t in theirs:
+        if t.good and not t.options:
+            ran.setdefault(t.backend, []).append(t.precision)
+    return [name if precisions_given else f"{name}@precision={'+'.join(dict.fromkeys(p))}" for name, p in ran.items()]
+
+
+def _check_data(study: Study, theirs: Results) -> None:
+    """Raise `UserError` if the images here are others than those of the pack."""
+    if not study.data:
+        return
+    expected = {(t.spec.get("data") or {}).get("sha256", "") for t in theirs} - {""}
+    found = {entry.trial.data.sha256 for entry in expand(study)} - {""}
+    if found != expected:
+        shown = [join_names([f"sha256 {each[:SHOWN]}…" for each in sorted(each)]) for each in (found, expected)]
+        raise UserError(
+            f"{study.data} has other images ({shown[0]}) than the pack ({shown[1]}); give theirs with --data"
+        )
+
+
+# Both runs, compared.
+
+
+def _make_key(t: TrialResult) -> Key:
+    model = t.spec["model"]
+    name = model.get("source_sha256") or model["name"]
+    return name, t.size, str(t.batch), t.variant, t.precision
+
+
+def _compare_runs(theirs: RunData, ours: RunData, folder: Path, unavailable: Mapping[str, str]) -> Reproduction:
+    here = {_make_key(t): t for t in ours.records}
+    absent, failed = dict(unavailable), {}
+    left_out = tuple(name.partition("@")[0] for name in unavailable)
+    for t in theirs.records:
+        own = here.get(_make_key(t))
+        if t.status != "ok" or (own is None and t.backend in left_out):
+            continue
+        if own is None or own.status == "skipped":
+            absent[t.label] = own.reason if own else "this machine's study has no such trial"
+        elif own.status != "ok":
+            failed[t.label] = f"{own.status}, {own.reason}"
+    return Reproduction(
+        folder,
+        tuple(_pair_rankings(theirs, ours)),
+        tuple(_pair_ratios(theirs, ours, here)),
+        absent,
+        failed,
+        _find_differences(theirs.records, ours.records),
+    )
+
+
+def _pair_ratios(theirs: RunData, ours: RunData, here: Mapping[Key, TrialResult]) -> Iterator[RatioPair]:
+    own_rows = {row["trial"]: row for row in ours.frame.to_dict("records")}
+    for row in theirs.frame.to_dict("records"):
+        t, reference = theirs.trials[row["trial"]], theirs.references.get(row["trial"])
+        own = here.get(_make_key(t))
+        if reference is None or reference.id == t.id or own is None or not (t.good and own.good):
+            continue
+        own_row, own_reference = own_rows[own.id], ours.references.get(own.id)
+        if own_reference is None or _make_key(own_reference) != _make_key(reference):
+            continue
+        where = f"{t.model} at size {t.size}, batch {t.batch}" if t.size != "0" else f"{t.model}, batch {t.batch}"
+        yield RatioPair(where, t.configuration, reference.configuration, _read_limits(row), _read_limits(own_row))
+
+
+def _read_limits(row: Mapping[str, Any]) -> tuple[float, float, float]:
+    low, value, high = (
+        math.nan if missing(row[name]) else float(row[name]) for name in ("speedup_low", "speedup", "speedup_high")
+    )
+    return low, value, high
+
+
+def _pair_rankings(theirs: RunData, ours: RunData) -> Iterator[RankingPair]:
+    """Yield the decisions of both about the same model, size and measure; the winner of each must have run in both."""
+    ran = [{_make_key(t) for t in run.records if t.status == "ok"} for run in (theirs, ours)]
+    here = {subject: trials for subject, _, trials in _list_decisions(ours)}
+    for subject, where, trials in _list_decisions(theirs):
+        own = here.get(subject, [])
+        comparable = own and _make_key(trials[0]) in ran[1] and _make_key(own[0]) in ran[0]
+        by = subject[-1]
+        yield RankingPair(where, by, _name_trials(trials, by), _name_trials(own, by) if comparable else ())
+
+
+def _name_trials(trials: Sequence[TrialResult], by: str) -> tuple[str, ...]:
+    return tuple(t.configuration + (f" at batch {t.batch}" if by == "throughput" else "") for t in trials)
+
+
+def _list_decisions(run: RunData) -> Iterator[tuple[Key, str, list[TrialResult]]]:
+    from dyno.report.verdict.verdict import read_verdict
+
+    for decision in read_verdict(run).decisions:
+        if trials := [run.trials[id] for id in decision.candidates]:
+            name, size, *_ = _make_key(trials[0])
+            yield (name, size, decision.by), decision.where, trials
+
+
+def _find_differences(theirs: Results, ours: Results) -> dict[str, tuple[Any, Any]]:
+    a, b = (
+        {**r.environment, **(r.environment.get("versions") or {}), "threads": _list_threads(r)} for r in (theirs, ours)
+    )
+    versions = [*(theirs.environment.get("versions") or {}), *(ours.environment.get("versions") or {})]
+    names = dict.fromkeys((*ENVIRONMENT, "threads", *versions))
+    return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
+
+
+def _list_threads(results: Results) -> str:
+    counts = {t.facts.threads for t in results if t.good and t.facts.threads is not None}
+    return ", ".join(map(str, sorted(counts)))

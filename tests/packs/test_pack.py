@@ -1,0 +1,258 @@
+"""A run as one file: what it holds, what it doesn't name, how its verdict is checked, and what is refused."""
+
+import getpass
+import io
+import json
+import pickle
+import platform
+import re
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dyno
+from dyno import Study
+from dyno.packs import pack as packs
+
+TOLD = "verified: "
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, fake_study: Callable[..., Study]) -> Path:
+    """A run of three rounds of two engines, one of which takes twice as long."""
+    folder = tmp_path_factory.mktemp("measured") / "net"
+    backends = ("fake@latency_ms=1", "fake@latency_ms=2")
+    dyno.run(fake_study(backends=backends, rounds=3, samples=30), folder, quiet=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def file(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dyno.pack(run, tmp_path_factory.mktemp("packed") / "net.pack.zip")
+
+
+def members(file: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(file) as packed:
+        return {info.filename: packed.read(info) for info in packed.infolist()}
+
+
+def write(path: Path, content: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, data in content.items():
+            packed.writestr(name, data)
+    return path
+
+
+def first_samples(content: dict[str, bytes]) -> str:
+    return next(name for name in content if name.endswith("samples.npz"))
+
+
+def npz(arrays: dict[str, Any], **options: Any) -> bytes:
+    out = io.BytesIO()
+    np.savez(out, **arrays, **options)
+    return out.getvalue()
+
+
+def test_a_pack_is_verified(call: Any, run: Path, file: Path) -> None:
+    _, out, _ = call("verify", file, code=0)
+    assert re.fullmatch(rf"{TOLD}\d+ numbers of the verdict follow from the samples\n", out)
+    assert dyno.verify(file).numbers > 20
+    _, out, _ = call("pack", run, "-o", "again.pack.zip", code=0)
+    assert out == "again.pack.zip\n" and Path("again.pack.zip").read_bytes() == file.read_bytes(), "the same bytes"
+    shown = json.loads(call("show", run, "--format", "json", code=0)[1])
+    stored = json.loads(members(file)["verdict.json"])
+    assert [d["candidates"] for d in stored["decisions"]] == [d["candidates"] for d in shown["decisions"]]
+    numbers = [[row["latency_ms"], row["speedup"]] for row in shown["rows"]]
+    assert [[row["latency_ms"], row["speedup"]] for row in stored["rows"]] == numbers
+
+
+def test_a_changed_sample_is_seen(call: Any, file: Path, tmp_path: Path) -> None:
+    content = members(file)
+    name = first_samples(content)
+    arrays = dict(np.load(io.BytesIO(content[name])))
+    arrays["latency_model"] = arrays["latency_model"] * 0.5
+    _, out, _ = call("verify", write(tmp_path / "net.zip", {**content, name: npz(arrays)}), code=1)
+    assert out.startswith("not verified: ") and re.search(r"is \S+, but the samples give", out)
+
+
+@pytest.mark.parametrize("key", ["latency_ms", "speedup", "candidates", "text", "left out"])
+def test_a_changed_verdict_is_seen(call: Any, file: Path, tmp_path: Path, key: str) -> None:
+    content = members(file)
+    verdict = json.loads(content["verdict.json"])
+    if key == "left out":
+        verdict["rows"].pop()
+    elif key in ("candidates", "text"):
+        verdict["decisions"][0][key] = ["another"] if key == "candidates" else "another"
+    else:
+        row = next(row for row in verdict["rows"] if row[key] not in (None, 1.0))
+        row[key] *= 1.0001
+    changed = write(tmp_path / "net.zip", {**content, "verdict.json": json.dumps(verdict).encode()})
+    _, out, _ = call("verify", changed, code=1)
+    assert out.startswith("not verified: ")
+
+
+def test_no_folder_user_or_host_is_named(run: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted in every text that a pack takes from a run."""
+    planted = tmp_path / "planted" / "net"
+    shutil.copytree(run, planted)
+    monkeypatch.setattr(platform, "node", lambda: "hostname7.example.org")
+    monkeypatch.setattr(getpass, "getuser", lambda: "userx9")
+    texts = ["/home/userx9/my nets/a.onnx", f"{planted}/trials: userx9@hostname7", f"{Path.home()}/x", str(tmp_path)]
+    for path in planted.rglob("record.json"):
+        record = json.loads(path.read_text())
+        record["warnings"] = [*texts, "read hostname7.example.org:/opt/secret/b.bin, 12 images/s in /conv1/Conv"]
+        path.write_text(json.dumps(record))
+    for path in planted.rglob("job.json"):
+        job = json.loads(path.read_text())
+        job["artifact"] = None
+        job["trial"]["model"]["weights"] = texts[0]
+        path.write_text(json.dumps(job))
+    (planted / "self-test.json").write_text(json.dumps({"machine": {"host": "hostname7.example.org"}, "grade": "B"}))
+    file = dyno.pack(planted, tmp_path / "planted.zip")
+    every = b"\n".join(members(file).values())
+    names = (b"hostname7", b"userx9", b"/home", b"/opt", str(Path.home()).encode() + b"/", str(tmp_path).encode())
+    assert [name for name in names if name in every] == []
+    assert b"a.onnx" in every and b"12 images/s in /conv1/Conv" in every, "what is no folder stays"
+    assert dyno.verify(file).exit_code == 0
+    named = dyno.pack(planted, tmp_path / "named.zip", with_names=True)
+    assert json.loads(members(named)["pack.json"])["host"] == "hostname7.example.org"
+    assert b"userx9" not in b"".join(members(named).values())
+
+
+def test_a_pack_says_what_was_measured(file: Path, run: Path) -> None:
+    content = members(file)
+    about = json.loads(content["pack.json"])
+    job = json.loads(next(run.rglob("job.json")).read_text())
+    expected = {key: job["trial"]["model"][key] for key in ("source", "source_sha256", "weights_sha256")}
+    assert about["models"] == [expected] and about["dyno"] == dyno.__version__ and about["run"] == "net"
+    assert content["run/environment.json"] == (run / "environment.json").read_bytes()
+    rounds = {path.relative_to(run).as_posix() for path in run.rglob("samples.npz")}
+    assert {name.removeprefix("run/") for name in content if name.endswith("samples.npz")} == rounds
+    assert not [name for name in content if name.endswith((".log", ".html", ".csv", "lock"))]
+
+
+@pytest.mark.parametrize("what", ["empty", "random", "truncated", "middle", "folder", "nothing", "text", "zip64"])
+def test_what_is_no_pack_is_one_line(refused: Any, file: Path, tmp_path: Path, what: str) -> None:
+    bad, whole = tmp_path / "bad.zip", file.read_bytes()
+    if what == "folder":
+        bad.mkdir()
+    elif what != "nothing":
+        middle = len(whole) // 2
+        contents = {
+            "empty": b"", "text": b"hello\n" * 50, "random": np.random.default_rng(0).bytes(5000),
+            "truncated": whole[:middle], "middle": whole[:middle] + b"\0" * 40 + whole[middle + 40 :],
+            "zip64": whole[:-22] + b"PK\x06\x07" + b"\0" * 16 + whole[-22:],
+        }  # fmt: skip
+        bad.write_bytes(contents[what])
+    assert re.search("is not a pack|is a damaged pack|too large for a pack", refused("verify", bad))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/etc/x.json", "run/../../x.json", "../x.json", "run/.x.json", "run/x.py", "run/a\\..\\b.json", "x.json",
+     "run/x.pt"],
+)  # fmt: skip
+def test_names_outside_the_pack_are_refused(refused: Any, file: Path, tmp_path: Path, name: str) -> None:
+    assert "which no pack has" in refused("verify", write(tmp_path / "bad.zip", {**members(file), name: b"{}"}))
+
+
+def test_a_link_and_a_second_file_of_a_name_are_refused(refused: Any, file: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(write(tmp_path / "link.zip", members(file)), "a") as packed:
+        link = zipfile.ZipInfo("run/devices.json")
+        link.external_attr = 0o120777 << 16
+        packed.writestr(link, "/etc/passwd")
+    assert "which no pack has" in refused("verify", tmp_path / "link.zip")
+    with (
+        zipfile.ZipFile(write(tmp_path / "two.zip", members(file)), "a") as packed,
+        pytest.warns(UserWarning, match="Duplicate"),
+    ):
+        packed.writestr("pack.json", members(file)["pack.json"])
+    assert "two of one name" in refused("verify", tmp_path / "two.zip")
+
+
+def test_a_bomb_is_refused_before_it_unpacks(
+    refused: Any, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes are counted as they are read: the second file declares a small one."""
+    bomb = write(tmp_path / "bomb.zip", {**members(file), "run/models.json": b" " * (packs.MOST_JSON_BYTES + 1)})
+    assert bomb.stat().st_size < 10 << 20
+    assert "models.json unpacks to too much" in refused("verify", bomb)
+    content = bytearray(write(tmp_path / "lying.zip", {"run/models.json": b" " * 100_000}).read_bytes())
+    for mark, place in ((b"PK\x03\x04", 22), (b"PK\x01\x02", 24)):
+        at = content.index(mark) + place
+        content[at : at + 4] = struct.pack("<I", 10)
+    (tmp_path / "lying.zip").write_bytes(content)
+    assert "damaged pack" in refused("verify", tmp_path / "lying.zip")
+    monkeypatch.setattr(packs, "MOST_BYTES", 50_000)
+    assert "too large for a pack" in refused("verify", file)
+    monkeypatch.setattr(packs, "MOST_MEMBERS", 3)
+    monkeypatch.setattr(packs, "MOST_BYTES", 1 << 30)
+    assert "too large for a pack" in refused("verify", file)
+
+
+class Harm:
+    def __reduce__(self) -> Any:
+        return Path("harmed").write_text, ("harm",)
+
+
+def test_a_pickle_is_never_loaded(refused: Any, file: Path, tmp_path: Path) -> None:
+    content = members(file)
+    name = first_samples(content)
+    objects = npz({"latency_model": np.array([Harm()], dtype=object)}, allow_pickle=True)
+    assert "never loaded" in refused("verify", write(tmp_path / "bad.zip", {**content, name: objects}))
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w") as inner:
+        inner.writestr("latency_model.npy", pickle.dumps(Harm()))
+    assert "not an array" in refused("verify", write(tmp_path / "bad2.zip", {**content, name: raw.getvalue()}))
+    assert not Path("harmed").exists()
+
+
+@pytest.mark.parametrize("harm", ["deep", "list", "text", "numbers", "schema", "format", "no verdict", "no trials"])
+def test_damaged_content_is_one_line(refused: Any, file: Path, tmp_path: Path, harm: str) -> None:
+    content = members(file)
+    about = json.loads(content["pack.json"])
+    job = next(name for name in content if name.endswith("job.json"))
+    planted: dict[str, dict[str, bytes]] = {
+        "deep": {"run/models.json": b'{"a":' + b"[" * 100_000}, "list": {job: b"[]"},
+        "text": {"verdict.json": b"\xff\xfe"}, "numbers": {"verdict.json": b"[1, 2"},
+        "schema": {"pack.json": json.dumps({**about, "schema": 99}).encode()},
+        "format": {"pack.json": json.dumps({**about, "format": "other"}).encode()},
+    }  # fmt: skip
+    content |= planted.get(harm, {})
+    if harm == "no verdict":
+        del content["verdict.json"]
+    if harm == "no trials":
+        content = {name: data for name, data in content.items() if "/trials/" not in name}
+    said = refused("verify", write(tmp_path / "bad.zip", content))
+    assert "schema 99" in said if harm == "schema" else re.search("is not a pack|is a damaged pack", said)
+
+
+def test_what_can_t_be_packed_is_refused(refused: Any, tmp_path: Path, run: Path) -> None:
+    assert "not a folder" in refused("pack", tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    assert "not a run folder" in refused("pack", tmp_path / "empty")
+    assert "is a folder" in refused("pack", run, "-o", tmp_path / "empty")
+
+
+@pytest.mark.parametrize("place", ["backend", "task", "study"])
+def test_no_code_that_a_pack_names_is_imported(refused: Any, file: Path, importable: Any, place: str) -> None:
+    """Backends and tasks may be named MODULE:NAME, which `dyno run` imports."""
+    folder = importable("planted_module", "from pathlib import Path\nPath('imported').write_text('x')\nX = 1\n")
+    content = members(file)
+    if place == "study":
+        content["run/study.toml"] += b'task = "planted_module:X"\n'
+    for name in content:
+        if name.endswith("job.json") and place != "study":
+            job = json.loads(content[name])
+            (job["trial"] if place == "backend" else job["trial"]["model"])[place] = "planted_module:X"
+            content[name] = json.dumps(job).encode()
+    bad = write(folder / "bad.zip", content)
+    for words in (["verify", bad], ["reproduce", bad, "-y"]):
+        assert "names code in Python, 'planted_module:X'" in refused(*words)
+    assert not Path("imported").exists()

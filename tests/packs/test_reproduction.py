@@ -1,0 +1,156 @@
+"""A pack's study measured again: what is needed for it, and whether both answers are the same."""
+
+import hashlib
+import json
+import math
+import re
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dyno
+import synthetic
+from dyno import Study, api
+from dyno.worker.record import write_json
+from synthetic import Way
+
+PYTORCH, ONNX = Way("pytorch", seconds=0.004), Way("onnxruntime", seconds=0.002)
+STUDY = 'models = ["torchvision:digits"]\nbackends = ["pytorch", "onnxruntime"]\nsizes = ["64"]\n'
+
+
+def stored(folder: Path, ways: Sequence[Way], seed: int = 0, study: str = STUDY) -> Path:
+    synthetic.write_run(folder, list(ways), seed)
+    (folder / "study.toml").write_text(study)
+    return folder
+
+
+@pytest.fixture
+def reproduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """What `dyno reproduce` answers where the pack has these trials and the machine measures those."""
+
+    def run(pack: Sequence[Way], here: Sequence[Way], **environment: Any) -> tuple[int, dict[str, Any]]:
+        file = dyno.pack(stored(tmp_path / "net", pack), tmp_path / "net.zip")
+        measured = stored(tmp_path / "there", here, seed=1)
+        write_json(measured / "environment.json", {**synthetic.ENVIRONMENT, **environment})
+        monkeypatch.setattr(api, "run", lambda *_, **__: api.Result(measured))
+        code, out, _ = call("reproduce", file, "-y", "--format", "json", "--out", tmp_path / "there")
+        return code, json.loads(out)
+
+    return run
+
+
+def test_the_same_answer_is_reproduced(reproduced: Any) -> None:
+    code, answer = reproduced([PYTORCH, ONNX], [PYTORCH, ONNX], cpu="Another CPU", python="3.12")
+    assert (code, answer["outcome"]) == (0, "reproduced")
+    (pair,) = answer["ratios"]
+    assert pair["configuration"] == "onnxruntime fp32" and pair["reference"] == "pytorch fp32"
+    for low, value, high in (pair["pack"], pair["here"]):
+        assert low <= value <= high and math.isclose(value, 2, rel_tol=0.05), "0.004 s over 0.002 s"
+    (ranking,) = [each for each in answer["rankings"] if each["by"] == "latency"]
+    assert ranking["pack"] == ranking["here"] == ["onnxruntime fp32"] and ranking["agrees"]
+    expected = {"cpu": {"pack": "Synthetic CPU", "here": "Another CPU"}, "python": {"pack": "3.11", "here": "3.12"}}
+    assert answer["differences"] == expected
+    assert answer["sentences"][0].startswith("reproduced: ")
+
+
+def test_another_winner_is_not_reproduced(reproduced: Any) -> None:
+    code, answer = reproduced([PYTORCH, ONNX], [PYTORCH, Way("onnxruntime", seconds=0.006)])
+    assert (code, answer["outcome"]) == (1, "not reproduced")
+    assert not answer["rankings"][0]["agrees"] and answer["rankings"][0]["here"] == ["pytorch fp32"]
+
+
+def test_another_ratio_is_not_reproduced(reproduced: Any) -> None:
+    code, answer = reproduced([PYTORCH, ONNX], [PYTORCH, Way("onnxruntime", seconds=0.001)])
+    assert code == 1 and answer["rankings"][0]["agrees"] and not answer["ratios"][0]["agrees"]
+    assert any("a difference beyond what both can see" in sentence for sentence in answer["sentences"])
+
+
+def test_what_can_t_run_here_is_listed_and_what_fails_is_unfinished(reproduced: Any) -> None:
+    openvino = Way("openvino", seconds=0.003)
+    skipped = Way("openvino", statuses=("skipped",), reason="openvino isn't installed")
+    code, answer = reproduced([PYTORCH, ONNX, openvino], [PYTORCH, ONNX, skipped])
+    assert code == 0 and "openvino isn't installed" in next(iter(answer["unavailable"].values()))
+
+
+def test_a_failed_trial_is_unfinished(reproduced: Any) -> None:
+    failed = Way("onnxruntime", statuses=("crashed",), reason="killed by SIGSEGV")
+    code, answer = reproduced([PYTORCH, ONNX], [PYTORCH, failed])
+    assert code == 3 and "SIGSEGV" in next(iter(answer["failed"].values()))
+
+
+def test_one_round_is_nothing_to_compare(reproduced: Any) -> None:
+    once = [Way("pytorch", statuses=("ok",)), Way("onnxruntime", seconds=0.002, statuses=("ok",))]
+    _, answer = reproduced([PYTORCH, ONNX], once)
+    assert answer["ratios"][0]["agrees"] is None and "too uncertain" in " ".join(answer["sentences"])
+
+
+NET = "import torch\n\n\ndef build():\n    return torch.nn.ReLU()\n"
+
+
+def test_a_model_in_a_file_is_the_user_s_own(refused: Any, tmp_path: Path) -> None:
+    """The pack has its hash alone; another file, and none, are refused before anything runs."""
+    folder = stored(tmp_path / "net", [PYTORCH, ONNX], study=STUDY.replace("torchvision:digits", "/nets/net.py:build"))
+    (tmp_path / "net.py").write_text(NET)
+    for path in folder.rglob("job.json"):
+        job = json.loads(path.read_text())
+        job["trial"]["model"] |= {
+            "source": "/nets/net.py:build", "source_sha256": hashlib.sha256(NET.encode()).hexdigest(),
+        }  # fmt: skip
+        path.write_text(json.dumps(job))
+    file = dyno.pack(folder, tmp_path / "net.zip")
+    assert "'net.py:build' with sha256 " in refused("reproduce", file, "-y")
+    (tmp_path / "other.py").write_text(NET + "#")
+    said = refused("reproduce", file, "-y", "--model", tmp_path / "other.py")
+    assert re.search(r"other\.py has [0-9a-f]{12}…: give it with --model", said)
+    assert "is none of the pack's models" in refused(
+        "reproduce", file, "-y", "--model", tmp_path / "net.py", "--model", tmp_path / "other.py"
+    )
+    with pytest.raises(dyno.UserError, match="nothing was run"):
+        dyno.reproduce(file, model=tmp_path / "net.py", confirm=lambda plan: "net.py:build with pytorch" not in plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ('weights = "/x/w.pt"', "a study with weights can't be reproduced"),
+        ('inputs = ["a=feeds.npz"]', "a study with inputs can't be reproduced"),
+        ('data = "/x/photos"', "give their folder with --data"),
+        ('models = ["os:system"]', "no hash of its model"),
+        ('backends = ["nosuch"]', "this Dyno has no such backend"),
+        ('backends = ["onnxruntime@provider=/x/lib.so"]', "its options name a file"),
+        ('backends = ["pytorch"]\nruntime = {pytorch = {python = "/x/python"}}', "another Python"),
+    ],
+)
+def test_nothing_of_a_stranger_s_choice_runs(refused: Any, tmp_path: Path, change: str, said: str) -> None:
+    name = change.partition(" ")[0]
+    lines = [line for line in STUDY.splitlines() if not line.startswith(name)]
+    folder = stored(tmp_path / "net", [PYTORCH, ONNX], study="\n".join([*lines, change]) + "\n")
+    assert said in refused("reproduce", dyno.pack(folder, tmp_path / "net.zip"), "-y")
+
+
+def test_a_pack_that_is_not_verified_is_not_run(refused: Any, tmp_path: Path) -> None:
+    file = dyno.pack(stored(tmp_path / "net", [PYTORCH, ONNX]), tmp_path / "net.zip")
+    assert "omit --data" in refused("reproduce", file, "-y", "--data", tmp_path)
+    assert "add -y" in refused("reproduce", file)
+    with zipfile.ZipFile(file) as packed:
+        content = {name: packed.read(name) for name in packed.namelist()}
+    verdict = json.loads(content["verdict.json"])
+    verdict["rows"][0]["latency_ms"] *= 2
+    with zipfile.ZipFile(file, "w") as packed:
+        for name, data in {**content, "verdict.json": json.dumps(verdict).encode()}.items():
+            packed.writestr(name, data)
+    assert "is not verified, so it isn't run" in refused("reproduce", file, "-y")
+
+
+def test_a_study_runs_again(fake_study: Callable[..., Study], call: Any, tmp_path: Path, unreported: None) -> None:
+    """From the command line, with jobs: its settings are the pack's."""
+    study = fake_study(backends=("fake@latency_ms=1", "fake@latency_ms=4"), rounds=2, samples=5)
+    dyno.run(study, tmp_path / "net", quiet=True)
+    code, out, err = call("reproduce", dyno.pack(tmp_path / "net", tmp_path / "net.zip"), "-y")
+    assert code in (0, 1, 3), err
+    again = Study.from_toml("runs/net-reproduced/study.toml")
+    assert again == study and "What differs: nothing" in out
+    assert re.search(r"fake@latency_ms=4 fp32 over fake@latency_ms=1 fp32: ", out)
