@@ -300,3 +300,11 @@ def test_no_package_hides_a_public_name() -> None:
     import dyno
 
     assert not {path.stem for path in (SRC / "dyno").iterdir()} & set(dyno.__all__)
+
+
+def test_every_file_of_tests_is_in_one_group() -> None:
+    groups = ("test-program", "test-engines", "test-jobs")
+    done = subprocess.run(["make", "-n", *groups], cwd=ROOT, capture_output=True, text=True, check=True)
+    named = [ROOT / word for word in done.stdout.split() if word.startswith("tests/") and word != "tests/one_server.py"]
+    files = [file for path in named for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
+    assert sorted(files) == sorted((ROOT / "tests").rglob("test_*.py"))
