@@ -462,6 +462,11 @@ def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
         logs.append([*np.log(np.divide(*medians))])
     expected = [np.median(logs[0]), np.median([*logs[1][:1], *logs[1][2:]])]
     assert log_ratios(slow, fast, "model") == pytest.approx(expected)
+    latencies = read_trials(load_run(tmp_path)).frame.set_index("trial")["latency_ms"]
+    for trial in (slow, fast):
+        counted = trial.rounds[: 2 if trial.options["latency_ms"] == 4 else 3]
+        medians = [np.median(np.load(r.folder / "samples.npz")["latency_model"]) for r in counted]
+        assert latencies[trial.id] == pytest.approx(1e3 * np.exp(np.mean(np.log(medians))))
     everything = log_ratios(slow, fast, "model", keep_disturbed=True)
     assert everything == pytest.approx([np.median(each) for each in logs])
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from dyno.results import stats
+from dyno.results.rounds import Round
 from dyno.results.trial_result import TrialResult
 from dyno.worker.jobs.turns import quiet_delay
 
@@ -38,8 +39,17 @@ def log_ratios(
     Where rounds go through builds of either engine, it is the mean of those for each build. Sets that other programs
     disturbed in most blocks are left out, unless only one set would be left.
     """
-    sets = block_ratios(a, b, boundary, clock, keep_disturbed)
-    if sum(each.is_quiet for each in sets) >= LEAST_QUIET_ROUNDS:
+    return average_rounds(block_ratios(a, b, boundary, clock, keep_disturbed))
+
+
+def are_quiet(sets: Sequence[RoundRatios]) -> bool:
+    """Return whether enough sets are undisturbed that the others are left out."""
+    return sum(each.is_quiet for each in sets) >= LEAST_QUIET_ROUNDS
+
+
+def average_rounds(sets: Sequence[RoundRatios]) -> list[float]:
+    """Return the median log ratio of each set, or for each build the mean of its sets' medians."""
+    if are_quiet(sets):
         sets = [each for each in sets if each.is_quiet]
     return stats.over_units([(each.builds or f"set {k}", float(np.median(each.logs))) for k, each in enumerate(sets)])
 
@@ -53,7 +63,7 @@ def block_ratios(
     block is left out where the counters of either process say that other programs disturbed it; its latencies have no
     part in that.
     """
-    tag = "throughput" if boundary == "throughput" else "latency"
+    tag = _name_tag(boundary)
     rounds_of_b = {r.turns: r for r in (*b.rounds, *b.companions) if r.ok and r.turns}
     quiet_a, quiet_b = (_quiet_delay(t, boundary) for t in (a, b))
     sets = []
@@ -67,7 +77,7 @@ def block_ratios(
         if not keep_disturbed:
             disturbed = x.disturbed_blocks(boundary, quiet_a) | y.disturbed_blocks(boundary, quiet_b)
         quiet = within(*medians, disturbed)
-        is_quiet = len(quiet) >= max(min(LEAST_QUIET_BLOCKS, len(logs)), len(logs) / 2)
+        is_quiet = _are_most(len(quiet), len(logs))
         if logs.size:
             builds = (x.build, y.build) if x.build or y.build else None
             sets.append(RoundRatios(builds, quiet if is_quiet else logs, is_quiet))
@@ -89,6 +99,25 @@ def find_drift(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -
     changes = np.array([theilslopes(logs).slope * (len(logs) - 1) for logs in rounds])
     half = stats.t_quantile(len(changes) - 1, DRIFT_ERROR) * changes.std(ddof=1) / math.sqrt(len(changes))
     return stats.Interval(*(math.expm1(changes.mean() + side * half) for side in (0, -1, 1)))
+
+
+def list_quiet_rounds(t: TrialResult, boundary: str) -> list[Round]:
+    """Return the good rounds that timed the boundary undisturbed by other programs; all if there are fewer than two."""
+    quiet, rounds = _quiet_delay(t, boundary), []
+    timed = [r for r in t.good if r.measurement(_name_tag(boundary), boundary)]
+    for r in timed:
+        count = len(r.facts.delays.get(boundary, ()))
+        if _are_most(count - len(r.disturbed_blocks(boundary, quiet)), count):
+            rounds.append(r)
+    return rounds if len(rounds) >= LEAST_QUIET_ROUNDS else timed
+
+
+def _name_tag(boundary: str) -> str:
+    return "throughput" if boundary == "throughput" else "latency"
+
+
+def _are_most(quiet: int, blocks: int) -> bool:
+    return quiet >= max(min(LEAST_QUIET_BLOCKS, blocks), blocks / 2)
 
 
 def _quiet_delay(t: TrialResult, boundary: str) -> float | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from dyno.formatting import significant, sized
 from dyno.results import stats
-from dyno.results.blocks import log_ratios
+from dyno.results.blocks import are_quiet, average_rounds, block_ratios, log_ratios
 from dyno.results.correctness import INCOMPARABLE, WRONG
 from dyno.results.metrics import quality
 from dyno.results.metrics.accuracy import WITHIN
@@ -359,7 +359,8 @@ def gather_evidence(
     through builds of either engine, a build is one observation, the mean of its rounds. Where rounds went on until
     decided, only the rounds that both have count: further rounds of others must not change a decision.
     """
-    paired = log_ratios(reference, own, boundary, clock)
+    sets = block_ratios(reference, own, boundary, clock)
+    paired = average_rounds(sets)
     unfiltered = log_ratios(reference, own, boundary, clock, keep_disturbed=True)
     both = own.round_medians(boundary, clock).keys() & reference.round_medians(boundary, clock).keys()
     only = both if rule is not None and rule.first else None
@@ -368,7 +369,8 @@ def gather_evidence(
         found = stats.paired(paired, are_rounds=max(list_builds(own), list_builds(reference)) < 2)
         if found is not None:
             left_out = len(unfiltered) - len(paired)
-            found = replace(found, disturbed=left_out, unfiltered=float(np.mean(unfiltered)))
+            mean = float(np.mean(unfiltered))
+            found = replace(found, disturbed=left_out, unfiltered=mean, undisturbed=are_quiet(sets))
     else:
         found = stats.unpaired(*medians)
     return found and of_rounds(found, own, reference, len(both))

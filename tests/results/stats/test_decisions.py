@@ -254,3 +254,34 @@ def test_fewer_than_three_sessions_tell_nothing() -> None:
     assert evidence is not None
     for sessions, spread in ((0, 0.0), (2, 0.01), (3, 0.0)):
         assert stats.between_sessions(evidence, sessions, spread).single
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+@pytest.mark.parametrize("spread", [0.01, 0.1, 0.3])
+def test_few_undisturbed_rounds_of_equal_engines_are_rarely_called_different(rounds: int, spread: float) -> None:
+    """Two or three rounds are also tested with a usual spread, at most as often wrongly as promised."""
+    studies = np.random.default_rng(3).normal(0, spread, (4000, rounds))
+    found = [replace(stats.paired(logs), undisturbed=True).p_value for logs in studies]  # type: ignore[type-var]
+    for level in (0.05, 0.01):
+        assert np.mean(np.array(found) < level) <= level + 3 * np.sqrt(level / len(studies))
+
+
+def test_a_large_difference_shows_after_two_undisturbed_rounds() -> None:
+    """14-fold, as eager PyTorch beside a compiler: with Student's t of two rounds alone there is no bound."""
+    logs = [2.56, 2.71]
+    alone = stats.paired(logs)
+    assert alone is not None
+    both = replace(alone, undisturbed=True)
+    deviation = np.sqrt((np.var(logs, ddof=1) + 2 * 0.2**2) / 3)
+    usual = scipy_stats.t.sf(np.mean(logs) / (deviation / np.sqrt(2)), 3) * 2
+    own = scipy_stats.ttest_1samp(logs, 0).pvalue
+    assert own > 0.01 > both.p_value
+    assert both.p_value == pytest.approx(min(own / 0.5, usual / 0.5))
+    level = 0.05 / 13
+    widths = (scipy_stats.t.isf(level / 4, 3) * deviation, scipy_stats.t.isf(level / 4, 1) * np.std(logs, ddof=1))
+    assert both.half_width(level) == pytest.approx(min(widths) / np.sqrt(2))
+    assert both.half_width(level) < alone.half_width(level) / 5
+    four = stats.paired([2.56, 2.71, 2.6, 2.65])
+    assert four is not None and replace(four, undisturbed=True).p_value == four.p_value, (
+        "more rounds speak for themselves"
+    )

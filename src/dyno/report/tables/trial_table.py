@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.formatting import WIDEST, counting, images_tested, significant, sized
 from dyno.report.tables import TableKind
 from dyno.results import correctness, metrics, ranking, remarks, stats
+from dyno.results.blocks import list_quiet_rounds
 from dyno.results.correctness import (
     AGREE,
     INCOMPARABLE,
@@ -409,7 +410,8 @@ def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> s
 def _compute_latencies(t: TrialResult) -> dict[str, float]:
     columns: dict[str, float] = {}
     for boundary in LATENCIES:
-        if sampled := t.sampled("latency", boundary):
+        quiet = list_quiet_rounds(t, boundary)
+        if sampled := [each for each in t.sampled("latency", boundary) if each[0] in quiet]:
             rounds = [samples for _, samples in sampled]
             s = stats.over_rounds(rounds)
             columns |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
@@ -430,7 +432,8 @@ def _compute_percentile(sampled: Sequence[tuple[Round, np.ndarray]], q: float) -
 
 def _read_values(t: TrialResult) -> dict[str, Any]:
     size = t.value("file_size")
-    rate = stats.center(by_build((r, v) for r in t.good if (v := r.value("throughput", "throughput"))))
+    quiet = list_quiet_rounds(t, "throughput")
+    rate = stats.center(by_build((r, v) for r in quiet if (v := r.value("throughput", "throughput"))))
     return {
         "throughput_ips": rate.value,
         "throughput_low": rate.low,
@@ -522,7 +525,8 @@ def _compute_speed(t: TrialResult, against: ComparisonBasis, compare: bool) -> d
     reference = against.reference if compare else None
     boundary = compared_boundary(t, reference) or compared_boundary(t)
     clock = against.clocks.get(boundary) or clock_of(boundary, t)
-    own = stats.center(t.medians(boundary, clock)) if boundary else None
+    quiet = {r.folder.name for r in list_quiet_rounds(t, boundary)}
+    own = stats.center(t.medians(boundary, clock, quiet)) if boundary else None
     columns: dict[str, Any] = {"boundary": boundary, "clock": clock if boundary else ""}
     if own is None:
         return columns

@@ -13,6 +13,9 @@ from dyno.results.stats.intervals import t_quantile
 from dyno.results.stats.summaries import deviation
 
 ALONE, TURNS, SESSIONS = "one after the other", "in turns", "in two sessions"
+# Two or three rounds hardly estimate their own spread: a usual one counts as if it had been seen in further rounds.
+USUAL_SPREAD, USUAL_FREEDOM = 0.2, 2  # of the log ratios of undisturbed rounds, and degrees of freedom
+USUAL_SHARE = {2: 0.5, 3: 0.25}  # by the rounds, how much of the error the test with that spread may spend
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Evidence:
     what is needed to tell how the error falls. `seen` is after how many rounds it may have been looked at, where that
     is more. With `builds` above 0 a round in all this is a build, the mean of its rounds. `rejected` of the rounds
     are far from the others and left out of mean and error; None where none may be. `disturbed` are further ones that
-    don't count, because other programs took the processors then. `unfiltered` is the mean of all.
+    don't count, because other programs took the processors then. `unfiltered` is the mean of all. Rounds that are
+    `undisturbed`, if they are very few, are also tested with a usual spread.
     """
 
     difference: float
@@ -39,6 +43,7 @@ class Evidence:
     rejected: int | None = None
     disturbed: int = 0
     unfiltered: float = math.nan
+    undisturbed: bool = False
 
     @property
     def p_value(self) -> float:
@@ -48,7 +53,11 @@ class Evidence:
         t = self.difference / self.error
         if self.rejected is None:
             return rejection.student_p(t, self.freedom)
-        return rejection.p_value(t, self.rounds, self.rejected)
+        p = rejection.p_value(t, self.rounds, self.rejected)
+        if not (share := self._usual_share):
+            return p
+        usual = rejection.student_p(self.difference / self._moderated_error, self.freedom + USUAL_FREEDOM)
+        return min(1.0, p / (1 - share), usual / share)
 
     def half_width(self, level: float) -> float:
         """Return half the width of the interval whose error is `level`."""
@@ -56,7 +65,22 @@ class Evidence:
             return 0.0
         if self.rejected is None:
             return self.error * t_quantile(self.freedom, level)
-        return self.error * rejection.critical_value(self.rounds, self.rejected, level)
+        share = self._usual_share
+        half = self.error * rejection.critical_value(self.rounds, self.rejected, level * (1 - share))
+        if not share:
+            return half
+        return min(half, self._moderated_error * t_quantile(self.freedom + USUAL_FREEDOM, level * share))
+
+    @property
+    def _usual_share(self) -> float:
+        return USUAL_SHARE.get(self.rounds, 0.0) if self.undisturbed and not self.rejected else 0.0
+
+    @property
+    def _moderated_error(self) -> float:
+        """The standard error with the usual spread beside the own one (moderated t: Smyth 2004)."""
+        freedom = self.freedom + USUAL_FREEDOM
+        variance = (self.freedom * self.spread**2 + USUAL_FREEDOM * USUAL_SPREAD**2) / freedom
+        return math.sqrt(variance / self.rounds)
 
     @property
     def looked(self) -> int:
