@@ -317,7 +317,8 @@ class Contention:
             doubt = "those latencies are inflated; measure again on a quiet machine"
         elif not self.alone:
             doubt = (
-                "absolute latencies are inflated; rankings were measured interleaved and hold under this load, "
+                "disturbed rounds don't count where two others remain, else absolute latencies are inflated; "
+                "rankings were measured interleaved and hold under this load, "
                 "which may slow engines unequally"
             )
         else:
