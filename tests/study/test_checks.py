@@ -87,7 +87,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             ["run", "fake:n", "--rounds", "many"],
             "invalid value for '--rounds': 'many' is not a",
         ),
-        (["run", "fake:n", "--rounds"], "option '--rounds' requires an argument"),
+        (["run", "fake:n", "--rounds"], "option '--rounds' requires an argument; see dyno run --help"),
         (["doctor", "here"], "got unexpected extra argument"),
         (["--nonsense"], "no such option: --nonsense"),
         (["data", "imagenet"], "there is no command 'imagenet'; did you mean dyno data imagenet-val?"),

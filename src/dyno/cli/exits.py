@@ -170,7 +170,8 @@ def end(app: typer.Typer) -> None:
         if type(e).__name__ == "NoArgsIsHelpError":
             e.show()  # the help itself
             sys.exit(BAD_INPUT)
-        _fail_command(hint_usage(e, e.ctx.command_path if e.ctx else "dyno"))
+        # The parser doesn't know its command.
+        _fail_command(hint_usage(e, e.ctx.command_path if e.ctx else " ".join(("dyno", *sys.argv[1:2]))))
     except Unfinished as e:
         _fail_command(str(e), UNFINISHED)
     except (UserError, Unavailable) as e:
