@@ -217,7 +217,10 @@ def _make_study(
     backends, unavailable = _choose_backends(table, theirs)
     images = str(table.get("data", ""))
     if images and images != BUILT_IN and not data:
-        names = ", ".join(f"{each['name']} (sha256 {each['sha256'][:SHOWN]}…)" for each in opened.about.get("data", ()))
+        recorded = {
+            (each["name"], each["sha256"]) for t in theirs if (each := t.spec.get("data")) and each.get("sha256")
+        }
+        names = ", ".join(f"{shorten(name)} (sha256 {sha256[:SHOWN]}…)" for name, sha256 in sorted(recorded))
         raise UserError(f"the pack was measured on images: {names or images}; give their folder with --data")
     if data and (not images or images == BUILT_IN):
         raise UserError(f"the pack was measured on {images or 'random inputs'}; omit --data")
