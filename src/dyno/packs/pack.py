@@ -49,6 +49,7 @@ MOST_TEXT_BYTES = 64 << 20  # of all JSON files: as objects they take many times
 BLOCK = 1 << 20
 END, END_BYTES, ZIP64, ZIP64_BYTES = b"PK\x05\x06", 22, b"PK\x06\x07", 20  # the last record of a zip file
 MEMBER = re.compile(rf"{HEAD}|{VERDICT}|{RUN}(/[\w+=@][\w.+=@-]*)+\.(json|npz|toml)")
+STRING = re.compile(r"""(?!\"{3}|'{3})(?:"(?:\\.|[^"\\\n])*"|'[^'\n]*')|#.*""")  # of TOML, or a comment
 RELATIVE = 1e-9  # difference of two computations of a number on two processors
 MOST_SHOWN = 5  # differences
 
@@ -295,6 +296,10 @@ def open_pack(file: str | Path) -> Iterator[OpenPack]:
                     raise ValueError(f"{path} has an empty array of a huge shape")
             for path in sorted(folder.rglob("*.json")):
                 _check_values(read_json(path))
+            # A key of many parts takes the parser time by its square; Dyno writes none, and no text of many lines.
+            study = STRING.sub("", (folder / RUN / STUDY).read_text(encoding="utf-8"))
+            if re.search(r"['\"]|(?:\.[\w\s-]*){9}", study):
+                raise ValueError(f"{STUDY} has a key or a text that Dyno doesn't write")
             _refuse_code(folder / RUN, f"{file}")
         except UserError:
             raise
