@@ -97,6 +97,34 @@ def test_a_changed_verdict_is_seen(call: Any, file: Path, tmp_path: Path, key: s
     assert out.startswith("not verified: ")
 
 
+def test_one_changed_number_and_one_changed_word_are_named(call: Any, file: Path, tmp_path: Path) -> None:
+    content = members(file)
+    name = first_samples(content)
+    arrays = dict(np.load(io.BytesIO(content[name])))
+    arrays["latency_model"][3] = np.nextafter(arrays["latency_model"][3], 1)
+    _, out, _ = call("verify", write(tmp_path / "net.zip", {**content, name: npz(arrays)}), code=1)
+    assert (
+        out.startswith("not verified: ") and f"\n{name.removeprefix('run/')} is not the file that was packed\n" in out
+    )
+    verdict = json.loads(content["verdict.json"])
+    word = verdict["decisions"][0]["text"].split()[1]
+    verdict["decisions"][0]["text"] = verdict["decisions"][0]["text"].replace(word, "planted", 1)
+    changed = write(tmp_path / "net.zip", {**content, "verdict.json": json.dumps(verdict).encode()})
+    _, out, _ = call("verify", changed, code=1)
+    assert re.fullmatch(
+        r"not verified: 1 difference\ndecisions\[0\]\.text is .*planted.*, but the samples give .*\n", out
+    )
+
+
+def test_a_file_left_out_or_added_is_named(call: Any, file: Path, tmp_path: Path) -> None:
+    content = members(file)
+    content["run/idle/x/record.json"] = b"{}"
+    left_out = next(name for name in content if name.endswith("telemetry.npz"))
+    del content[left_out]
+    _, out, _ = call("verify", write(tmp_path / "net.zip", content), code=1)
+    assert all(f"{name} is not the file" in out for name in ("idle/x/record.json", left_out.removeprefix("run/")))
+
+
 def test_no_folder_user_or_host_is_named(run: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted in every text that a pack takes from a run."""
     planted = tmp_path / "planted" / "net"
@@ -123,6 +151,40 @@ def test_no_folder_user_or_host_is_named(run: Path, tmp_path: Path, call: Any, m
     named = dyno.pack(planted, tmp_path / "named.zip", with_names=True)
     assert json.loads(members(named)["pack.json"])["host"] == "hostname7.example.org"
     assert b"userx9" not in b"".join(members(named).values())
+
+
+UUID, MAC = "GPU-5a3e8c1f-0b2d-4c6e-8f90-a1b2c3d4e5f6", "02:42:ac:11:00:02"
+
+
+def test_no_other_host_and_no_device_is_named(run: Path, tmp_path: Path) -> None:
+    """Hosts of a cluster, and what identifies a card, in JSON files and in arrays."""
+    planted = tmp_path / "cluster"
+    shutil.copytree(run, planted)
+    (planted / "placements").mkdir()
+    ids = sorted(path.name for path in (planted / "trials").iterdir())
+    for number, id in enumerate(ids):
+        host = f"node{number}.lab.example"
+        note = {
+            "place": f"{host}/cuda:0",
+            "host": host,
+            "card": f"H100, driver 570, {UUID[:-1]}{number}",
+            "trials": [id],
+        }
+        (planted / "placements" / f"{number}.json").write_text(json.dumps(note | {"lost": [f"node{number} ({MAC})"]}))
+    for path in planted.rglob("telemetry.npz"):
+        arrays = dict(np.load(path))
+        path.write_bytes(npz({**arrays, "gpu_name": np.asarray("H100"), "gpu_uuid": np.asarray(UUID)}))
+    for path in planted.rglob("record.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"warnings": [f"node1 is slow, {UUID} {MAC}"]}))
+    names = ("node0", "node1", "lab.example", MAC, UUID[4:-1])
+    wide = [name.encode(code) for name in names for code in ("utf-8", "utf-32-le")]
+    content = members(dyno.pack(planted, tmp_path / "cluster.zip"))
+    assert [name for name in wide if name in b"\n".join(content.values())] == []
+    cards = {json.loads(data)["card"] for name, data in content.items() if "/placements/" in name}
+    assert len(cards) == len(ids), "two cards stay two"
+    assert dyno.verify(tmp_path / "cluster.zip").exit_code == 0
+    named = b"".join(members(dyno.pack(planted, tmp_path / "named.zip", with_names=True)).values())
+    assert b"node0.lab.example" in named and MAC.encode() not in named and UUID[4:-1].encode() not in named
 
 
 def test_a_pack_says_what_was_measured(file: Path, run: Path) -> None:
@@ -156,7 +218,8 @@ def test_what_is_no_pack_is_one_line(refused: Any, file: Path, tmp_path: Path, w
 @pytest.mark.parametrize(
     "name",
     ["/etc/x.json", "run/../../x.json", "../x.json", "run/.x.json", "run/x.py", "run/a\\..\\b.json", "x.json",
-     "run/x.pt"],
+     "run/x.pt", "run/a\x01.json", "run/\u202egnp.json/..", "run/a b.json", "run/a.json\n", "run//x.json",
+     "run/nul:x.json"],
 )  # fmt: skip
 def test_names_outside_the_pack_are_refused(refused: Any, file: Path, tmp_path: Path, name: str) -> None:
     assert "which no pack has" in refused("verify", write(tmp_path / "bad.zip", {**members(file), name: b"{}"}))
@@ -180,7 +243,7 @@ def test_a_bomb_is_refused_before_it_unpacks(
     refused: Any, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes are counted as they are read: the second file declares a small one."""
-    bomb = write(tmp_path / "bomb.zip", {**members(file), "run/models.json": b" " * (packs.MOST_JSON_BYTES + 1)})
+    bomb = write(tmp_path / "bomb.zip", {**members(file), "run/models.json": b" " * (packs.MOST_BYTES_OF[".json"] + 1)})
     assert bomb.stat().st_size < 10 << 20
     assert "models.json unpacks to too much" in refused("verify", bomb)
     content = bytearray(write(tmp_path / "lying.zip", {"run/models.json": b" " * 100_000}).read_bytes())
@@ -194,6 +257,41 @@ def test_a_bomb_is_refused_before_it_unpacks(
     monkeypatch.setattr(packs, "MOST_MEMBERS", 3)
     monkeypatch.setattr(packs, "MOST_BYTES", 1 << 30)
     assert "too large for a pack" in refused("verify", file)
+
+
+def directory_alone(count: int) -> bytes:
+    """A zip file of as many empty members, which all lie in one place."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as packed:
+        packed.writestr("a.npy", b"")
+    whole = out.getvalue()
+    at = whole.index(b"PK\x01\x02")
+    entry, end = whole[at:-22], whole[-22:]
+    return whole[:at] + entry * count + end[:12] + struct.pack("<I", len(entry) * count) + end[16:]
+
+
+@pytest.mark.parametrize("harm", ["shape", "empty shape", "directory", "number", "nested", "array", "path", "both"])
+def test_what_is_large_inside_is_refused(refused: Any, file: Path, tmp_path: Path, harm: str) -> None:
+    """Values that would take much time or memory, or stop Dyno, where they are read."""
+    content = members(file)
+    name, verdict = first_samples(content), content["verdict.json"][1:]
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (%s), }"
+    texts = {"shape": header % b"1000000000000,", "empty shape": header % b"1000000000000, 0"}
+    planted = {
+        "directory": {name: directory_alone(100_000)},
+        "number": {"verdict.json": b'{"a": ' + b"9" * 4000 + b", " + verdict},
+        "nested": {"verdict.json": b'{"a": ' + b"[" * 200 + b"]" * 200 + b", " + verdict},
+        "array": {"run/study.toml": b"sizes = [" + b"1," * 5_000_000 + b"]"},
+        "path": {"run/study.toml": b"a." * 30_000 + b"a = 1"},
+        "both": {"run/devices.json": b"{}", "run/devices.json/x.json": b"{}"},
+    }  # fmt: skip
+    if text := texts.get(harm):
+        raw = io.BytesIO()
+        with zipfile.ZipFile(raw, "w") as inner:
+            inner.writestr("latency_model.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text)
+        planted[harm] = {name: raw.getvalue()}
+    said = refused("verify", write(tmp_path / "bad.zip", {**content, **planted[harm]}))
+    assert re.search("is a damaged pack|is too large for a pack", said) and len(said) < 400, said
 
 
 class Harm:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import dyno
 import synthetic
@@ -87,6 +89,19 @@ def test_one_round_is_nothing_to_compare(reproduced: Any) -> None:
     assert answer["ratios"][0]["agrees"] is None and "too uncertain" in " ".join(answer["sentences"])
 
 
+def test_two_runs_without_a_winner_are_undecided(reproduced: Any) -> None:
+    """Two ties of all agree about nothing; with a ratio of one round there is nothing to compare."""
+    once = [Way("pytorch", statuses=("ok",)), Way("onnxruntime", seconds=0.002, statuses=("ok",))]
+    code, answer = reproduced(once, once)
+    assert (code, answer["outcome"]) == (3, "undecided")
+    assert re.fullmatch(
+        r"undecided: 0 of \d rankings? and 0 of 1 ratio agree, \d can't be compared; pack a run of 3 or more rounds, "
+        r"and reproduce it on an idle machine\.",
+        answer["sentences"][0],
+    )
+    assert all(each["agrees"] is None for each in (*answer["rankings"], *answer["ratios"]))
+
+
 NET = "import torch\n\n\ndef build():\n    return torch.nn.ReLU()\n"
 
 
@@ -129,6 +144,30 @@ def test_nothing_of_a_stranger_s_choice_runs(refused: Any, tmp_path: Path, chang
     lines = [line for line in STUDY.splitlines() if not line.startswith(name)]
     folder = stored(tmp_path / "net", [PYTORCH, ONNX], study="\n".join([*lines, change]) + "\n")
     assert said in refused("reproduce", dyno.pack(folder, tmp_path / "net.zip"), "-y")
+
+
+def test_other_images_are_refused_before_anything_runs(
+    refused: Any, fake_study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same files with one changed pixel are other images."""
+    for name, value in (("photos", 10), ("changed", 11)):
+        for label in ("cat", "dog"):
+            (tmp_path / name / label).mkdir(parents=True)
+            for number in range(2):
+                image = np.full((8, 8, 3), 10 if (label, number) != ("dog", 1) else value, np.uint8)
+                Image.fromarray(image).save(tmp_path / name / label / f"{number}.png")
+    study = fake_study(backends=("fake@latency_ms=1",), rounds=1, samples=5, data=str(tmp_path / "photos"))
+    dyno.run(study, tmp_path / "net", quiet=True)
+    file = dyno.pack(tmp_path / "net", tmp_path / "net.zip")
+    monkeypatch.setattr(api, "run", lambda *_, **__: pytest.fail("it ran"))
+    said = refused("reproduce", file, "-y", "--data", tmp_path / "changed")
+    hashes = re.fullmatch(
+        r".*changed has other images \(sha256 ([0-9a-f]{12})…\) than the pack \(sha256 ([0-9a-f]{12})…\); .* --data",
+        said,
+    )
+    assert hashes and hashes[1] != hashes[2]
+    assert "give their folder with --data" in refused("reproduce", file, "-y")
+    assert "no data folder" in refused("reproduce", file, "-y", "--data", tmp_path / "nowhere")
 
 
 def test_a_pack_that_is_not_verified_is_not_run(refused: Any, tmp_path: Path) -> None:

@@ -13,23 +13,25 @@ import struct
 import tempfile
 import tomllib
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dyno import __version__
 from dyno.formatting import counting
-from dyno.results.files import read_npz
+from dyno.results.files import read_npz, read_table
 from dyno.results.run_data import RunData
-from dyno.results.trial_result import SELF_TEST, Results, load_run
+from dyno.results.trial_result import PLACEMENTS, SELF_TEST, Results, load_run
 from dyno.runner import self_test
 from dyno.runner.run_folder import earlier
-from dyno.store import check_writable
+from dyno.store import check_writable, sha256_of
 from dyno.study.study import Study
-from dyno.worker.record import parse_json, read_json, replacing, write_json, write_text
+from dyno.worker.facts.json_values import LARGEST
+from dyno.worker.record import parse_json, read_json, replacing, save_arrays, write_json, write_text
 from dyno.worker.spec import UserError, shorten
 
 FORMAT, SCHEMA = "dyno pack", 1
@@ -38,14 +40,16 @@ SUFFIX = ".pack.zip"
 STUDY = "study.toml"
 # What the verdict is computed from; other files of a run folder are logs, and tables that can be made again.
 FILES = ("environment.json", "models.json", SELF_TEST, "devices.json", "routes.json")
-FOLDERS = ("trials", "truth", "peak", "idle", "anchors", "blocks", "placements", "routes", "reference")
+FOLDERS = ("trials", "truth", "peak", "idle", "anchors", "blocks", PLACEMENTS, "routes", "reference")
 NAMES = ("job.json", "record.json", "samples.npz", "outputs.npz", "telemetry.npz")  # of a job
 # Limits on a pack, which may come from anywhere.
-MOST_BYTES, MOST_MEMBER_BYTES, MOST_JSON_BYTES = 1 << 30, 256 << 20, 32 << 20
-MOST_MEMBERS, MOST_DIRECTORY_BYTES = 20_000, 4 << 20
+MOST_BYTES, MOST_MEMBERS, MOST_DIRECTORY_BYTES, MOST_DEPTH = 1 << 30, 20_000, 4 << 20, 64
+MOST_BYTES_OF = {".npz": 256 << 20, ".json": 8 << 20, ".toml": 64 << 10, "samples.npz": 32 << 20}
+MOST_TEXT_BYTES = 64 << 20  # of all JSON files: as objects they take many times the memory
 BLOCK = 1 << 20
 END, END_BYTES, ZIP64, ZIP64_BYTES = b"PK\x05\x06", 22, b"PK\x06\x07", 20  # the last record of a zip file
 MEMBER = re.compile(rf"{HEAD}|{VERDICT}|{RUN}(/[\w+=@][\w.+=@-]*)+\.(json|npz|toml)")
+STRING = re.compile(r"""(?!\"{3}|'{3})(?:"(?:\\.|[^"\\\n])*"|'[^'\n]*')|#.*""")  # of TOML, or a comment
 RELATIVE = 1e-9  # difference of two computations of a number on two processors
 MOST_SHOWN = 5  # differences
 
@@ -61,21 +65,29 @@ ROOTS = (
 PATHS = {"source", "path", "folder", "weights", "python", "data", "calibration", "models", "file"}  # keys with a path
 
 
-class Redaction:
-    """Removes folders, the user's name and the host's (not with `names`) from texts."""
+# UUIDs, as of GPUs, and MAC addresses.
+IDENTIFIER = re.compile(
+    r"(?i)(?:GPU-|MIG-)*\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\b[0-9a-f]{2}(?:[:-][0-9a-f]{2}){5}\b"
+)
 
-    def __init__(self, folders: Sequence[Path], *, names: bool = False) -> None:
+
+class Redaction:
+    """Removes folders, identifiers of devices, the user's name and those of hosts (not with `names`) from texts."""
+
+    def __init__(self, folders: Sequence[Path], hosts: Sequence[str] = (), *, names: bool = False) -> None:
         roots = {*ROOTS, *(path.name for path in Path("/").iterdir() if path.is_dir())}
         root = "|".join(sorted(map(re.escape, roots), key=len, reverse=True))
         self.folders = sorted({f"{folder}/" for folder in folders if folder != folder.parent}, key=len, reverse=True)
         self.path = re.compile(rf"(?<![\w.])/+(?:{root})(?:/[^\s'\"`:,;()\[\]<>|]*)+")
         self.whole = re.compile(rf"((?:\w+:)?)/+(?:{root})/(?:.*/)?([^/]*)")
-        host = platform.node()
+        self.identifiers: dict[str, str] = {}
         hidden = {getpass.getuser(): "user", Path.home().name: "user"}
-        hidden |= {} if names else {host: "host", host.partition(".")[0]: "host"}
+        for number, host in enumerate(() if names else dict.fromkeys((platform.node(), *hosts)), 1):
+            word = f"host-{number}" if number > 1 else "host"
+            hidden |= {host: word} | ({} if host.replace(".", "").isdigit() else {host.partition(".")[0]: word})
         self.names = [
             (re.compile(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])"), word)
-            for name, word in hidden.items()
+            for name, word in sorted(hidden.items(), key=lambda item: -len(item[0]))
             if name
         ]
         self.with_host = names
@@ -87,7 +99,7 @@ class Redaction:
         if isinstance(value, Mapping):
             kept = {name: item for name, item in value.items() if name != "host" or self.with_host}
             # A user may be called like a field, but a field has no slash.
-            names = {name: self._redact_text(name, "") if "/" in name else name for name in map(str, kept)}
+            names = {name: self._redact_text(name, "") if re.search("[/:-]", name) else name for name in map(str, kept)}
             return {names[str(name)]: self.apply(item, str(name)) for name, item in kept.items()}
         if isinstance(value, (list, tuple)):
             return [self.apply(item, key) for item in value]
@@ -101,7 +113,7 @@ class Redaction:
         text = self.path.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)
         for name, word in self.names:
             text = name.sub(word, text)
-        return text
+        return IDENTIFIER.sub(lambda it: self.identifiers.setdefault(it[0], f"id-{len(self.identifiers) + 1}"), text)
 
 
 # Writing a pack.
@@ -115,7 +127,8 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     """
     folder = Path(run)
     results = self_test.attach(load_run(folder))
-    redaction = Redaction([folder.absolute(), folder.resolve(), Path.cwd(), Path.home()], names=with_names)
+    folders = [folder.absolute(), folder.resolve(), Path.cwd(), Path.home()]
+    redaction = Redaction(folders, _list_hosts(folder), names=with_names)
     name = redaction.apply(results.name)
     file = Path(out) if out else Path(f"{name}{SUFFIX}")
     check_writable(file)
@@ -144,15 +157,29 @@ def _copy_run(folder: Path, copied: Path, results: Results, redaction: Redaction
     for path in _list_files(folder):
         target = copied / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".npz":
-            target.write_bytes(path.read_bytes())
-            continue
         try:
-            write_json(target, redaction.apply(read_json(path)))
+            if path.suffix == ".npz":
+                _copy_arrays(path, target, redaction)
+            else:
+                write_json(target, redaction.apply(read_json(path)))
         except ValueError as e:
             raise UserError(f"{path} is damaged ({e}); the same `dyno run` measures it again") from e
     if results.self_test:
         write_json(copied / SELF_TEST, redaction.apply(results.self_test))
+
+
+def _copy_arrays(path: Path, target: Path, redaction: Redaction) -> None:
+    arrays = read_npz(path)
+    if texts := {name: redaction.apply(a.tolist()) for name, a in arrays.items() if a.dtype.kind == "U"}:
+        save_arrays(target, {**arrays, **{name: np.asarray(text, "U") for name, text in texts.items()}})
+    else:
+        target.write_bytes(path.read_bytes())
+
+
+def _list_hosts(folder: Path) -> list[str]:
+    """Return the hosts on which blocks of the run were measured."""
+    notes = (read_table(path, [], {"host": str}) or {} for path in sorted((folder / PLACEMENTS).glob("*.json")))
+    return [note["host"] for note in notes if note.get("host")]
 
 
 def _list_files(folder: Path) -> Iterator[Path]:
@@ -166,7 +193,7 @@ def _list_files(folder: Path) -> Iterator[Path]:
 
 
 def _describe_pack(run: Path, name: str, with_names: bool) -> dict[str, Json]:
-    """Return what the pack is of: the run's name, versions, and the hashes of models and data."""
+    """Return what the pack is of: the run's name, versions, and the hashes of models, data and the run's files."""
     models, data = {}, {}
     for t in load_run(run):
         model, images = t.spec["model"], t.spec.get("data") or {}
@@ -175,14 +202,24 @@ def _describe_pack(run: Path, name: str, with_names: bool) -> dict[str, Json]:
             data[images["sha256"]] = {"name": images.get("name", ""), "sha256": images["sha256"]}
     host = {"host": platform.node()} if with_names else {}
     about = {"format": FORMAT, "schema": SCHEMA, "dyno": __version__, "run": name, **host}
-    return {**about, "models": [*models.values()], "data": [*data.values()]}
+    return {**about, "models": [*models.values()], "data": [*data.values()], "files": _hash_files(run)}
+
+
+def _hash_files(run: Path) -> dict[str, str]:
+    return {path.relative_to(run).as_posix(): sha256_of(path) for path in sorted(run.rglob("*")) if path.is_file()}
+
+
+def _limit(path: Path) -> int:
+    return MOST_BYTES_OF.get(path.name, MOST_BYTES_OF[path.suffix])
 
 
 def _write_zip(folder: Path, file: Path) -> None:
     """Write the files of the folder as a zip file whose bytes depend on their content alone."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     sizes = {path: path.stat().st_size for path in paths}
-    if len(paths) > MOST_MEMBERS or sum(sizes.values()) > MOST_BYTES or max(sizes.values()) > MOST_MEMBER_BYTES:
+    too_large = any(size > _limit(path) for path, size in sizes.items())
+    texts = sum(size for path, size in sizes.items() if path.suffix != ".npz")
+    if too_large or len(paths) > MOST_MEMBERS or sum(sizes.values()) > MOST_BYTES or texts > MOST_TEXT_BYTES:
         total = f"{counting(len(paths), 'file')} of {sum(sizes.values()) >> 20:,} MiB"
         raise UserError(f"the run is too large for a pack ({total}); run it with fewer images or configurations")
     with replacing(file) as f, zipfile.ZipFile(f, "w") as packed:
@@ -212,22 +249,11 @@ def _describe_verdict(run: RunData, folder: Path) -> dict[str, Json]:
     from dyno.report.tables.trial_table import TRIALS
     from dyno.report.verdict.verdict import about
 
-    document = parse_json(export([TRIALS.table(run)], "json", about=about(run)))
-    kept = {name: document[name] for name in ("visible", "decisions", "verdict", "rows", "notes") if name in document}
-    # A sentence names the folder in the next command.
-    names = {shlex.quote(str(folder)): RUN.upper(), str(folder): RUN.upper()}
-    return {name: _replace_texts(value, names) for name, value in kept.items()}
-
-
-def _replace_texts(value: Json, names: Mapping[str, str]) -> Json:
-    if isinstance(value, str):
-        for old, new in names.items():
-            value = value.replace(old, new)
-    elif isinstance(value, list):
-        return [_replace_texts(item, names) for item in value]
-    elif isinstance(value, dict):
-        return {key: _replace_texts(item, names) for key, item in value.items()}
-    return value
+    text = export([TRIALS.table(run)], "json", about=about(run))
+    for name in (shlex.quote(str(folder)), str(folder)):  # a sentence names the folder in the next command
+        text = text.replace(json.dumps(name, ensure_ascii=False)[1:-1], RUN.upper())
+    document = parse_json(text)
+    return {name: document[name] for name in ("visible", "decisions", "verdict", "rows", "notes") if name in document}
 
 
 def _list_choices(verdict: Mapping[str, Json]) -> list[Json]:
@@ -264,16 +290,24 @@ def open_pack(file: str | Path) -> Iterator[OpenPack]:
             _check_schema(file, about)
             verdict = read_json(folder / VERDICT)
             for path in sorted(folder.rglob("*.npz")):
-                read_npz(path)  # no Python objects, and not larger than the file
+                _check_zip(path)
+                arrays = read_npz(path).values()  # no Python objects, and not larger than the file
+                if any(max(a.shape, default=0) > max(a.size, MOST_MEMBERS) for a in arrays):
+                    raise ValueError(f"{path} has an empty array of a huge shape")
+            for path in sorted(folder.rglob("*.json")):
+                _check_values(read_json(path))
+            # A key of many parts takes the parser time by its square; Dyno writes none, and no text of many lines.
+            study = STRING.sub("", (folder / RUN / STUDY).read_text(encoding="utf-8"))
+            if re.search(r"['\"]|(?:\.[\w\s-]*){9}", study):
+                raise ValueError(f"{STUDY} has a key or a text that Dyno doesn't write")
             _refuse_code(folder / RUN, f"{file}")
         except UserError:
             raise
         except FileNotFoundError as e:
             missing = f"it has no {Path(e.filename).name}" if Path(e.filename) != file else "there is no such file"
             raise UserError(f"{file} is not a pack: {missing}; give a file that `dyno pack` wrote") from e
-        except (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, struct.error, zlib.error,
-                zipfile.BadZipFile, SyntaxError, MemoryError) as e:  # fmt: skip
-            why = shorten(str(e).replace(f"{folder}/", ""))
+        except Exception as e:  # parsers raise nearly everything on bad data
+            why = shorten(str(e).replace(f"{folder}/", "")) or type(e).__name__
             raise UserError(f"{file} is a damaged pack ({why}); get it again, or write it again") from e
         yield OpenPack(about, verdict, folder / RUN)
 
@@ -304,7 +338,7 @@ def _unpack(packed: zipfile.ZipFile, folder: Path, file: Path) -> None:
     members = packed.infolist()
     if len(members) > MOST_MEMBERS or len({m.filename for m in members}) < len(members):
         raise UserError(f"{file} is not a pack: it has too many files, or two of one name")
-    total = 0
+    total = texts = 0
     for member in members:
         is_link = stat.S_ISLNK(member.external_attr >> 16)
         if is_link or not MEMBER.fullmatch(member.filename) or member.flag_bits & 1:
@@ -312,14 +346,25 @@ def _unpack(packed: zipfile.ZipFile, folder: Path, file: Path) -> None:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise UserError(f"{file} is not a pack: {shorten(member.filename)!r} is compressed in another way")
         target, size = folder / member.filename, 0
-        most = MOST_MEMBER_BYTES if target.suffix == ".npz" else MOST_JSON_BYTES
+        most = _limit(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with packed.open(member) as source, open(target, "xb") as out:
             while block := source.read(BLOCK):
                 size, total = size + len(block), total + len(block)
-                if size > most or total > MOST_BYTES:
+                texts += 0 if target.suffix == ".npz" else len(block)
+                if size > most or total > MOST_BYTES or texts > MOST_TEXT_BYTES:
                     raise UserError(f"{file} is too large for a pack: {shorten(member.filename)} unpacks to too much")
                 out.write(block)
+
+
+def _check_values(value: Json, depth: int = 0) -> None:
+    """Raise a ValueError for values that Dyno doesn't write and that later steps would stumble over."""
+    if depth > MOST_DEPTH:
+        raise ValueError("its brackets are nested too deeply")
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        raise ValueError("a number is too large")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_values(item, depth + 1)
 
 
 def _refuse_code(run: Path, what: str) -> None:
@@ -347,6 +392,8 @@ def _check_schema(file: Path, about: Mapping[str, Json]) -> None:
     if about.get("schema") != SCHEMA:
         theirs, version = shorten(str(about.get("schema"))), shorten(str(about.get("dyno")))
         raise UserError(f"{file} is a pack of schema {theirs}, written by Dyno {version}; this Dyno reads {SCHEMA}")
+    if not isinstance(about.get("files"), dict):
+        raise ValueError("it has no hashes of its files")
 
 
 # Checking the verdict.
@@ -354,7 +401,7 @@ def _check_schema(file: Path, about: Mapping[str, Json]) -> None:
 
 @dataclass(frozen=True)
 class Verification:
-    """The numbers of the verdict that were computed again, and where the stored verdict says something else."""
+    """The numbers of the verdict that were computed again, and what differs: files of the run, parts of the verdict."""
 
     numbers: int
     differences: tuple[str, ...] = ()
@@ -371,8 +418,7 @@ class Verification:
             return [f"verified: {counting(self.numbers, 'number')} of the verdict follow from the samples"]
         more = len(self.differences) - MOST_SHOWN
         shown = [*self.differences[:MOST_SHOWN], *([f"{more} more"] if more > 0 else [])]
-        count = counting(len(self.differences), "value")
-        return [f"not verified: {count} of the verdict don't follow from the samples", *shown]
+        return [f"not verified: {counting(len(self.differences), 'difference')}", *shown]
 
 
 def verify(file: str | Path) -> Verification:
@@ -391,11 +437,13 @@ def verify_opened(opened: OpenPack, file: Path) -> Verification:
     except UserError as e:
         why = str(e).replace(f"{opened.run}/", "").replace(str(opened.run), "the run")
         raise UserError(f"{file} is a damaged pack: {why}") from e
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as e:
+    except Exception as e:  # its values may be anything
         raise UserError(f"{file} is a damaged pack: no verdict can be computed from it ({type(e).__name__})") from e
     computed = json.loads(json.dumps(computed))
-    differences = tuple(_list_differences(opened.verdict, computed))
-    return Verification(_count_numbers(computed), differences)
+    packed, found = opened.about["files"], _hash_files(opened.run)
+    changed = [f"{name} is not the file that was packed" for name in sorted({*packed, *found})
+               if packed.get(name) != found.get(name)]  # fmt: skip
+    return Verification(_count_numbers(computed), (*changed, *_list_differences(opened.verdict, computed)))
 
 
 def _count_numbers(value: Json) -> int:

@@ -80,17 +80,17 @@ class RankingPair:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the winner of one is a candidate of the other; None where one has no winner."""
-        if not (self.pack and self.here):
+        """Whether the winner of one is a candidate of the other; None where one has none, or both have several."""
+        if not (self.pack and self.here) or min(len(self.pack), len(self.here)) > 1:
             return None
         return self.pack[0] in self.here or self.here[0] in self.pack
 
     @property
     def sentence(self) -> str:
-        if self.agrees is None:
+        if not (self.pack and self.here):
             return f"{self.where}, {self.by}: the winners can't be compared."
-        same = "the same ranking" if self.agrees else "another ranking"
-        pack, here = (join_names(list(names)) for names in (self.pack, self.here))
+        outcome = {True: "the same ranking", False: "another ranking", None: "neither run names one winner"}
+        same, pack, here = outcome[self.agrees], *(join_names(list(names)) for names in (self.pack, self.here))
         return f"{self.where}, {self.by}: {same}: {pack} in the pack, {here} here."
 
 
@@ -110,15 +110,15 @@ class Reproduction:
 
     @property
     def outcome(self) -> str:
-        """One of reproduced, not reproduced, and unfinished."""
+        """One of reproduced, not reproduced, unfinished, and undecided where nothing can be compared."""
         answers = [*(pair.agrees for pair in self.rankings), *(pair.agrees for pair in self.ratios)]
         if False in answers:
             return "not reproduced"
-        return "unfinished" if self.failed or True not in answers else "reproduced"
+        return "unfinished" if self.failed else "reproduced" if True in answers else "undecided"
 
     @property
     def exit_code(self) -> int:
-        """0 reproduced, 1 not reproduced, 3 unfinished."""
+        """0 reproduced, 1 not reproduced, 3 unfinished or undecided."""
         return {"reproduced": 0, "not reproduced": 1}.get(self.outcome, 3)
 
     @property
@@ -132,12 +132,12 @@ class Reproduction:
         return [*lines, f"What differs: {'; '.join(changed) or 'nothing that the records have'}."]
 
     def _describe_counts(self) -> str:
-        agreeing = sum(bool(pair.agrees) for pair in self.ratios)
-        rankings = sum(bool(pair.agrees) for pair in self.rankings)
-        return (
-            f"{rankings} of {counting(len(self.rankings), 'ranking')} and {agreeing} of "
-            f"{counting(len(self.ratios), 'ratio')} agree"
-        )
+        groups = (("ranking", self.rankings), ("ratio", self.ratios))
+        counts = [f"{sum(pair.agrees is True for pair in p)} of {counting(len(p), name)}" for name, p in groups]
+        uncertain = sum(pair.agrees is None for _, pairs in groups for pair in pairs)
+        text = f"{' and '.join(counts)} agree" + (f", {uncertain} can't be compared" if uncertain else "")
+        advice = "; pack a run of 3 or more rounds, and reproduce it on an idle machine"
+        return text + (advice if self.outcome == "undecided" else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as data, for JSON."""
@@ -217,7 +217,10 @@ def _make_study(
     backends, unavailable = _choose_backends(table, theirs)
     images = str(table.get("data", ""))
     if images and images != BUILT_IN and not data:
-        names = ", ".join(f"{each['name']} (sha256 {each['sha256'][:SHOWN]}…)" for each in opened.about.get("data", ()))
+        recorded = {
+            (each["name"], each["sha256"]) for t in theirs if (each := t.spec.get("data")) and each.get("sha256")
+        }
+        names = ", ".join(f"{shorten(name)} (sha256 {sha256[:SHOWN]}…)" for name, sha256 in sorted(recorded))
         raise UserError(f"the pack was measured on images: {names or images}; give their folder with --data")
     if data and (not images or images == BUILT_IN):
         raise UserError(f"the pack was measured on {images or 'random inputs'}; omit --data")
