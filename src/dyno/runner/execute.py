@@ -262,13 +262,15 @@ class Rounds:
         first: list[Trial] = []
         begun = time.monotonic()
         for place, trial in enumerate(sorted(trials, key=lambda trial: not self.files.has(trial))):
-            late = time.monotonic() - begun > self.building_s
-            if late and trial.plan.blocks and not first and len(ready) > 1 and not self.files.has(trial):
-                first = [each for each in ready if each not in beside and _find_record(self.run, each, 0) is None]
-                left = counting(len(trials) - place, "trial")
-                self.progress.note(f"{left} still without a file: what is ready is measured once before")
-                self._in_turns(first, 0, [each for each in ready if each not in first], self.options)
-                self._show_answer(0, is_part=True)
+            is_late = time.monotonic() - begun > self.building_s
+            if is_late and trial.plan.blocks and not first and not self.files.has(trial):
+                unmeasured = [each for each in ready if each not in beside and _find_record(self.run, each, 0) is None]
+                first = unmeasured if len(unmeasured) > 1 else []
+                if first:
+                    left = counting(len(trials) - place, "trial")
+                    self.progress.note(f"{left} still without a file: what is ready is measured once before")
+                    self._in_turns(first, 0, [each for each in ready if each not in first], self.options)
+                    self._show_answer(0, is_part=True)
             self.files.all([trial])
             ready.append(trial)
         return first
