@@ -254,7 +254,7 @@ def _find_models(theirs: Results, sources: Sequence[str], given: Sequence[str]) 
             raise UserError(f"the pack's model {shorten(name)!r} names no plain function, so it isn't called")
         found.append(f"{path}:{function}" if function and path.endswith(".py") else path)
     if unused := [path for path in given if path not in used]:
-        raise UserError(f"{unused[0]} is none of the pack's models; omit it")
+        raise UserError(f"{unused[0]} is not a model of the pack; omit it")
     return tuple(found)
 
 
