@@ -120,7 +120,7 @@ def test_a_model_in_a_file_is_the_user_s_own(refused: Any, tmp_path: Path) -> No
     (tmp_path / "other.py").write_text(NET + "#")
     said = refused("reproduce", file, "-y", "--model", tmp_path / "other.py")
     assert re.search(r"other\.py has [0-9a-f]{12}…: give it with --model", said)
-    assert "is none of the pack's models" in refused(
+    assert "is not a model of the pack" in refused(
         "reproduce", file, "-y", "--model", tmp_path / "net.py", "--model", tmp_path / "other.py"
     )
     with pytest.raises(dyno.UserError, match="nothing was run"):
