@@ -14,10 +14,11 @@ from dyno.worker.backends.open_vino import OpenVino
 from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial
 
 LARGE, SMALL = ["large"], ["small", "smaller", "smallest"]
-# A multiply-add is two operations: places x channels x (kernel x channels before).
-OF_LARGE = 2 * (8 * 8) * 32 * (25 * 8)
-OF_SMALL = 2 * ((8 * 8) * 8 * (1 * 32) + (4 * 4) * 8 * (9 * 8) + 4 * (8 * 4 * 4))
-SHARE = OF_LARGE / (OF_LARGE + OF_SMALL)  # 819200 of 871424
+# A multiply-add is two operations: places x channels x (kernel x channels before). All channels are multiples of 16
+# as ONNX Runtime fills others up to 8 or 16, by what the processor has.
+OF_LARGE = 2 * (8 * 8) * 64 * (25 * 8)
+OF_SMALL = 2 * ((8 * 8) * 16 * (1 * 64) + (4 * 4) * 16 * (9 * 16) + 4 * (16 * 4 * 4))
+SHARE = OF_LARGE / (OF_LARGE + OF_SMALL)  # 1638400 of 1845248
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,13 @@ def quantise(tmp_path_factory: pytest.TempPathFactory) -> Any:
             [small] c = Conv (b, first) d = Relu(c)
             [smaller] e = Conv <pads = [1, 1, 1, 1], strides = [2, 2]> (d, second) f = Relu(e)
             g = Flatten(f) [smallest] y = Gemm(g, third, bias) }"""
-        shapes = {"kernel": (32, 8, 5, 5), "first": (8, 32, 1, 1), "second": (8, 8, 3, 3), "third": (128, 4), "bias": 4}
+        shapes = {
+            "kernel": (64, 8, 5, 5),
+            "first": (16, 64, 1, 1),
+            "second": (16, 16, 3, 3),
+            "third": (256, 4),
+            "bias": 4,
+        }
         weights = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
         plain = onnx_text.write(folder / "plain.onnx", text, **weights)
         kinds = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
@@ -67,4 +74,4 @@ def test_int8_is_what_most_of_the_arithmetic_ran_in(
     truth = facts.precision_truth
     assert (truth.ok, truth.refuted) == (ok, not ok)
     assert truth.share["int8"] == pytest.approx(share)
-    assert truth.sentence.endswith(f"{94 if ok else 6}% of the arithmetic in int8")
+    assert truth.sentence.endswith(f"{89 if ok else 11}% of the arithmetic in int8")
