@@ -239,7 +239,11 @@ def test_every_command_of_a_page_runs(page: str, preloaded: str, tmp_path: Path)
             done = typed(words, tmp_path, preloaded, brief=page != "docs/quickstart.md")
             print(f"{time.monotonic() - started:5.1f} s  {shlex.join(shortened(words))}", flush=True)
             fine = FINE.get(words[1], (0,)) if words[0] == "dyno" else (0,)
-            assert done.returncode in fine, f"{shlex.join(words)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+            # Jobs of 0.05 s may end before their telemetry has two samples.
+            is_short = "--over-time" in words and "no two trials with a recording over time" in done.stderr
+            assert is_short or done.returncode in fine, (
+                f"{shlex.join(words)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+            )
             assert "Traceback" not in done.stderr, f"{shlex.join(words)}\n{done.stderr[-3000:]}"
             ran += 1
     assert ran
