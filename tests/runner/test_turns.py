@@ -29,7 +29,7 @@ from dyno.report.tables.trial_table import read_trials
 from dyno.report.verdict.verdict import list_sentences
 from dyno.results import correctness
 from dyno.results.blocks import find_drift, log_ratios
-from dyno.results.ranking import pending, rank_goals
+from dyno.results.ranking import gather_evidence, pending, rank_goals
 from dyno.results.trial_result import load_run
 from dyno.runner import ensemble, turns
 from dyno.runner.execute import Files, Rounds, execute
@@ -467,6 +467,13 @@ def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
         counted = trial.rounds[: 2 if trial.options["latency_ms"] == 4 else 3]
         medians = [np.median(np.load(r.folder / "samples.npz")["latency_model"]) for r in counted]
         assert latencies[trial.id] == pytest.approx(1e3 * np.exp(np.mean(np.log(medians))))
+    evidence = gather_evidence(slow, fast, "model")
+    assert evidence is not None and evidence.undisturbed and (evidence.rounds, evidence.disturbed) == (2, 1)
+    for each in slow.rounds:
+        each.record = replace(each.record, facts=replace(each.record.facts, delays={}))
+    evidence = gather_evidence(slow, fast, "model")
+    assert evidence is not None and not evidence.undisturbed, "without counters nothing is known"
+    slow, fast = load_run(tmp_path)
     everything = log_ratios(slow, fast, "model", keep_disturbed=True)
     assert everything == pytest.approx([np.median(each) for each in logs])
 

@@ -394,7 +394,7 @@ def reproduce(
 
     check_known("format", format, ("text", "json"))
     if not (yes or sys.stdin.isatty()):
-        raise UserError("nobody can be asked here whether to run the study; add -y")
+        raise UserError("without a terminal, dyno reproduce can't ask before it runs the study; add -y")
     result = module.reproduce(
         file, model=model or (), data=data, out=out or None, minutes=minutes, quiet=False,
         confirm=None if yes else lambda plan: typer.confirm(f"{plain(plan)} Go on?", err=True),

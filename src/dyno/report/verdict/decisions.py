@@ -115,7 +115,7 @@ def describe_reality(
         return "there is nothing to compare it with"
     winner, reference = contest.ranked.iloc[0], ranking.reference(contest.ranked.iloc[0])
     pairs = [*([gain] if gain else []), *contest.leads[:1]]
-    how = _count_rounds(int(winner["rounds"]), max((each.rejected for each in pairs), default=0))
+    how = _format_rounds(int(winner["rounds"]), max((each.rejected for each in pairs), default=0))
     how += f", measured {pairs[0].measured}" if speed == LATENCY else ""
     parts = [_choose_opening(contest, gain, how, "" if reference is None else reference_name(ranking, reference))]
     trials = [run.trials[winner["trial"]], *([reference] if gain else [])]
@@ -135,8 +135,8 @@ def describe_reality(
     return "; ".join([*parts, *(["not all of it held when measured again"] * doubted)])
 
 
-def _count_rounds(rounds: int, disturbed: int) -> str:
-    return f"{rounds - disturbed} undisturbed of {rounds} rounds" if disturbed else counting(rounds, "round")
+def _format_rounds(rounds: int, disturbed: int) -> str:
+    return counting(rounds, "round") + (f" ({disturbed} left out as disturbed)" if disturbed else "")
 
 
 def _choose_opening(contest: Contest, gain: Speedup | None, how: str, reference: str) -> str:
