@@ -98,6 +98,27 @@ def test_what_is_ready_is_measured_before_the_last_file_is_made(
     assert len(log_ratios(result[int(beside)], result[1], "model", keep_disturbed=True)) == len(result[1].rounds)
 
 
+def test_what_compiles_while_it_loads_is_measured_after_the_first_answer(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three trials one compiles, so the two others answer first; the reference doesn't wait."""
+    monkeypatch.setattr("dyno.runner.execute._compiles", lambda trial: trial.options["latency_ms"] == compiling)
+    compiling = 4
+    printed, folder = StringIO(), tmp_path / "run"
+    progress = Progress(console=Console(file=printed, width=500))
+    execute(study(SLOW, "fake@latency_ms=1", FAST, rounds=2, until="decided"), folder, progress)
+    lines = printed.getvalue().splitlines()
+    assert lines[0].startswith("1 trial still to compile") and lines[1].startswith("in round 1")
+    sets = {key: record["facts"]["turns"]["set"] for key, record in stored(folder).items()}
+    assert sets["1", "r0"] == sets["2", "r0"] != sets["4", "r0"]
+    assert [record["facts"]["turns"]["set"] for record in stored(folder, "t*").values()] == [sets["4", "r0"]]
+    assert sets["4", "r1"] == sets["2", "r1"] == sets["1", "r1"]
+    compiling = 1
+    run(study(SLOW, "fake@latency_ms=1", FAST, rounds=2, until="decided"), tmp_path / "reference")
+    sets = {key: record["facts"]["turns"]["set"] for key, record in stored(tmp_path / "reference").items()}
+    assert sets["4", "r0"] == sets["2", "r0"] == sets["1", "r0"]
+
+
 @pytest.mark.slow
 def test_the_same_rows_as_one_after_the_other(study: Any, tmp_path: Path) -> None:
     every = ("model", "all", "throughput")

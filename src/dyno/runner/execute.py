@@ -125,7 +125,7 @@ def _last_seconds(run: Run, trial: Trial) -> float:
 
 
 READING_S = 5.0  # of a run, beyond which its answer is not shown again before it ends
-BUILDING_S = 60.0  # of making files, after which what is ready gives a first answer
+BUILDING_S = 30.0  # of making files, after which what is ready gives a first answer
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
 
@@ -209,7 +209,8 @@ def prepare(study: Study, run: Run, planned: list[PlannedTrial], progress: Progr
 class Rounds:
     """Measures rounds of a study's trials; `fits` says which of them is the reference that was requested, and `options`
     are further ones of the jobs of the planned rounds. After `building_s` seconds of making files, the trials that have
-    theirs are measured once, so that a first answer doesn't wait for the last engine."""
+    theirs are measured once, and if that is finite, trials that compile while they load are measured last in the first
+    round: a first answer doesn't wait for the last engine."""
 
     run: Run
     files: Files
@@ -253,7 +254,7 @@ class Rounds:
                         self._show_answer(number, planned)
 
     def _make_files(self, trials: Sequence[Trial], beside: Sequence[Trial]) -> list[Trial]:
-        """Make the trials' files; return the trials that were measured once meanwhile, as that took too long.
+        """Make the trials' files; return the trials that were measured once meanwhile (see the class).
 
         Two trials that weren't measured in one set have one paired round fewer, so only a study that goes on until its
         pairs are decided does that.
@@ -263,16 +264,28 @@ class Rounds:
         begun = time.monotonic()
         for place, trial in enumerate(sorted(trials, key=lambda trial: not self.files.has(trial))):
             is_late = time.monotonic() - begun > self.building_s
-            if is_late and trial.plan.blocks and not first and not self.files.has(trial):
-                unmeasured = [each for each in ready if each not in beside and _find_record(self.run, each, 0) is None]
-                first = unmeasured if len(unmeasured) > 1 else []
-                if first:
-                    left = counting(len(trials) - place, "trial")
-                    self.progress.note(f"{left} still without a file: what is ready is measured once before")
-                    self._in_turns(first, 0, [each for each in ready if each not in first], self.options)
-                    self._show_answer(0, is_part=True)
+            if is_late and not first and not self.files.has(trial):
+                left = counting(len(trials) - place, "trial")
+                first = self._measure_first(ready, beside, f"{left} still without a file")
             self.files.all([trial])
             ready.append(trial)
+        return first or self._measure_first(ready, beside)
+
+    def _measure_first(self, ready: Sequence[Trial], beside: Sequence[Trial], reason: str = "") -> list[Trial]:
+        """Measure these trials once and show the answer, but for those whose engines compile while they load.
+
+        Return the measured trials: none if there is neither a `reason` nor a trial that compiles, or if only one trial
+        would be left.
+        """
+        new = [t for t in ready if t.plan.blocks and t not in beside and _find_record(self.run, t, 0) is None]
+        references = [ensemble.reference(group, self.fits) for group in ensemble.groups(new)]
+        first = [trial for trial in new if trial in references or not _compiles(trial)]
+        if len(first) < 2 or math.isinf(self.building_s) or not (reason or len(first) < len(new)):
+            return []
+        compiling = counting(len(new) - len(first), "trial")
+        self.progress.note(f"{reason or f'{compiling} still to compile'}: what is ready is measured once before")
+        self._in_turns(first, 0, [each for each in ready if each not in new], self.options)
+        self._show_answer(0, is_part=True)
         return first
 
     def further(self, trials: list[Trial], number: int, boundaries: Sequence[str]) -> None:
@@ -416,6 +429,10 @@ def _find_record(run: Run, trial: Trial, number: int) -> Record | None:
     records = [run.record(trial, k) for k in range(number + 1)]
     failed = (record for record in records if record is not None and record.status != "ok" and not record.was_killed)
     return records[-1] or next(failed, None)
+
+
+def _compiles(trial: Trial) -> bool:
+    return registry.find(trial.backend).compiles
 
 
 def _is_incomplete(run: Run, trial: Trial, most: int) -> bool:

@@ -160,7 +160,8 @@ class Backend(ABC):
     takes, `values` the checks of its options' values (`option_values`), made before anything runs, and `files` the
     suffixes of model files that it can run (None: unknown). `profiled` are those of its devices on which its sessions
     can `profile`, and with `loads_onnx` its `load` takes any ONNX file as it is, so that parts of a graph can be run.
-    One that isn't `offered` runs only where it is named, such as a scripted one.
+    One that isn't `offered` runs only where it is named, such as a scripted one; one that `compiles` takes as long to
+    `load` as others take to build a file.
     What a backend does with its library happens in the worker; `refuse` and `recipe` are pure.
     """
 
@@ -174,6 +175,7 @@ class Backend(ABC):
     files: tuple[str, ...] | None = None
     loads_onnx: bool = False
     offered: bool = True
+    compiles: bool = False
 
     def check_options(self, options: Mapping[str, Option]) -> None:
         """Raise a `UserError` for an option that this backend lacks, or a value that is never valid."""

@@ -57,6 +57,7 @@ class TorchAO(PyTorch):
     """
 
     name = "torchao"
+    compiles = True
     requires = ("torch", "torchao")
     precisions = ("int8",)
     profiled = ()
@@ -143,6 +144,7 @@ class TorchAOMaker(Maker):
     """Calibrates a module with torchao's PT2E flow and stores the quantised program."""
 
     name = "torchao"
+    compiles = True
     requires = ("torch", "torchao", "torchvision", "timm", "ultralytics")
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:

@@ -27,6 +27,7 @@ class Compile(PyTorch):
     """
 
     name = "compile"
+    compiles = True
     precisions = ("fp32", "tf32", "fp16", "bf16")
     profiled = ()
     options = ("channels_last", "cudnn_benchmark", "input", "mode", "freeze")
