@@ -184,7 +184,7 @@ def _check_sides(sides: Mapping[str, Sequence[PlannedTrial]]) -> None:
         raise UserError(f"A runs as {in_a} and B as {in_b}; give the --backend and --precision of both")
 
 
-STEPS = ("modelopt",)  # steps of making a file that may use a separate interpreter
+STEPS = ("modelopt", "litert_torch")  # steps of making a file that may use a separate interpreter
 
 
 def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:
