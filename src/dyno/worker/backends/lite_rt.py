@@ -7,7 +7,7 @@ import importlib.metadata
 import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,13 @@ from dyno.worker.backends.pytorch import module_inputs
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
 from dyno.worker.facts.files import MakerFacts
-from dyno.worker.inputs.calibration import calibration_data, calibration_of, missing_data
+from dyno.worker.inputs.calibration import (
+    CalibrationImages,
+    CalibrationInputs,
+    calibration_data,
+    calibration_of,
+    missing_data,
+)
 from dyno.worker.inputs.specs import fitted, static_shapes
 from dyno.worker.nets import models
 from dyno.worker.option_values import Check, flag, one_of, whole
@@ -396,6 +402,16 @@ def _describe_given(recipe: Recipe) -> Artifact:
     return replace(artifact, seconds=0.0, made_by=replace(made_by, weights_sha256=artifact.sha256))
 
 
+@dataclass(frozen=True)
+class CalibrationFeeds:
+    """Calibration data as ai-edge-quantizer reads it: from the start, once to count it and once more."""
+
+    data: CalibrationImages | CalibrationInputs
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return self.data.feeds(0, len(self.data))
+
+
 class LiteRTQuantiser(Maker):
     """Quantises a float .tflite file with ai-edge-quantizer; inputs and outputs stay floats."""
 
@@ -417,8 +433,7 @@ class LiteRTQuantiser(Maker):
         try:
             if data is not None:
                 keys = [*open_file(parent.path).get_signature_list()] or [None]
-                feeds = data.feeds(0, len(data))
-                made = engine.calibrate({keys[0]: feeds}, num_threads=recipe.runtime.threads)
+                made = engine.calibrate({keys[0]: CalibrationFeeds(data)}, num_threads=recipe.runtime.threads)
             engine.quantize(made or None).export_model(str(path), overwrite=True)
         except (ValueError, RuntimeError, KeyError) as e:
             raise UserError(f"ai-edge-quantizer can't quantise {recipe.model.name}: {first_line(e)}") from e
