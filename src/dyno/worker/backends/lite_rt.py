@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import importlib.metadata
 import time
 import zlib
@@ -422,26 +423,22 @@ class LiteRTQuantiser(Maker):
         """Write FOLDER/model.tflite, for a static scheme calibrated on the recipe's data."""
         assert parent is not None
         began, scheme = time.perf_counter(), str(recipe.options["scheme"])
-        algorithms, quantizer, types, recipes = _import_quantizer()
-        engine = quantizer.Quantizer(parent.path)
-        engine.load_quantization_recipe(getattr(recipes, SCHEMES[scheme])())
-        path, data, made = folder / "model.tflite", None, {}
-        if scheme == STATIC:
-            for end in (types.TFLOperationName.INPUT, types.TFLOperationName.OUTPUT):
-                engine.update_quantization_recipe(".*", end, algorithm_key=algorithms.AlgorithmName.NO_QUANTIZE)
-            data = calibration_of(recipe, parent)
+        library = _import_quantizer()
+        engine = library.quantizer.Quantizer(parent.path)
+        engine.load_quantization_recipe(getattr(library.recipe, SCHEMES[scheme])())
+        path, data, ranges = folder / "model.tflite", None, None
         try:
-            if data is not None:
-                keys = [*open_file(parent.path).get_signature_list()] or [None]
-                made = engine.calibrate({keys[0]: CalibrationFeeds(data)}, num_threads=recipe.runtime.threads)
-            engine.quantize(made or None).export_model(str(path), overwrite=True)
+            if scheme == STATIC:
+                data = calibration_of(recipe, parent)
+                ranges = _calibrate(library, engine, parent.path, data, recipe.runtime.threads)
+            engine.quantize(ranges).export_model(str(path), overwrite=True)
         except (ValueError, RuntimeError, KeyError) as e:
             raise UserError(f"ai-edge-quantizer can't quantise {recipe.model.name}: {first_line(e)}") from e
         origin = parent.made_by
         made_by = MakerFacts(
             backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires),
             weights_sha256=origin.weights_sha256, parameters=origin.parameters, scheme=SCHEMES[scheme],
-            calibration=replace(data.facts, method="moving average of the extremes") if data else None,
+            calibration=replace(data.facts, method="minmax") if data else None,
             warnings=tuple(data.warnings) if data else (),
         )  # fmt: skip
         return derived(parent, path, "int8", made_by, began)
@@ -450,9 +447,28 @@ class LiteRTQuantiser(Maker):
 LITERT_INT8 = LiteRTQuantiser()
 
 
-def _import_quantizer() -> tuple[Any, Any, Any, Any]:
+def _import_quantizer() -> Any:
     try:
-        from ai_edge_quantizer import algorithm_manager, qtyping, quantizer, recipe
+        for part in ("calibrator", "quantizer", "recipe"):  # which import the others
+            importlib.import_module(f"ai_edge_quantizer.{part}")
     except (ImportError, OSError) as e:
         raise Unavailable(f"ai-edge-quantizer can't be imported in this Python ({first_line(e)}); {HERE}") from e
-    return algorithm_manager, quantizer, qtyping, recipe
+    return importlib.import_module("ai_edge_quantizer")
+
+
+def _calibrate(library: Any, engine: Any, path: str, data: Any, threads: int) -> Any:
+    """Keep the quantizer's inputs and outputs in float, and return the ranges of all tensors over the data.
+
+    `Quantizer.calibrate` averages them with a weight of 0.05 for each batch after the first: after 24 photos the ranges
+    were still almost those of the first, and outputs were off by 95 % in place of 12 % (0.10).
+    """
+    for end in (library.qtyping.TFLOperationName.INPUT, library.qtyping.TFLOperationName.OUTPUT):
+        untouched = library.algorithm_manager.AlgorithmName.NO_QUANTIZE
+        engine.update_quantization_recipe(".*", end, algorithm_key=untouched)
+    manager = library.recipe_manager.RecipeManager()
+    manager.load_quantization_recipe(engine.get_quantization_recipe())
+    keys = [*open_file(path).get_signature_list()] or [None]
+    widest = library.utils.qsv_utils.min_max_update
+    calibrator = library.calibrator.Calibrator(path, num_threads=threads, qsv_update_func=widest)
+    calibrator.calibrate({keys[0]: CalibrationFeeds(data)}, manager)
+    return calibrator.get_model_qsvs()
