@@ -78,7 +78,9 @@ class TfliteFormat(FileFormat):
     name = "tflite"
     suffixes = (".tflite",)
     backend = "litert"
+    builders = ("litert",)
     on_device = True
+    has_batch = True
 
     def read(self, path: str, trial: Trial) -> FileContents:
         """Read the file; it is int8 if most of its operators that multiply have quantised weights."""
@@ -343,7 +345,7 @@ class LiteRTMaker(Maker):
         if recipe.model.file:
             return _describe_given(recipe)
         torch, library = import_torch(), _import_converter()
-        path, dims = folder / "model.tflite", replace(recipe.dims, batch=recipe.dims.batch or 1)
+        path, dims = folder / "model.tflite", recipe.dims
         torch.set_num_threads(recipe.runtime.threads)
         with memory_errors(), torch.no_grad(), silenced():
             module = models.load(recipe.model, dims)

@@ -1,4 +1,4 @@
-"""Scripts for ONNX files in ONNX Runtime, and for ONNX files and IRs in OpenVINO."""
+"""Scripts for files: ONNX, IR, AOTInductor's packages, .tflite and engines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.backends import aot_package
+from dyno.worker.backends import lite_rt as litert
 from dyno.worker.backends import onnx_runtime as ort
 from dyno.worker.backends import open_vino as vino
 from dyno.worker.inputs.specs import static_shapes
@@ -69,6 +70,31 @@ def run(model, feeds):
     with torch.inference_mode():
         results = [result.float().cpu().numpy() for result in model.loader.run(tensors)]
     return {f"output_{k}" if k else "output": result for k, result in enumerate(results)}
+'''
+LITERT = '''
+
+def load():
+    """The interpreter, with the threads, kernels and shapes of the measurement."""
+    model = Interpreter(str(FILE), num_threads=THREADS, experimental_op_resolver_type=OpResolverType[KERNELS])
+    for name, (shape, _) in INPUTS.items():
+        model.resize_tensor_input(PORTS[name][0], shape)
+    model.allocate_tensors()
+    return model
+
+
+def run(model, feeds):
+    """The outputs by name for inputs by name; quantised ones are scale * (stored - zero_point)."""
+    for name, (_, kind) in INPUTS.items():
+        (index, stored, scale, zero_point), values = PORTS[name], np.asarray(feeds[name], kind)
+        if scale:
+            values = np.clip(np.rint(values / scale) + zero_point, np.iinfo(stored).min, np.iinfo(stored).max)
+        model.set_tensor(index, values.astype(stored))
+    model.invoke()
+    results = {name: model.get_tensor(PORTS[name][0]) for name in OUTPUTS}
+    for name, (_, _, scale, zero_point) in PORTS.items():
+        if name in results and scale:
+            results[name] = (results[name].astype(np.float32) - zero_point) * np.float32(scale)
+    return results
 '''
 
 
@@ -138,9 +164,24 @@ def aot_inductor(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
     return ScriptPart(("numpy", "torch"), imports, constants, AOT_INDUCTOR)
 
 
+def lite_rt(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+    """Return the code that opens the file as `LiteRTSession` does."""
+    inputs, outputs = litert.list_ports(litert.open_file(require_file(artifact, trial).path))
+    constants = {
+        "FILE": place(about),
+        "THREADS": trial.runtime.threads,
+        "KERNELS": "AUTO" if trial.options.get("xnnpack", True) else "BUILTIN_WITHOUT_DEFAULT_DELEGATES",
+        "PORTS": {p.tensor.name: (p.index, p.stored, p.scale, p.zero_point) for p in (*inputs, *outputs)},
+        "OUTPUTS": [port.tensor.name for port in outputs],
+    }
+    imports = "from ai_edge_litert.interpreter import Interpreter, OpResolverType\n"
+    return ScriptPart(("numpy", "ai-edge-litert"), imports, constants, LITERT)
+
+
 ONNX_RUNTIME_SCRIPT = Script("onnxruntime", onnx_runtime)
 OPENVINO_SCRIPT = Script("openvino", open_vino)
 AOTI_SCRIPT = Script("aoti", aot_inductor)
+LITERT_SCRIPT = Script("litert", lite_rt)
 
 
 # A script for an engine of TensorRT or TensorRT-RTX, with memory by CUDA's runtime API.
