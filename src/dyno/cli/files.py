@@ -88,7 +88,8 @@ def export(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="File to write: .onnx, .xml (OpenVINO), .engine (TensorRT), .pt2 (AOTInductor) or .tflite.",
+            "--out", "-o",
+            help="File to write: .onnx, .xml (OpenVINO), .engine (TensorRT), .pt2 (AOTInductor) or .tflite (LiteRT).",
             show_default="of a run MODEL-BACKEND-PRECISION",
         ),
     ] = None,

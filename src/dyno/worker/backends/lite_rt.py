@@ -114,10 +114,8 @@ class LiteRT(Backend):
         if reason := super().refuse(trial) or refuse_requantising(trial):
             return reason
         own = next((name for name in ("scheme", "samples") if name in trial.options), "")
-        if own and trial.precision == trial.model.precision:
-            return f"{own} is for a float model that Dyno quantises; omit it"
-        if own and trial.precision != "int8":
-            return f"{own} is for int8; omit it"
+        if own and (trial.precision != "int8" or trial.model.precision == "int8"):
+            return f"{own} is for a float model that Dyno quantises to int8; omit it"
         if trial.options.get("scheme", STATIC) == STATIC:
             return missing_data(trial)
         return "" if "samples" not in trial.options else "samples is for scheme=static, which is calibrated"
