@@ -345,7 +345,7 @@ class ExecuTorchSession(Session):
         """Copy the feeds, in the program's types."""
         typed = [fitted(feeds[t.name], t, self._shapes[t.name]) for t in self.inputs]
         for bound, values in zip(self._bound, typed, strict=True):
-            bound.copy_(self._torch.from_numpy(values))
+            np.copyto(bound.numpy(), values)  # PyTorch's threads would spin beside ExecuTorch's: 7 ms in place of 2.5
 
     def run(self, slot: int = 0) -> None:
         """Give the program its inputs, and run it to its end."""
