@@ -89,7 +89,7 @@ def export(
         Path | None,
         typer.Option(
             "--out", "-o",
-            help="File to write: .onnx, .xml (OpenVINO), .engine (TensorRT), .pt2 (AOTInductor) or .tflite (LiteRT).",
+            help="File to write: .onnx, .xml (OpenVINO), .engine (TensorRT), .pt2 (AOTInductor), .tflite or .pte.",
             show_default="of a run MODEL-BACKEND-PRECISION",
         ),
     ] = None,
