@@ -196,7 +196,7 @@ def _export_engine(model: str, out: Path, file_format: FileFormat, asked: Export
         raise UserError(
             f"{engine.name} chooses {precision} when it runs a file, not when it makes one; omit --precision"
         )
-    has_batch = on_gpu or file_format.has_batch
+    has_batch = on_gpu or file_format.on_device  # an IR takes any
     if shapes and not on_gpu:
         raise UserError(f"{engine.name}'s files have no range of batches; omit --min, --opt, --max and --shapes")
     if static and not has_batch:

@@ -267,7 +267,7 @@ class FileFormat(ABC):
 
     `suffixes` begins with the one that is written; `backend` and `device` run such a file by default; the recipes
     of the backends in `builders` make one (`dyno export`). With `on_device` nothing but its backend on its device can
-    read it; with `has_batch` a made one is for a single batch, though no GPU builds it.
+    read it.
     """
 
     name: str = ""
@@ -276,7 +276,6 @@ class FileFormat(ABC):
     device: str = "cpu"
     builders: tuple[str, ...] = ()
     on_device: bool = False
-    has_batch: bool = False
 
     def fits(self, path: Path) -> bool:
         """Return whether a file with one of the suffixes, which may not exist yet, is of this format."""

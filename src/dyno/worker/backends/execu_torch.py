@@ -59,7 +59,6 @@ class PteFormat(FileFormat):
     backend = "executorch"
     builders = ("executorch",)
     on_device = True
-    has_batch = True
 
     def read(self, path: str, trial: Trial) -> FileContents:
         """Read the program; it is in the type of most of its operators that multiply."""

@@ -80,7 +80,6 @@ class TfliteFormat(FileFormat):
     backend = "litert"
     builders = ("litert",)
     on_device = True
-    has_batch = True
 
     def read(self, path: str, trial: Trial) -> FileContents:
         """Read the file; it is int8 if most of its operators that multiply have quantised weights."""
