@@ -145,15 +145,14 @@ def test_what_it_refuses_is_one_line() -> None:
     assert "reads .tflite files, not net.onnx" in LITERT.refuse(trial_of("net.onnx"))
 
 
-def test_each_step_runs_in_its_own_python() -> None:
-    here = Runtime("main", "/here/python")
-    trial = Trial(ModelSpec("net", "torchvision:resnet18"), "litert", "int8", Dims(2, 8, 8), {"scheme": "dynamic"})
-    quantised = LITERT.recipe(replace(trial, runtime=here))
-    assert quantised is not None and quantised.parent is not None
-    for step, name in ((quantised, "litert_int8"), (quantised.parent, "litert")):
-        assert (step.maker, step.runtime.name, step.runtime.python) == (name, "litert_torch", "/here/python")
-    given = LITERT.recipe(trial_of("net.tflite"))
-    assert given is not None and (given.runtime.name, given.parent) == ("main", None)
+def test_files_are_made_where_the_converter_is() -> None:
+    trial = Trial(ModelSpec("net", "torchvision:resnet18"), "litert", "fp32", Dims(2, 8, 8), {"xnnpack": False})
+    for each, name in ((trial, "litert_torch"), (trial_of("net.tflite"), "main")):
+        recipe = LITERT.recipe(replace(each, runtime=Runtime("main", "/here/python")))
+        assert recipe is not None and (recipe.maker, recipe.options) == ("litert", {})
+        assert (recipe.runtime.name, recipe.runtime.python) == (name, "/here/python")
+    quantised = LITERT.recipe(trial_of("net.tflite", "int8", scheme="dynamic"))
+    assert quantised is not None and quantised.runtime.name == "litert_torch"
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,9 +160,8 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(Unavailable, match=r"ai-edge-litert can't be imported .*'inference-dyno\[litert\]'"):
         LITERT.probe()
-    for needed in (lite_rt._import_converter, lite_rt._import_quantizer):
-        with pytest.raises(Unavailable, match=r"--python litert_torch=PATH \(there: pip install litert-torch"):
-            needed()
+    with pytest.raises(Unavailable, match=r"--python litert_torch=PATH \(there: pip install litert-torch"):
+        lite_rt._import("litert_torch", lite_rt.HERE)
 
 
 @pytest.mark.slow
@@ -185,13 +183,11 @@ def test_a_module_is_converted(library: Any, tmp_path: Path, options: dict[str, 
         ModelSpec("net", f"{tmp_path}/nets.py:net"), "litert", "int8" if options else "fp32", Dims(2, 8, 8), options,
         data=DataSpec("noise", str(tmp_path), "1"), runtime=Runtime(threads=1),
     )  # fmt: skip
-    step, made = LITERT.recipe(trial), None
-    for each in filter(None, (step.parent if step else None, step)):
-        python = Runtime("litert_torch", CONVERTER, threads=1)
-        record = launch(Job("make", python, recipe=each, artifact=made), tmp_path / each.maker, 600)
-        assert record.status == "ok", record.reason
-        made = record.artifact
-    session = LITERT.load(trial, made)
+    job = Job("make", Runtime("litert_torch", CONVERTER, threads=1), recipe=LITERT.recipe(trial))
+    made = launch(job, tmp_path / "job", 600)
+    assert made.artifact is not None, made.reason
+    assert [path.name for path in (tmp_path / "job").glob("*.tflite")] == ["model.tflite"]
+    session = LITERT.load(trial, made.artifact)
     x = ((pixels[:2] / 255 - [[[0.485]], [[0.456]], [[0.406]]]) / [[[0.229]], [[0.224]], [[0.225]]]).astype(np.float32)
     session.bind({"input": x})
     session.run()

@@ -9,8 +9,8 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,11 @@ from dyno.worker.backends.pytorch import module_inputs
 from dyno.worker.backends.torch_ao import import_torchao
 from dyno.worker.facts.engine import TYPES, EngineFacts, Probe, precision_truth
 from dyno.worker.facts.files import MakerFacts
-from dyno.worker.inputs.calibration import calibration_data, calibration_of, missing_data
+from dyno.worker.inputs import calibration
 from dyno.worker.inputs.specs import fitted, static_shapes
 from dyno.worker.nets import models
 from dyno.worker.option_values import Check, whole
-from dyno.worker.sessions.torch_support import (
-    configure,
-    first_line,
-    import_torch,
-    is_memory_error,
-    memory_errors,
-    named_outputs,
-    positional,
-    silenced,
-)
+from dyno.worker.sessions import torch_support
 from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, Unavailable, UserError, numbered
 
 ENGINE, DELEGATE = "ExecuTorch", "XNNPACK"
@@ -62,18 +53,13 @@ class PteFormat(FileFormat):
 
     def read(self, path: str, trial: Trial) -> FileContents:
         """Read the program; it is in the type of most of its operators that multiply."""
-        meta, types = open_program(path)[1].method_meta(), list_operators(path).types
-        sides = (
-            ("input", meta.num_inputs(), meta.input_tensor_meta),
-            ("output", meta.num_outputs(), meta.output_tensor_meta),
-        )
+        meta, (_, _, types) = open_program(path)[1].method_meta(), list_operators(path)
         try:
-            inputs, outputs = (
-                tuple(_read_tensor(name, describe(k)) for k, name in enumerate(numbered_names(side, count)))
-                for side, count, describe in sides
-            )
+            inputs = _read_tensors("input", meta.num_inputs(), meta.input_tensor_meta)
+            outputs = _read_tensors("output", meta.num_outputs(), meta.output_tensor_meta)
         except RuntimeError as e:
-            raise UserError(f"{path} has inputs or outputs that aren't tensors ({first_line(e)})") from e
+            reason = torch_support.first_line(e)
+            raise UserError(f"{path} has inputs or outputs that aren't tensors ({reason})") from e
         most = max(types, key=lambda kind: types[kind]) if types else "float32"
         return FileContents(inputs, outputs, next((p for p, kind in TYPES.items() if kind == most), "fp32"))
 
@@ -81,8 +67,9 @@ class PteFormat(FileFormat):
 PTE = PteFormat()
 
 
-def _read_tensor(name: str, meta: Any) -> Tensor:
-    return Tensor(name, SCALARS.get(meta.dtype(), "unknown"), tuple(map(int, meta.sizes())))
+def _read_tensors(side: str, count: int, describe: Callable[[int], Any]) -> tuple[Tensor, ...]:
+    found = zip(numbered_names(side, count), map(describe, range(count)), strict=True)
+    return tuple(Tensor(name, SCALARS.get(t.dtype(), "unknown"), tuple(map(int, t.sizes()))) for name, t in found)
 
 
 class ExecuTorch(Backend):
@@ -106,38 +93,36 @@ class ExecuTorch(Backend):
             return f"the program was lowered in {trial.model.precision}; {trial.precision} needs the model"
         if trial.options and (trial.model.file or trial.precision != "int8"):
             return "samples is for a model that Dyno quantises to int8; omit it"
-        return missing_data(trial)
+        return calibration.missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
         """Return the recipe of the program at the trial's batch; a program that was given is used as it is."""
-        data = calibration_data(trial) if trial.precision == "int8" != trial.model.precision else None
+        data = calibration.calibration_data(trial) if trial.precision == "int8" != trial.model.precision else None
         here = replace(trial.runtime, device="cpu", threads=1)
         return Recipe(
             self.name, PTE.name, trial.precision, trial.model, trial.dims, dict(trial.options), data, runtime=here
         )  # fmt: skip
 
     def probe(self) -> Probe:
-        """Lower one addition, and run it."""
-        torch = import_torch()
-        library = _import_library()
-        with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), silenced():
-            path, x = Path(scratch) / "add.pte", torch.tensor([1.0, 2.0])
-            path.write_bytes(_lower(library, torch.export.export(_adder(torch), (x,))))
-            _, method = open_program(str(path))
-            works = _run_once(method, [x])[0].tolist() == [2.0, 4.0]
+        """Lower one layer, and run it."""
+        torch = torch_support.import_torch()
+        with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), torch_support.silenced():
+            path, x = Path(scratch) / "relu.pte", torch.tensor([-1.0, 2.0])
+            path.write_bytes(_lower(torch.export.export(torch.nn.ReLU(), (x,))))
+            works = _run_once(open_program(str(path))[1], [x])[0].tolist() == [0.0, 2.0]
         detail = f"with torch {torch.__version__}"
         return Probe(version=_version(), devices=("cpu",) if works else (), detail=detail)
 
     def prepare(self, trial: Trial) -> None:
         """Import PyTorch and ExecuTorch's runtime."""
-        import_torch()
+        torch_support.import_torch()
         _import_library()
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Load the program with the trial's threads; XNNPACK packs its weights here."""
         if artifact is None:
             raise UserError(f"{self.name} runs a .pte program that was made before")
-        with memory_errors():
+        with torch_support.memory_errors():
             return ExecuTorchSession(trial, artifact)
 
 
@@ -148,18 +133,10 @@ def _version() -> str:
     return system.versions(("executorch",)).get("executorch", "")
 
 
-def _adder(torch: Any) -> Any:
-    class Adder(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
-        def forward(self, x: Any) -> Any:
-            return x + x
-
-    return Adder()
-
-
 def _import_library(module: str = "extension.pybindings.portable_lib") -> Any:
     """Import a module of ExecuTorch, with its own compiler of schemas for what makes and reads programs."""
     try:
-        with silenced():
+        with torch_support.silenced():
             import executorch
 
             flatc = Path(next(iter(executorch.__path__)), "data", "bin", "flatc")
@@ -167,7 +144,7 @@ def _import_library(module: str = "extension.pybindings.portable_lib") -> Any:
                 os.environ.setdefault("FLATC_EXECUTABLE", str(flatc))
             return importlib.import_module(f"executorch.{module}")
     except (ImportError, OSError, AttributeError, RuntimeError) as e:  # the last three: one made for another PyTorch
-        raise Unavailable(f"executorch can't be imported ({first_line(e)}); {INSTALL}") from e
+        raise Unavailable(f"executorch can't be imported ({torch_support.first_line(e)}); {INSTALL}") from e
 
 
 def open_program(path: str) -> tuple[Any, Any]:
@@ -177,7 +154,7 @@ def open_program(path: str) -> tuple[Any, Any]:
         program = runtime.load_program(Path(path))
         return program, program.load_method("forward")._method
     except (RuntimeError, ValueError, OSError) as e:
-        raise UserError(f"{path} can't be read by {ENGINE} {_version()}: {first_line(e)}") from e
+        raise UserError(f"{path} can't be read by {ENGINE} {_version()}: {torch_support.first_line(e)}") from e
 
 
 def _run_once(method: Any, tensors: Sequence[Any]) -> list[Any]:
@@ -189,31 +166,12 @@ def _run_once(method: Any, tensors: Sequence[Any]) -> list[Any]:
     except RuntimeError as e:
         if "does not have a device" not in str(e):
             raise
-        torch = import_torch().__version__
+        torch = torch_support.import_torch().__version__
         raise Unavailable(f"executorch {_version()} was built for another PyTorch than {torch}; {INSTALL}") from e
 
 
-@dataclass(frozen=True)
-class ProgramOperators:
-    """The operators in a program: those in XNNPACK's graphs, those on portable kernels, and the types of products."""
-
-    delegated: Counter[str]
-    portable: Counter[str]
-    types: Counter[str]
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """One where operators stay on portable kernels, which are far slower."""
-        count, total = self.portable.total(), self.portable.total() + self.delegated.total()
-        names = ", ".join(f"{n} {name}" for name, n in self.portable.most_common())
-        what = (
-            f"{count} of {numbered(total, 'operator')} run on {ENGINE}'s portable kernels, not on {DELEGATE}: {names}"
-        )
-        return (what,) if count else ()
-
-
-def list_operators(path: str) -> ProgramOperators:
-    """Read the program's calls and the graphs inside its delegates."""
+def list_operators(path: str) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Count the operators in XNNPACK's graphs, those on portable kernels, and the types of those that multiply."""
     read = _import_library("exir._serialize._program").deserialize_pte_binary(Path(path).read_bytes())
     program = getattr(read, "program", read)
     plan = next(each for each in program.execution_plan if each.name == "forward")
@@ -229,7 +187,7 @@ def list_operators(path: str) -> ProgramOperators:
         for kind, type_ in _read_graph(blob) if delegate.id == BACKEND_ID else [(delegate.id, "")]:
             delegated[kind] += 1
             types.update([type_] if PRODUCT.search(kind) else [])
-    return ProgramOperators(delegated, portable, types)
+    return delegated, portable, types
 
 
 def _read_graph(blob: bytes) -> list[tuple[str, str]]:
@@ -268,23 +226,25 @@ class ExecuTorchMaker(Maker):
             made = artifact_of(Path(path), PTE.name, read.precision, (read.inputs, read.outputs), facts, began)
             facts = replace(facts, weights_sha256=made.sha256)
             return replace(made, seconds=0.0, made_by=_add_operators(facts, path))
-        torch, library = import_torch(), _import_library()
-        with memory_errors(), torch.no_grad(), silenced():
+        torch = torch_support.import_torch()
+        with torch_support.memory_errors(), torch.no_grad(), torch_support.silenced():
             module = models.load(recipe.model, recipe.dims)
             weights, parameters = models.weights_sha256(module), sum(p.numel() for p in module.parameters())
             facts = replace(facts, weights_sha256=weights, parameters=parameters)
             inputs = module_inputs(recipe.model, recipe.dims)
             example = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in inputs)
-            flat = positional(torch, module, recipe.model.inputs, flat=True)
+            flat = torch_support.positional(torch, module, recipe.model.inputs, flat=True)
             try:
                 if recipe.precision == "int8":
                     flat, facts = _quantise(torch, flat, example, inputs, recipe, facts)
-                lowered = _lower(library, torch.export.export(flat, example, strict=False))
+                lowered = _lower(torch.export.export(flat, example, strict=False))
             except Exception as e:  # its errors have no common type
-                if is_memory_error(e) or isinstance(e, (UserError, Unavailable)):
+                if torch_support.is_memory_error(e) or isinstance(e, (UserError, Unavailable)):
                     raise
-                raise UserError(f"{ENGINE} can't lower {recipe.model.name}: {first_line(e)}") from e
-            outputs = tuple(Tensor(k, "float32", tuple(v.shape)) for k, v in named_outputs(flat(*example)).items())
+                raise UserError(f"{ENGINE} can't lower {recipe.model.name}: {torch_support.first_line(e)}") from e
+            outputs = tuple(
+                Tensor(k, "float32", tuple(v.shape)) for k, v in torch_support.named_outputs(flat(*example)).items()
+            )
         (folder / "model.pte").write_bytes(lowered)
         facts = _add_operators(facts, str(folder / "model.pte"))
         return artifact_of(folder / "model.pte", PTE.name, recipe.precision, (inputs, outputs), facts, began)
@@ -294,15 +254,18 @@ EXECUTORCH_MAKER = ExecuTorchMaker()
 
 
 def _add_operators(facts: MakerFacts, path: str) -> MakerFacts:
-    found = list_operators(path)
-    operators = dict((found.delegated + found.portable).most_common())
+    delegated, portable, types = list_operators(path)
+    operators = dict((delegated + portable).most_common())
+    left = f"{portable.total()} of {numbered(sum(operators.values()), 'operator')} run on {ENGINE}'s portable kernels"
+    names = ", ".join(f"{count} {name}" for name, count in portable.most_common())
+    warnings = (f"{left}, not on {DELEGATE}: {names}",) if portable else ()
     return replace(
-        facts, layers=sum(operators.values()), operators=operators, layers_by_type=dict(found.types),
-        warnings=(*facts.warnings, *found.warnings),
+        facts, layers=sum(operators.values()), operators=operators, layers_by_type=dict(types),
+        warnings=(*facts.warnings, *warnings),
     )  # fmt: skip
 
 
-def _lower(library: Any, program: Any) -> bytes:
+def _lower(program: Any) -> bytes:
     """Return the bytes of the program with all that XNNPACK takes delegated to it."""
     exir = _import_library("exir")
     partitioner = _import_library("backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()
@@ -315,23 +278,23 @@ def _quantise(
     """Return the module in int8 by XNNPACK's quantiser, with the facts of its calibration."""
     pt2e = import_torchao(".pt2e.quantize_pt2e")
     xnnpack = _import_library("backends.xnnpack.quantizer.xnnpack_quantizer")
-    data = calibration_of(recipe, Artifact(PTE.name, "", "", 0, "fp32", tuple(inputs), (), 0.0))
+    data = calibration.calibration_of(recipe, Artifact(PTE.name, "", "", 0, "fp32", tuple(inputs), (), 0.0))
     quantiser = xnnpack.XNNPACKQuantizer().set_global(xnnpack.get_symmetric_quantization_config(is_per_channel=True))
     graph = pt2e.prepare_pt2e(torch.export.export(module, example, strict=False).module(), quantiser)
     for feeds in data.feeds(0, len(data)):
         graph(*(torch.from_numpy(feeds[t.name].astype(t.dtype, copy=True)) for t in inputs))
-    calibration = replace(data.facts, method="histogram")
-    return pt2e.convert_pt2e(graph), replace(facts, calibration=calibration, warnings=tuple(data.warnings))
+    how = replace(data.facts, method="histogram")
+    return pt2e.convert_pt2e(graph), replace(facts, calibration=how, warnings=tuple(data.warnings))
 
 
 class ExecuTorchSession(Session):
     """A loaded program; each run gets its inputs anew, since their memory may be used for other tensors."""
 
     def __init__(self, trial: Trial, artifact: Artifact) -> None:
-        self._torch, self._trial, self._made_by = import_torch(), trial, artifact.made_by
+        self._torch, self._trial, self._made_by = torch_support.import_torch(), trial, artifact.made_by
         self._library = _import_library()
-        configure(self._torch, trial, benchmark=False)
-        with silenced():
+        torch_support.configure(self._torch, trial, benchmark=False)
+        with torch_support.silenced():
             self._library._unsafe_reset_threadpool(trial.runtime.threads)
         self._shapes = static_shapes(artifact.inputs, trial.dims)
         self.inputs, self.outputs = artifact.inputs, artifact.outputs
