@@ -156,7 +156,7 @@ def test_files_are_made_where_the_converter_is() -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ai_edge_litert", "litert_torch", "ai_edge_quantizer"):
+    for name in ("ai_edge_litert.interpreter", "litert_torch"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(Unavailable, match=r"ai-edge-litert can't be imported .*'inference-dyno\[litert\]'"):
         LITERT.probe()

@@ -109,7 +109,9 @@ class ExecuTorch(Backend):
         with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), torch_support.silenced():
             path, x = Path(scratch) / "relu.pte", torch.tensor([-1.0, 2.0])
             path.write_bytes(_lower(torch.export.export(torch.nn.ReLU(), (x,))))
-            works = _run_once(open_program(str(path))[1], [x])[0].tolist() == [0.0, 2.0]
+            _, method = open_program(str(path))
+            _execute(method, [x])
+            works = method.get_outputs()[0].tolist() == [0.0, 2.0]
         detail = f"with torch {torch.__version__}"
         return Probe(version=_version(), devices=("cpu",) if works else (), detail=detail)
 
@@ -157,12 +159,11 @@ def open_program(path: str) -> tuple[Any, Any]:
         raise UserError(f"{path} can't be read by {ENGINE} {_version()}: {torch_support.first_line(e)}") from e
 
 
-def _run_once(method: Any, tensors: Sequence[Any]) -> list[Any]:
-    """Run the method; `Unavailable` for a library that was built for another PyTorch."""
+def _execute(method: Any, tensors: Sequence[Any]) -> None:
+    """Run the method to its end; `Unavailable` for a library that was built for another PyTorch."""
     try:
         method.set_inputs(tensors)
         method.execute()
-        return [*method.get_outputs(clone_outputs=True)]
     except RuntimeError as e:
         if "does not have a device" not in str(e):
             raise
@@ -301,7 +302,6 @@ class ExecuTorchSession(Session):
         self._names = [t.name for t in artifact.outputs]
         self._program, self._method = open_program(artifact.path)
         self._bound = [self._torch.zeros(t.shape, dtype=getattr(self._torch, t.dtype)) for t in self.inputs]
-        _run_once(self._method, self._bound)
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Copy the feeds, in the program's types."""
@@ -311,8 +311,7 @@ class ExecuTorchSession(Session):
 
     def run(self, slot: int = 0) -> None:
         """Give the program its inputs, and run it to its end."""
-        self._method.set_inputs(self._bound)
-        self._method.execute()
+        _execute(self._method, self._bound)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Return copies of the outputs by name, as float32."""
