@@ -161,7 +161,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match=r"ai-edge-litert can't be imported .*'inference-dyno\[litert\]'"):
         LITERT.probe()
     with pytest.raises(Unavailable, match=r"--python litert_torch=PATH \(there: pip install litert-torch"):
-        lite_rt._import("litert_torch", lite_rt.HERE)
+        lite_rt._import_module("litert_torch", lite_rt.HERE)
 
 
 @pytest.mark.slow

@@ -108,12 +108,12 @@ class ExecuTorch(Backend):
         torch = torch_support.import_torch()
         with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), torch_support.silenced():
             path, x = Path(scratch) / "relu.pte", torch.tensor([-1.0, 2.0])
-            path.write_bytes(_lower(torch.export.export(torch.nn.ReLU(), (x,))))
+            path.write_bytes(_lower_program(torch.export.export(torch.nn.ReLU(), (x,))))
             _, method = open_program(str(path))
-            _execute(method, [x])
+            _run_method(method, [x])
             works = method.get_outputs()[0].tolist() == [0.0, 2.0]
         detail = f"with torch {torch.__version__}"
-        return Probe(version=_version(), devices=("cpu",) if works else (), detail=detail)
+        return Probe(version=_read_version(), devices=("cpu",) if works else (), detail=detail)
 
     def prepare(self, trial: Trial) -> None:
         """Import PyTorch and ExecuTorch's runtime."""
@@ -131,7 +131,7 @@ class ExecuTorch(Backend):
 EXECUTORCH = ExecuTorch()
 
 
-def _version() -> str:
+def _read_version() -> str:
     return system.versions(("executorch",)).get("executorch", "")
 
 
@@ -156,10 +156,10 @@ def open_program(path: str) -> tuple[Any, Any]:
         program = runtime.load_program(Path(path))
         return program, program.load_method("forward")._method
     except (RuntimeError, ValueError, OSError) as e:
-        raise UserError(f"{path} can't be read by {ENGINE} {_version()}: {torch_support.first_line(e)}") from e
+        raise UserError(f"{path} can't be read by {ENGINE} {_read_version()}: {torch_support.first_line(e)}") from e
 
 
-def _execute(method: Any, tensors: Sequence[Any]) -> None:
+def _run_method(method: Any, tensors: Sequence[Any]) -> None:
     """Run the method to its end; `Unavailable` for a library that was built for another PyTorch."""
     try:
         method.set_inputs(tensors)
@@ -168,7 +168,7 @@ def _execute(method: Any, tensors: Sequence[Any]) -> None:
         if "does not have a device" not in str(e):
             raise
         torch = torch_support.import_torch().__version__
-        raise Unavailable(f"executorch {_version()} was built for another PyTorch than {torch}; {INSTALL}") from e
+        raise Unavailable(f"executorch {_read_version()} was built for another PyTorch than {torch}; {INSTALL}") from e
 
 
 def list_operators(path: str) -> tuple[Counter[str], Counter[str], Counter[str]]:
@@ -237,8 +237,8 @@ class ExecuTorchMaker(Maker):
             flat = torch_support.positional(torch, module, recipe.model.inputs, flat=True)
             try:
                 if recipe.precision == "int8":
-                    flat, facts = _quantise(torch, flat, example, inputs, recipe, facts)
-                lowered = _lower(torch.export.export(flat, example, strict=False))
+                    flat, facts = _quantise_module(torch, flat, example, inputs, recipe, facts)
+                lowered = _lower_program(torch.export.export(flat, example, strict=False))
             except Exception as e:  # its errors have no common type
                 if torch_support.is_memory_error(e) or isinstance(e, (UserError, Unavailable)):
                     raise
@@ -266,14 +266,14 @@ def _add_operators(facts: MakerFacts, path: str) -> MakerFacts:
     )  # fmt: skip
 
 
-def _lower(program: Any) -> bytes:
+def _lower_program(program: Any) -> bytes:
     """Return the bytes of the program with all that XNNPACK takes delegated to it."""
     exir = _import_library("exir")
     partitioner = _import_library("backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()
     return bytes(exir.to_edge_transform_and_lower(program, partitioner=[partitioner]).to_executorch().buffer)
 
 
-def _quantise(
+def _quantise_module(
     torch: Any, module: Any, example: Any, inputs: Sequence[Tensor], recipe: Recipe, facts: MakerFacts
 ) -> tuple[Any, MakerFacts]:
     """Return the module in int8 by XNNPACK's quantiser, with the facts of its calibration."""
@@ -311,7 +311,7 @@ class ExecuTorchSession(Session):
 
     def run(self, slot: int = 0) -> None:
         """Give the program its inputs, and run it to its end."""
-        _execute(self._method, self._bound)
+        _run_method(self._method, self._bound)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Return copies of the outputs by name, as float32."""
@@ -322,13 +322,7 @@ class ExecuTorchSession(Session):
         """Return what the program says of its operators, and ExecuTorch's threads."""
         types = dict(self._made_by.layers_by_type)
         return EngineFacts(
-            layers=self._made_by.layers,
-            layers_by_type=types,
-            operators=dict(self._made_by.operators),
+            layers=self._made_by.layers, layers_by_type=types, operators=dict(self._made_by.operators),
             precision_truth=precision_truth(self._trial.precision, types, f"{ENGINE} by the program's types"),
             threads=self._library._threadpool_get_thread_count(),
-        )
-
-    def close(self) -> None:
-        """Free the method and its program."""
-        del self._method, self._program
+        )  # fmt: skip

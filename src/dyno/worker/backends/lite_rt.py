@@ -114,7 +114,9 @@ class LiteRT(Backend):
 
     def probe(self) -> Probe:
         """Add two numbers, in a file of a few bytes."""
-        opened = _import_interpreter().Interpreter(model_content=zlib.decompress(base64.b64decode(ADDITION)))
+        opened = _import_module("ai_edge_litert.interpreter").Interpreter(
+            model_content=zlib.decompress(base64.b64decode(ADDITION))
+        )
         opened.allocate_tensors()
         (given,), (result,) = list_ports(opened)
         opened.set_tensor(given.index, np.array([1, 2], np.float32))
@@ -126,7 +128,7 @@ class LiteRT(Backend):
 
     def prepare(self, trial: Trial) -> None:
         """Import the interpreter."""
-        _import_interpreter()
+        _import_module("ai_edge_litert.interpreter")
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Open the file with the trial's threads and shapes; XNNPACK packs the weights here."""
@@ -138,22 +140,19 @@ class LiteRT(Backend):
 LITERT = LiteRT()
 
 
-def _import_interpreter() -> Any:
-    return _import("ai_edge_litert.interpreter", install("ai-edge-litert"))
-
-
-def _import(module: str, hint: str) -> Any:
+def _import_module(module: str, hint: str = "") -> Any:
     try:
         with torch_support.silenced():
             return importlib.import_module(module)
     except (ImportError, OSError, AttributeError) as e:
         library = module.partition(".")[0].replace("_", "-")
-        raise Unavailable(f"{library} can't be imported in this Python ({torch_support.first_line(e)}); {hint}") from e
+        reason = f"{library} can't be imported in this Python ({torch_support.first_line(e)})"
+        raise Unavailable(f"{reason}; {hint or install(library)}") from e
 
 
 def open_file(path: str, threads: int = 1, has_delegate: bool = False) -> Any:
     """Return LiteRT's interpreter of the file; raise a `UserError` for a missing or damaged file."""
-    library = _import_interpreter()
+    library = _import_module("ai_edge_litert.interpreter")
     kinds = library.OpResolverType
     resolver = kinds.AUTO if has_delegate else kinds.BUILTIN_WITHOUT_DEFAULT_DELEGATES
     try:
@@ -175,7 +174,7 @@ class TflitePort:
     scale: float
     zero_point: int
 
-    def store(self, values: np.ndarray) -> np.ndarray:
+    def store_values(self, values: np.ndarray) -> np.ndarray:
         """Return the values as the file stores them."""
         if not self.scale:
             return values
@@ -183,7 +182,7 @@ class TflitePort:
         counted = np.rint(values / self.scale) + self.zero_point
         return np.asarray(np.clip(counted, kind.min, kind.max), self.stored)
 
-    def read(self, stored: np.ndarray) -> np.ndarray:
+    def read_values(self, stored: np.ndarray) -> np.ndarray:
         """Return the stored values as numbers, those of floating point as float32."""
         if self.scale:
             return np.asarray((stored.astype(np.float32) - self.zero_point) * np.float32(self.scale))
@@ -212,11 +211,6 @@ def _read_port(details: Mapping[str, Any], name: str) -> TflitePort:
     return TflitePort(int(details["index"]), Tensor(name, seen, shape), stored, scale, int(zero_point))
 
 
-def list_operators(opened: Any) -> list[dict[str, Any]]:
-    """Return the operators in order, delegates at the end: `op_name`, and indices of `inputs` and `outputs`."""
-    return [*opened._get_ops_details()]  # the library has no other way to them
-
-
 def count_types(opened: Any) -> Counter[str]:
     """Return how many operators multiply in each type: where weights are quantised, in integers.
 
@@ -224,7 +218,7 @@ def count_types(opened: Any) -> Counter[str]:
     """
     types = {each["index"]: np.dtype(each["dtype"]).name for each in opened.get_tensor_details()}
     found = Counter[str]()
-    for operator in list_operators(opened):
+    for operator in opened._get_ops_details():
         if COMPUTE.search(operator["op_name"]):
             inputs = [*operator["inputs"]]
             data, weights = (inputs[2], inputs[1]) if operator["op_name"] in WEIGHTS_FIRST else inputs[:2]
@@ -256,7 +250,7 @@ class LiteRTSession(Session):
         self._trial = trial
         self._has_delegate = bool(trial.options.get("xnnpack", True))
         self._opened = open_file(path, trial.runtime.threads, self._has_delegate)
-        self._ports, results = list_ports(self._opened)
+        self._ports, self._results = list_ports(self._opened)
         self._shapes = static_shapes([port.tensor for port in self._ports], trial.dims)
         self.inputs = tuple(replace(port.tensor, shape=self._shapes[port.tensor.name]) for port in self._ports)
         for port, tensor in zip(self._ports, self.inputs, strict=True):
@@ -266,7 +260,6 @@ class LiteRTSession(Session):
             self._opened.allocate_tensors()
         except (ValueError, RuntimeError) as e:
             raise UserError(f"{trial.model.name} can't be loaded by {ENGINE}: {torch_support.first_line(e)}") from e
-        self._results = results
         _, allocated = list_ports(self._opened)
         self.outputs = tuple(port.tensor for port in allocated if BATCH not in port.tensor.shape)
 
@@ -274,7 +267,7 @@ class LiteRTSession(Session):
         """Copy the feeds into the interpreter, quantised where the file's inputs are."""
         typed = [fitted(feeds[tensor.name], tensor, self._shapes[tensor.name]) for tensor in self.inputs]
         for port, values in zip(self._ports, typed, strict=True):
-            self._opened.set_tensor(port.index, port.store(values))
+            self._opened.set_tensor(port.index, port.store_values(values))
 
     def run(self, slot: int = 0) -> None:
         """Run the operators, to their end."""
@@ -282,11 +275,11 @@ class LiteRTSession(Session):
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Return copies of the outputs by name."""
-        return {port.tensor.name: port.read(self._opened.get_tensor(port.index)) for port in self._results}
+        return {port.tensor.name: port.read_values(self._opened.get_tensor(port.index)) for port in self._results}
 
     def facts(self) -> EngineFacts:
         """Return operators, the types that they multiply in by the file, and which of them the delegate runs."""
-        operators = list_operators(self._opened)
+        operators = [*self._opened._get_ops_details()]  # the library has no other way to them
         delegated = find_delegated(operators)
         own = [each["op_name"] for each in operators if each["op_name"] != "DELEGATE"]
         left = Counter(name for k, name in enumerate(own) if k not in delegated)
@@ -295,20 +288,13 @@ class LiteRTSession(Session):
         if left and delegated:
             sentence += f", {ENGINE}'s own kernels the others ({', '.join(f'{n} {name}' for name, n in left.items())})"
         return EngineFacts(
-            layers=len(own),
-            layers_by_type=types,
-            operators=dict(Counter(own).most_common()),
+            layers=len(own), layers_by_type=types, operators=dict(Counter(own).most_common()),
             nodes_by_provider={DELEGATE: len(delegated), ENGINE: left.total()},
             precision_truth=precision_truth(self._trial.precision, types, f"{ENGINE} by the file's types"),
-            threads=self._trial.runtime.threads,
-            options={"xnnpack": self._has_delegate},
+            threads=self._trial.runtime.threads, options={"xnnpack": self._has_delegate},
             fallback=sentence if self._has_delegate and 2 * len(delegated) < len(own) else "",
             notes=(sentence,) if self._has_delegate and left else (),
-        )
-
-    def close(self) -> None:
-        """Free the interpreter."""
-        del self._opened
+        )  # fmt: skip
 
 
 class LiteRTMaker(Maker):
@@ -323,14 +309,14 @@ class LiteRTMaker(Maker):
         facts = MakerFacts(backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires))
         if not file:
             source = folder / "float.tflite" if recipe.precision == "int8" else path
-            facts = _convert(recipe, facts, source)
-        made = _describe(Path(file or source), recipe, facts, began)
+            facts = _convert_module(recipe, facts, source)
+        made = _describe_file(Path(file or source), recipe, facts, began)
         if file:
             facts = replace(facts, weights_sha256=made.sha256)
         if recipe.precision != made.precision:
-            facts = _quantise(made, recipe, facts, path)
+            facts = _quantise_file(made, recipe, facts, path)
             (folder / "float.tflite").unlink(missing_ok=True)
-            made = _describe(path, recipe, facts, began)
+            made = _describe_file(path, recipe, facts, began)
         elif file:
             made = replace(made, seconds=0.0)
         return replace(made, precision=recipe.precision, made_by=facts)
@@ -339,14 +325,14 @@ class LiteRTMaker(Maker):
 LITERT_MAKER = LiteRTMaker()
 
 
-def _describe(path: Path, recipe: Recipe, facts: MakerFacts, began: float) -> Artifact:
+def _describe_file(path: Path, recipe: Recipe, facts: MakerFacts, began: float) -> Artifact:
     read = TFLITE.read(str(path), Trial(recipe.model, LITERT.name, recipe.precision, recipe.dims))
     return artifact_of(path, TFLITE.name, read.precision, (read.inputs, read.outputs), facts, began)
 
 
-def _convert(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
+def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
     """Write the module as a file whose signature has the names of its inputs and outputs."""
-    torch, library = torch_support.import_torch(), _import("litert_torch", HERE)
+    torch, library = torch_support.import_torch(), _import_module("litert_torch", HERE)
     nn = torch.nn
     names = [spec.name for spec in recipe.model.inputs if spec.dtype] or ["input"]
     with torch_support.memory_errors(), torch.no_grad(), torch_support.silenced():
@@ -375,16 +361,16 @@ def _convert(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
     return replace(facts, weights_sha256=models.weights_sha256(module), parameters=parameters)
 
 
-def _quantise(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
+def _quantise_file(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
     """Write the quantised file, for a static scheme calibrated on the recipe's data; its ends stay floats."""
     scheme = SCHEMES[str(recipe.options["scheme"])]
-    library, recipes = (_import(f"ai_edge_quantizer.{part}", HERE) for part in ("quantizer", "recipe"))
+    library, recipes = (_import_module(f"ai_edge_quantizer.{part}", HERE) for part in ("quantizer", "recipe"))
     engine, ranges = library.Quantizer(made.path), None
     engine.load_quantization_recipe(getattr(recipes, scheme)())
     try:
         if recipe.data is not None:
             data = calibration.calibration_of(recipe, made)
-            ranges = _calibrate(engine, made.path, [*data.feeds(0, len(data))], recipe.runtime.threads)
+            ranges = _find_ranges(engine, made.path, [*data.feeds(0, len(data))], recipe.runtime.threads)
             how = replace(data.facts, method="minmax")
             facts = replace(facts, calibration=how, warnings=tuple(data.warnings))
         engine.quantize(ranges).export_model(str(path), overwrite=True)
@@ -394,7 +380,7 @@ def _quantise(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> 
     return replace(facts, scheme=scheme)
 
 
-def _calibrate(engine: Any, path: str, feeds: Sequence[Arrays], threads: int) -> Any:
+def _find_ranges(engine: Any, path: str, feeds: Sequence[Arrays], threads: int) -> Any:
     """Keep the quantizer's inputs and outputs in float, and return the ranges of all tensors over the feeds.
 
     `Quantizer.calibrate` averages them with a weight of 0.05 for each batch after the first: after 24 photos the ranges

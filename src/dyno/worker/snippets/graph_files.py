@@ -98,7 +98,7 @@ def run(model, feeds):
 '''
 
 
-def place(about: dict[str, Any]) -> str:
+def locate_file(about: dict[str, Any]) -> str:
     """Return the expression for the file beside the script."""
     return f"Path(__file__).with_name({about['file']!r})"
 
@@ -120,7 +120,7 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
         raise UserError(f"there is no script for {provider.name}, which is of a plug-in library")
     usual = [provider.name, *ort.PROVIDERS] if provider else [*ort.PROVIDERS]
     constants = {
-        "FILE": place(about),
+        "FILE": locate_file(about),
         "THREADS": settings["intra_op_threads"],
         "OPTIMIZATION": ort.OPTIMIZATION[settings["optimization"]],
         "DISABLED": settings["disabled_optimizers"],
@@ -143,7 +143,7 @@ def _parse_device_index(trial: Trial) -> int:
 def open_vino(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code with the settings of `OpenVinoSession`; outputs by place, as an IR gives one several names."""
     require_file(artifact, trial)
-    constants = {"FILE": place(about), "OUTPUTS": list(about["outputs"]), "SETTINGS": vino.settings(trial)}
+    constants = {"FILE": locate_file(about), "OUTPUTS": list(about["outputs"]), "SETTINGS": vino.settings(trial)}
     return ScriptPart(("numpy", "openvino"), "import openvino\n", constants, OPEN_VINO)
 
 
@@ -153,7 +153,7 @@ def aot_inductor(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
     package = aot_package.read_package(file.path)
     on_gpu = trial.runtime.device != "cpu"
     constants = {
-        "FILE": place(about),
+        "FILE": locate_file(about),
         "MODEL": package.name,
         "THREADS": trial.runtime.threads,
         "DEVICE": trial.runtime.device,
@@ -168,7 +168,7 @@ def lite_rt(trial: Trial, artifact: Artifact | None, about: dict[str, Any], fold
     """Return the code that opens the file as `LiteRTSession` does."""
     inputs, outputs = litert.list_ports(litert.open_file(require_file(artifact, trial).path))
     constants = {
-        "FILE": place(about),
+        "FILE": locate_file(about),
         "THREADS": trial.runtime.threads,
         "KERNELS": "AUTO" if trial.options.get("xnnpack", True) else "BUILTIN_WITHOUT_DEFAULT_DELEGATES",
         "PORTS": {p.tensor.name: (p.index, p.stored, p.scale, p.zero_point) for p in (*inputs, *outputs)},
@@ -242,11 +242,11 @@ def run(model, feeds):
 '''
 
 
-def engine(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+def tensor_rt(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code for the profile that the measurement chose, on the same GPU."""
     require_file(artifact, trial)
     constants = {
-        "FILE": place(about),
+        "FILE": locate_file(about),
         "GPU": _parse_device_index(trial),
         "PROFILE": int(about["options"].get("profile") or 0),
     }
@@ -255,5 +255,5 @@ def engine(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
     return ScriptPart(("numpy", "cuda-bindings", trial.backend.replace("_", "-")), imports, constants, ENGINE)
 
 
-TENSORRT_SCRIPT = Script("tensorrt", engine)
-RTX_SCRIPT = Script("tensorrt_rtx", engine)
+TENSORRT_SCRIPT = Script("tensorrt", tensor_rt)
+RTX_SCRIPT = Script("tensorrt_rtx", tensor_rt)
