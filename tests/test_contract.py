@@ -25,7 +25,8 @@ from dyno.worker.spec import Dims, Option, Runtime, Tensor, Trial, Unavailable, 
 
 CLASSES, SIZE, THREADS = 10, 32, 1
 # Half a minute of C++ for each model, or a build.
-COMPILES = ("compile", "aoti", "torchao", "tensorrt", "tensorrt_rtx", "torch_tensorrt")
+COMPILES = ("compile", "aoti", "torchao", "litert", "tensorrt", "tensorrt_rtx", "torch_tensorrt")
+PYTHONS = {"litert": os.environ.get("DYNO_TEST_LITERT_TORCH", "")}  # which make a backend's files, "" for this one
 # Backends without fp32: their precision and options, and how far outputs may be off the module's.
 LOWERED: dict[str, tuple[str, dict[str, Option], float]] = {"torchao": ("int8", {"scheme": "dynamic"}, 0.05)}
 NET = """
@@ -79,6 +80,8 @@ def load(request: pytest.FixtureRequest, source: str) -> Iterator[Callable[..., 
                 runtime=Runtime(threads=THREADS),
             )  # fmt: skip
             recipe = registry.find(name).recipe(trial)
+            if recipe and name in PYTHONS:
+                recipe = replace(recipe, runtime=Runtime(python=PYTHONS[name]))
             made = Files(Progress(quiet=True)).file(recipe) if recipe else None
             if isinstance(made, Record):
                 (pytest.skip if made.status == "skipped" else pytest.fail)(f"{name}: {made.reason}")

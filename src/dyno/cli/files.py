@@ -88,7 +88,8 @@ def export(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="File to write: .onnx, .xml (OpenVINO), .engine (TensorRT) or .pt2 (AOTInductor).",
+            "--out", "-o",
+            help="File to write: .onnx, .xml (OpenVINO), .engine (TensorRT), .pt2 (AOTInductor), .tflite or .pte.",
             show_default="of a run MODEL-BACKEND-PRECISION",
         ),
     ] = None,
@@ -169,7 +170,7 @@ def _make_profile(shapes: str, low: int, opt: int, high: int) -> str:
 
 
 def _export_engine(model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides) -> None:
-    from dyno.study.interpreters import missing, runtime_of
+    from dyno.study.interpreters import missing, placed, runtime_of
 
     shapes = _make_profile(",".join(asked.shapes), asked.low, asked.opt, asked.high)
     if asked.batch == "dynamic" and not shapes:
@@ -195,14 +196,17 @@ def _export_engine(model: str, out: Path, file_format: FileFormat, asked: Export
         raise UserError(
             f"{engine.name} chooses {precision} when it runs a file, not when it makes one; omit --precision"
         )
-    if not on_gpu and (shapes or static):
-        raise UserError(f"{engine.name}'s files take any batch; omit --batch, --min, --opt, --max and --shapes")
-    trial = _build_trial(study, precision, (static or 1) if on_gpu and not shapes else 0)
+    has_batch = on_gpu or file_format.on_device  # an IR takes any
+    if shapes and not on_gpu:
+        raise UserError(f"{engine.name}'s files have no range of batches; omit --min, --opt, --max and --shapes")
+    if static and not has_batch:
+        raise UserError(f"{engine.name}'s files take any batch; omit --batch")
+    trial = _build_trial(study, precision, (static or 1) if has_batch and not shapes else 0)
     runtime = replace(runtime, threads=trial.runtime.threads)
     trial = replace(trial, backend=engine.name, options=chosen, runtime=runtime)
     if refusal := engine.refuse(trial):
         raise UserError(refusal)
-    _make_file(engine.recipe(trial), out)
+    _make_file(placed(engine.recipe(trial), study), out)
 
 
 def _parse_shape(text: str) -> tuple[str, int, tuple[str]]:

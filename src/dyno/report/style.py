@@ -24,6 +24,8 @@ COLORS = {
     "torch_tensorrt": "#CC79A7",
     "aoti": "#B8A800",
     "torchao": "#7A5195",
+    "litert": "#5C4B3B",
+    "executorch": "#882255",
     "fake": "#8A8A8A",
 }
 SPARE = ("#CC79A7", "#B8A800", "#7A5195", "#5C4B3B", "#8A8A8A")

@@ -301,7 +301,7 @@ def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
         raise UserError(
             f"{model.name} is an engine of {name}: {library} is not installed; {install(library)}, or --python"
         )
-    if runtime.device == "cpu":
+    if runtime.device == "cpu" and "cpu" not in registry.find(name).devices:
         raise UserError(f"{model.name} is an engine for a GPU; choose the GPU with --device cuda:0")
     return runtime
 

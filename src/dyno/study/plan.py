@@ -184,7 +184,7 @@ def _check_sides(sides: Mapping[str, Sequence[PlannedTrial]]) -> None:
         raise UserError(f"A runs as {in_a} and B as {in_b}; give the --backend and --precision of both")
 
 
-STEPS = ("modelopt",)  # steps of making a file that may use a separate interpreter
+STEPS = ("modelopt", "litert_torch")  # steps of making a file that may use a separate interpreter
 
 
 def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:
@@ -312,7 +312,10 @@ def _list_configurations(
         half = ("bf16",) if on_cpu and system.has_arithmetic("bf16") else () if on_cpu else ("fp16",)
         calibrated = data is not None and data.folder and meta(data)["splits"].get("calibration")
         default += half + (("int8",) if calibrated else ())
-    readers = choices if study.backends else [choice for choice in choices if _can_read(choice.name, model)] or choices
+    able = [choice for choice in choices if study.backends or _can_read(choice.name, model)]
+    kind = registry.format_of(model.file) if model.file else None
+    # Another Python may have the backend that reads the file.
+    readers = able or ([Choice(kind.usual(Path(model.file)))] if kind else choices)
     by_route = routed(readers, study.routes, file=bool(model.file))
     return [(choice, precision) for choice in by_route for precision in choice.precisions or default]
 

@@ -13,6 +13,7 @@ EXTRAS = {
     **dict.fromkeys(("torch", "torchvision", "timm", "safetensors"), "torch"),
     **dict.fromkeys(("onnx", "onnxscript", "onnxruntime", "onnxconverter-common", "onnxslim"), "onnx"),
     "openvino": "openvino",
+    "ai-edge-litert": "litert",
     "tensorrt-rtx": "tensorrt_rtx",  # cuda-bindings is in it too, but others need that alone
     **dict.fromkeys(("jinja2", "matplotlib", "squarify"), "report"),
     **dict.fromkeys(("pillow", "pycocotools", "pyyaml", "scikit-learn"), "data"),

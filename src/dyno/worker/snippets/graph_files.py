@@ -1,4 +1,4 @@
-"""Scripts for ONNX files in ONNX Runtime, and for ONNX files and IRs in OpenVINO."""
+"""Scripts for files: ONNX, IR, AOTInductor's packages, .tflite and engines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.backends import aot_package
+from dyno.worker.backends import lite_rt as litert
 from dyno.worker.backends import onnx_runtime as ort
 from dyno.worker.backends import open_vino as vino
 from dyno.worker.inputs.specs import static_shapes
@@ -70,9 +71,34 @@ def run(model, feeds):
         results = [result.float().cpu().numpy() for result in model.loader.run(tensors)]
     return {f"output_{k}" if k else "output": result for k, result in enumerate(results)}
 '''
+LITERT = '''
+
+def load():
+    """The interpreter, with the threads, kernels and shapes of the measurement."""
+    model = Interpreter(str(FILE), num_threads=THREADS, experimental_op_resolver_type=OpResolverType[KERNELS])
+    for name, (shape, _) in INPUTS.items():
+        model.resize_tensor_input(PORTS[name][0], shape)
+    model.allocate_tensors()
+    return model
 
 
-def place(about: dict[str, Any]) -> str:
+def run(model, feeds):
+    """The outputs by name for inputs by name; quantised ones are scale * (stored - zero_point)."""
+    for name, (_, kind) in INPUTS.items():
+        (index, stored, scale, zero_point), values = PORTS[name], np.asarray(feeds[name], kind)
+        if scale:
+            values = np.clip(np.rint(values / scale) + zero_point, np.iinfo(stored).min, np.iinfo(stored).max)
+        model.set_tensor(index, values.astype(stored))
+    model.invoke()
+    results = {name: model.get_tensor(PORTS[name][0]) for name in OUTPUTS}
+    for name, (_, _, scale, zero_point) in PORTS.items():
+        if name in results and scale:
+            results[name] = (results[name].astype(np.float32) - zero_point) * np.float32(scale)
+    return results
+'''
+
+
+def locate_file(about: dict[str, Any]) -> str:
     """Return the expression for the file beside the script."""
     return f"Path(__file__).with_name({about['file']!r})"
 
@@ -94,7 +120,7 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
         raise UserError(f"there is no script for {provider.name}, which is of a plug-in library")
     usual = [provider.name, *ort.PROVIDERS] if provider else [*ort.PROVIDERS]
     constants = {
-        "FILE": place(about),
+        "FILE": locate_file(about),
         "THREADS": settings["intra_op_threads"],
         "OPTIMIZATION": ort.OPTIMIZATION[settings["optimization"]],
         "DISABLED": settings["disabled_optimizers"],
@@ -117,7 +143,7 @@ def _parse_device_index(trial: Trial) -> int:
 def open_vino(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code with the settings of `OpenVinoSession`; outputs by place, as an IR gives one several names."""
     require_file(artifact, trial)
-    constants = {"FILE": place(about), "OUTPUTS": list(about["outputs"]), "SETTINGS": vino.settings(trial)}
+    constants = {"FILE": locate_file(about), "OUTPUTS": list(about["outputs"]), "SETTINGS": vino.settings(trial)}
     return ScriptPart(("numpy", "openvino"), "import openvino\n", constants, OPEN_VINO)
 
 
@@ -127,7 +153,7 @@ def aot_inductor(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
     package = aot_package.read_package(file.path)
     on_gpu = trial.runtime.device != "cpu"
     constants = {
-        "FILE": place(about),
+        "FILE": locate_file(about),
         "MODEL": package.name,
         "THREADS": trial.runtime.threads,
         "DEVICE": trial.runtime.device,
@@ -138,9 +164,24 @@ def aot_inductor(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
     return ScriptPart(("numpy", "torch"), imports, constants, AOT_INDUCTOR)
 
 
+def lite_rt(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+    """Return the code that opens the file as `LiteRTSession` does."""
+    inputs, outputs = litert.list_ports(litert.open_file(require_file(artifact, trial).path))
+    constants = {
+        "FILE": locate_file(about),
+        "THREADS": trial.runtime.threads,
+        "KERNELS": "AUTO" if trial.options.get("xnnpack", True) else "BUILTIN_WITHOUT_DEFAULT_DELEGATES",
+        "PORTS": {p.tensor.name: (p.index, p.stored, p.scale, p.zero_point) for p in (*inputs, *outputs)},
+        "OUTPUTS": [port.tensor.name for port in outputs],
+    }
+    imports = "from ai_edge_litert.interpreter import Interpreter, OpResolverType\n"
+    return ScriptPart(("numpy", "ai-edge-litert"), imports, constants, LITERT)
+
+
 ONNX_RUNTIME_SCRIPT = Script("onnxruntime", onnx_runtime)
 OPENVINO_SCRIPT = Script("openvino", open_vino)
 AOTI_SCRIPT = Script("aoti", aot_inductor)
+LITERT_SCRIPT = Script("litert", lite_rt)
 
 
 # A script for an engine of TensorRT or TensorRT-RTX, with memory by CUDA's runtime API.
@@ -201,11 +242,11 @@ def run(model, feeds):
 '''
 
 
-def engine(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+def tensor_rt(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code for the profile that the measurement chose, on the same GPU."""
     require_file(artifact, trial)
     constants = {
-        "FILE": place(about),
+        "FILE": locate_file(about),
         "GPU": _parse_device_index(trial),
         "PROFILE": int(about["options"].get("profile") or 0),
     }
@@ -214,5 +255,5 @@ def engine(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
     return ScriptPart(("numpy", "cuda-bindings", trial.backend.replace("_", "-")), imports, constants, ENGINE)
 
 
-TENSORRT_SCRIPT = Script("tensorrt", engine)
-RTX_SCRIPT = Script("tensorrt_rtx", engine)
+TENSORRT_SCRIPT = Script("tensorrt", tensor_rt)
+RTX_SCRIPT = Script("tensorrt_rtx", tensor_rt)

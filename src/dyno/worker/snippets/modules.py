@@ -15,7 +15,7 @@ from dyno.worker.nets.checkpoint import by_own_names, head_classes, read_checkpo
 from dyno.worker.registry import find
 from dyno.worker.sessions.torch_support import import_torch
 from dyno.worker.snippets import Script, ScriptPart, inputs_of
-from dyno.worker.snippets.graph_files import place
+from dyno.worker.snippets.graph_files import locate_file
 from dyno.worker.spec import NETWORK_FOLDER, Artifact, ModelSpec, Option, Trial, UserError
 
 LIBRARY = '''
@@ -168,7 +168,12 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
         torch.save(network.state_dict(), folder / "state.pt")
     options = find(trial.backend).checked(trial)  # type: ignore[attr-defined]
     pixels = input_data.wants_pixels(options)
-    constants = {"FILE": place(about), **build.constants, **_list_arguments(trial), **_collect_settings(trial, options)}
+    constants = {
+        "FILE": locate_file(about),
+        **build.constants,
+        **_list_arguments(trial),
+        **_collect_settings(trial, options),
+    }
     if pixels:
         scale, offset = input_data.pixel_scale(trial.model.preprocess, int(inputs_of(trial, None)[0].shape[1]))
         constants |= {"SCALE": scale.ravel().tolist(), "OFFSET": offset.ravel().tolist()}
@@ -320,7 +325,7 @@ def torchao(trial: Trial, artifact: Artifact | None, about: dict[str, Any], fold
         part = module(trial, artifact, about, folder)
         return replace(part, needs=(*part.needs, "torchao"), imports=f"{part.imports}import torchao.quantization\n")
     settings = _collect_settings(trial, find(trial.backend).checked(trial))  # type: ignore[attr-defined]
-    constants = {"FILE": place(about), **{name: settings[name] for name in ("THREADS", "FREEZE", "MODE")}}
+    constants = {"FILE": locate_file(about), **{name: settings[name] for name in ("THREADS", "FREEZE", "MODE")}}
     imports = "import torch\nimport torchao.quantization.pt2e.quantize_pt2e  # its operators\n"
     return ScriptPart(("numpy", "torch", "torchao"), imports, constants, PROGRAM)
 

@@ -1,0 +1,328 @@
+"""ExecuTorch on the CPU (`executorch`): .pte programs lowered to XNNPACK, or the user's own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker import system
+from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session, artifact_of
+from dyno.worker.backends.aot_package import numbered_names
+from dyno.worker.backends.pytorch import module_inputs
+from dyno.worker.backends.torch_ao import import_torchao
+from dyno.worker.facts.engine import TYPES, EngineFacts, Probe, precision_truth
+from dyno.worker.facts.files import MakerFacts
+from dyno.worker.inputs import calibration
+from dyno.worker.inputs.specs import fitted, static_shapes
+from dyno.worker.nets import models
+from dyno.worker.option_values import Check, whole
+from dyno.worker.sessions import torch_support
+from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, Unavailable, UserError, numbered
+
+ENGINE, DELEGATE = "ExecuTorch", "XNNPACK"
+BACKEND_ID = "XnnpackBackend"
+INSTALL = "pip install executorch torchvision in an environment of its own, and give --python executorch=PATH"
+SCALARS = {
+    0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64", 11: "bool",
+    15: "bfloat16",
+}  # fmt: skip
+XNN_TYPES = {"fp32": "float32", "pfp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # the others are integers
+PRODUCT = re.compile(r"Conv(?!ert)|FullyConnected|MatrixMultiply|::(?:conv|linear|addmm|mm|bmm|matmul)", re.ASCII)
+NOT_NUMBERS = re.compile(r":\s*[-+]?(?:inf|nan)\b")  # as flatc writes them, which no JSON has
+
+
+class PteFormat(FileFormat):
+    """A program of ExecuTorch, for one shape of each input."""
+
+    name = "pte"
+    suffixes = (".pte",)
+    backend = "executorch"
+    builders = ("executorch",)
+    on_device = True
+
+    def read(self, path: str, trial: Trial) -> FileContents:
+        """Read the program; it is in the type of most of its operators that multiply."""
+        meta, (_, _, types) = open_program(path)[1].method_meta(), list_operators(path)
+        try:
+            inputs = _read_tensors("input", meta.num_inputs(), meta.input_tensor_meta)
+            outputs = _read_tensors("output", meta.num_outputs(), meta.output_tensor_meta)
+        except RuntimeError as e:
+            reason = torch_support.first_line(e)
+            raise UserError(f"{path} has inputs or outputs that aren't tensors ({reason})") from e
+        most = max(types, key=lambda kind: types[kind]) if types else "float32"
+        return FileContents(inputs, outputs, next((p for p, kind in TYPES.items() if kind == most), "fp32"))
+
+
+PTE = PteFormat()
+
+
+def _read_tensors(side: str, count: int, describe: Callable[[int], Any]) -> tuple[Tensor, ...]:
+    found = zip(numbered_names(side, count), map(describe, range(count)), strict=True)
+    return tuple(Tensor(name, SCALARS.get(t.dtype(), "unknown"), tuple(map(int, t.sizes()))) for name, t in found)
+
+
+class ExecuTorch(Backend):
+    """torch.export and ExecuTorch's XNNPACK delegate; what it leaves runs on portable kernels.
+
+    Option: `samples` of the calibration for int8.
+    """
+
+    name = "executorch"
+    requires = ("executorch", "torch")
+    precisions = ("fp32", "int8")
+    options = ("samples",)
+    values: Mapping[str, Check] = {"samples": whole(1)}
+    files = PteFormat.suffixes
+
+    def refuse(self, trial: Trial) -> str:
+        """See `Backend.refuse`; a program has one precision, and int8 needs calibration data."""
+        if reason := super().refuse(trial):
+            return reason
+        if trial.model.file and trial.precision != trial.model.precision:
+            return f"the program was lowered in {trial.model.precision}; {trial.precision} needs the model"
+        if trial.options and (trial.model.file or trial.precision != "int8"):
+            return "samples is for a model that Dyno quantises to int8; omit it"
+        return calibration.missing_data(trial)
+
+    def recipe(self, trial: Trial) -> Recipe:
+        """Return the recipe of the program at the trial's batch; a program that was given is used as it is."""
+        data = calibration.calibration_data(trial) if trial.precision == "int8" != trial.model.precision else None
+        here = replace(trial.runtime, device="cpu", threads=1)
+        return Recipe(
+            self.name, PTE.name, trial.precision, trial.model, trial.dims, dict(trial.options), data, runtime=here
+        )  # fmt: skip
+
+    def probe(self) -> Probe:
+        """Lower one layer, and run it."""
+        torch = torch_support.import_torch()
+        with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), torch_support.silenced():
+            path, x = Path(scratch) / "relu.pte", torch.tensor([-1.0, 2.0])
+            path.write_bytes(_lower_program(torch.export.export(torch.nn.ReLU(), (x,))))
+            _, method = open_program(str(path))
+            _run_method(method, [x])
+            works = method.get_outputs()[0].tolist() == [0.0, 2.0]
+        detail = f"with torch {torch.__version__}"
+        return Probe(version=_read_version(), devices=("cpu",) if works else (), detail=detail)
+
+    def prepare(self, trial: Trial) -> None:
+        """Import PyTorch and ExecuTorch's runtime."""
+        torch_support.import_torch()
+        _import_library()
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """Load the program with the trial's threads; XNNPACK packs its weights here."""
+        if artifact is None:
+            raise UserError(f"{self.name} runs a .pte program that was made before")
+        with torch_support.memory_errors():
+            return ExecuTorchSession(trial, artifact)
+
+
+EXECUTORCH = ExecuTorch()
+
+
+def _read_version() -> str:
+    return system.versions(("executorch",)).get("executorch", "")
+
+
+def _import_library(module: str = "extension.pybindings.portable_lib") -> Any:
+    """Import a module of ExecuTorch, with its own compiler of schemas for what makes and reads programs."""
+    try:
+        with torch_support.silenced():
+            import executorch
+
+            flatc = Path(next(iter(executorch.__path__)), "data", "bin", "flatc")
+            if flatc.is_file():
+                os.environ.setdefault("FLATC_EXECUTABLE", str(flatc))
+            return importlib.import_module(f"executorch.{module}")
+    except (ImportError, OSError, AttributeError, RuntimeError) as e:  # the last three: one made for another PyTorch
+        raise Unavailable(f"executorch can't be imported ({torch_support.first_line(e)}); {INSTALL}") from e
+
+
+def open_program(path: str) -> tuple[Any, Any]:
+    """Return the program and its method `forward`; raise a `UserError` for a missing or damaged file."""
+    runtime = _import_library("runtime").Runtime.get()
+    try:
+        program = runtime.load_program(Path(path))
+        return program, program.load_method("forward")._method
+    except (RuntimeError, ValueError, OSError) as e:
+        raise UserError(f"{path} can't be read by {ENGINE} {_read_version()}: {torch_support.first_line(e)}") from e
+
+
+def _run_method(method: Any, tensors: Sequence[Any]) -> None:
+    """Run the method to its end; `Unavailable` for a library that was built for another PyTorch."""
+    try:
+        method.set_inputs(tensors)
+        method.execute()
+    except RuntimeError as e:
+        if "does not have a device" not in str(e):
+            raise
+        torch = torch_support.import_torch().__version__
+        raise Unavailable(f"executorch {_read_version()} was built for another PyTorch than {torch}; {INSTALL}") from e
+
+
+def list_operators(path: str) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Count the operators in XNNPACK's graphs, those on portable kernels, and the types of those that multiply."""
+    read = _import_library("exir._serialize._program").deserialize_pte_binary(Path(path).read_bytes())
+    program = getattr(read, "program", read)
+    plan = next(each for each in program.execution_plan if each.name == "forward")
+    delegated, portable, types = Counter[str](), Counter[str](), Counter[str]()
+    for call in (each.instr_args for chain in plan.chains for each in chain.instructions):
+        if hasattr(call, "op_index"):
+            name = plan.operators[call.op_index].name
+            portable[name] += 1
+            if PRODUCT.search(name):
+                types[SCALARS.get(int(plan.values[call.args[0]].val.scalar_type), "unknown")] += 1
+    for delegate in plan.delegates:
+        blob = bytes(program.backend_delegate_data[delegate.processed.index].data)
+        for kind, type_ in _read_graph(blob) if delegate.id == BACKEND_ID else [(delegate.id, "")]:
+            delegated[kind] += 1
+            types.update([type_] if PRODUCT.search(kind) else [])
+    return delegated, portable, types
+
+
+def _read_graph(blob: bytes) -> list[tuple[str, str]]:
+    """Return each node of XNNPACK's graph with the type of its first input, from the bytes that its runtime reads.
+
+    Four bytes, `XH00`, the header's length (2 bytes), and the offset and the length of the graph (4 bytes each).
+    """
+    start, length = (int.from_bytes(blob[k : k + 4], "little") for k in (10, 14))
+    serialization = _import_library("exir._serialize._flatbuffer")
+    schema = Path(next(iter(_import_library("backends.xnnpack").__path__)), "serialization", "schema.fbs")
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "graph.bin"
+        path.write_bytes(blob[start : start + length])
+        serialization._flatc_decompile(scratch, str(schema), str(path), ["--raw-binary"])
+        graph = json.loads(NOT_NUMBERS.sub(": null", path.with_suffix(".json").read_text()))
+    values = [each["xvalue_union"] for each in graph["xvalues"]]
+    tensors = [each.get("tensor_value", each) for each in values]
+    kinds = {each["id_out"]: each["datatype"].removeprefix("xnn_datatype_") for each in tensors}
+    nodes = [(each["xnode_union_type"].removeprefix("XNN"), each["xnode_union"]) for each in graph["xnodes"]]
+    first = [kinds.get(node.get("input1_id", node.get("input_id")), "") for _, node in nodes]
+    return [(kind, XNN_TYPES.get(type_, "int8")) for (kind, _), type_ in zip(nodes, first, strict=True)]
+
+
+class ExecuTorchMaker(Maker):
+    """Exports a module and lowers it, quantised for int8; or points to the program that was given."""
+
+    name = "executorch"
+    requires = ("executorch", "torch", "torchao", "torchvision", "timm", "ultralytics")
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Write FOLDER/model.pte; `Unavailable` without ExecuTorch, `UserError` for what can't be exported."""
+        began = time.perf_counter()
+        facts = MakerFacts(backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires))
+        if path := recipe.model.file:
+            read = PTE.read(path, Trial(recipe.model, self.name, recipe.precision, recipe.dims))
+            made = artifact_of(Path(path), PTE.name, read.precision, (read.inputs, read.outputs), facts, began)
+            facts = replace(facts, weights_sha256=made.sha256)
+            return replace(made, seconds=0.0, made_by=_add_operators(facts, path))
+        torch = torch_support.import_torch()
+        with torch_support.memory_errors(), torch.no_grad(), torch_support.silenced():
+            module = models.load(recipe.model, recipe.dims)
+            weights, parameters = models.weights_sha256(module), sum(p.numel() for p in module.parameters())
+            facts = replace(facts, weights_sha256=weights, parameters=parameters)
+            inputs = module_inputs(recipe.model, recipe.dims)
+            example = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in inputs)
+            flat = torch_support.positional(torch, module, recipe.model.inputs, flat=True)
+            try:
+                if recipe.precision == "int8":
+                    flat, facts = _quantise_module(torch, flat, example, inputs, recipe, facts)
+                lowered = _lower_program(torch.export.export(flat, example, strict=False))
+            except Exception as e:  # its errors have no common type
+                if torch_support.is_memory_error(e) or isinstance(e, (UserError, Unavailable)):
+                    raise
+                raise UserError(f"{ENGINE} can't lower {recipe.model.name}: {torch_support.first_line(e)}") from e
+            outputs = tuple(
+                Tensor(k, "float32", tuple(v.shape)) for k, v in torch_support.named_outputs(flat(*example)).items()
+            )
+        (folder / "model.pte").write_bytes(lowered)
+        facts = _add_operators(facts, str(folder / "model.pte"))
+        return artifact_of(folder / "model.pte", PTE.name, recipe.precision, (inputs, outputs), facts, began)
+
+
+EXECUTORCH_MAKER = ExecuTorchMaker()
+
+
+def _add_operators(facts: MakerFacts, path: str) -> MakerFacts:
+    delegated, portable, types = list_operators(path)
+    operators = dict((delegated + portable).most_common())
+    left = f"{portable.total()} of {numbered(sum(operators.values()), 'operator')} run on {ENGINE}'s portable kernels"
+    names = ", ".join(f"{count} {name}" for name, count in portable.most_common())
+    warnings = (f"{left}, not on {DELEGATE}: {names}",) if portable else ()
+    return replace(
+        facts, layers=sum(operators.values()), operators=operators, layers_by_type=dict(types),
+        warnings=(*facts.warnings, *warnings),
+    )  # fmt: skip
+
+
+def _lower_program(program: Any) -> bytes:
+    """Return the bytes of the program with all that XNNPACK takes delegated to it."""
+    exir = _import_library("exir")
+    partitioner = _import_library("backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()
+    return bytes(exir.to_edge_transform_and_lower(program, partitioner=[partitioner]).to_executorch().buffer)
+
+
+def _quantise_module(
+    torch: Any, module: Any, example: Any, inputs: Sequence[Tensor], recipe: Recipe, facts: MakerFacts
+) -> tuple[Any, MakerFacts]:
+    """Return the module in int8 by XNNPACK's quantiser, with the facts of its calibration."""
+    pt2e = import_torchao(".pt2e.quantize_pt2e")
+    xnnpack = _import_library("backends.xnnpack.quantizer.xnnpack_quantizer")
+    data = calibration.calibration_of(recipe, Artifact(PTE.name, "", "", 0, "fp32", tuple(inputs), (), 0.0))
+    quantiser = xnnpack.XNNPACKQuantizer().set_global(xnnpack.get_symmetric_quantization_config(is_per_channel=True))
+    graph = pt2e.prepare_pt2e(torch.export.export(module, example, strict=False).module(), quantiser)
+    for feeds in data.feeds(0, len(data)):
+        graph(*(torch.from_numpy(feeds[t.name].astype(t.dtype, copy=True)) for t in inputs))
+    how = replace(data.facts, method="histogram")
+    return pt2e.convert_pt2e(graph), replace(facts, calibration=how, warnings=tuple(data.warnings))
+
+
+class ExecuTorchSession(Session):
+    """A loaded program; each run gets its inputs anew, since their memory may be used for other tensors."""
+
+    def __init__(self, trial: Trial, artifact: Artifact) -> None:
+        self._torch, self._trial, self._made_by = torch_support.import_torch(), trial, artifact.made_by
+        self._library = _import_library()
+        torch_support.configure(self._torch, trial, benchmark=False)
+        with torch_support.silenced():
+            self._library._unsafe_reset_threadpool(trial.runtime.threads)
+        self._shapes = static_shapes(artifact.inputs, trial.dims)
+        self.inputs, self.outputs = artifact.inputs, artifact.outputs
+        self._names = [t.name for t in artifact.outputs]
+        self._program, self._method = open_program(artifact.path)
+        self._bound = [self._torch.zeros(t.shape, dtype=getattr(self._torch, t.dtype)) for t in self.inputs]
+
+    def bind(self, feeds: Arrays, slot: int = 0) -> None:
+        """Copy the feeds, in the program's types."""
+        typed = [fitted(feeds[t.name], t, self._shapes[t.name]) for t in self.inputs]
+        for bound, values in zip(self._bound, typed, strict=True):
+            np.copyto(bound.numpy(), values)  # PyTorch's threads would spin beside ExecuTorch's: 7 ms in place of 2.5
+
+    def run(self, slot: int = 0) -> None:
+        """Give the program its inputs, and run it to its end."""
+        _run_method(self._method, self._bound)
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        """Return copies of the outputs by name, as float32."""
+        outputs = self._method.get_outputs(clone_outputs=True)
+        return {name: value.float().numpy() for name, value in zip(self._names, outputs, strict=True)}
+
+    def facts(self) -> EngineFacts:
+        """Return what the program says of its operators, and ExecuTorch's threads."""
+        types = dict(self._made_by.layers_by_type)
+        return EngineFacts(
+            layers=self._made_by.layers, layers_by_type=types, operators=dict(self._made_by.operators),
+            precision_truth=precision_truth(self._trial.precision, types, f"{ENGINE} by the program's types"),
+            threads=self._library._threadpool_get_thread_count(),
+        )  # fmt: skip

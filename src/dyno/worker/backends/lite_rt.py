@@ -1,0 +1,399 @@
+"""LiteRT, formerly TensorFlow Lite, on the CPU (`litert`): .tflite files, made by litert-torch or the user's own."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import re
+import time
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker import system
+from dyno.worker.backend import (
+    Arrays,
+    Backend,
+    FileContents,
+    FileFormat,
+    Maker,
+    Session,
+    artifact_of,
+    refuse_requantising,
+)
+from dyno.worker.backends.aot_package import numbered_names
+from dyno.worker.backends.pytorch import module_inputs
+from dyno.worker.extras import install
+from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
+from dyno.worker.facts.files import MakerFacts
+from dyno.worker.inputs import calibration
+from dyno.worker.inputs.specs import fitted, static_shapes
+from dyno.worker.nets import models
+from dyno.worker.option_values import Check, flag, one_of, whole
+from dyno.worker.sessions import torch_support
+from dyno.worker.spec import BATCH, Artifact, Recipe, Tensor, Trial, Unavailable, UserError
+
+ENGINE, DELEGATE = "LiteRT", "XNNPACK"
+CONVERTER = "litert_torch"  # the name that an interpreter is given for making files
+HERE = "give a Python that has it, --python litert_torch=PATH (there: pip install litert-torch torchvision)"
+STATIC, DYNAMIC = "static", "dynamic"
+SCHEMES = {STATIC: "static_wi8_ai8", DYNAMIC: "dynamic_wi8_afp32"}  # recipes of ai-edge-quantizer
+COMPUTE = re.compile("CONV|FULLY_CONNECTED|MATMUL|LSTM|RNN|SVDF")  # operators that multiply
+WEIGHTS_FIRST = {"TRANSPOSE_CONV", "CONV_3D_TRANSPOSE"}  # the shape of the output comes before the weights
+INTEGERS = {"int8": "int8", "uint8": "int8", "int4": "int8", "int2": "int8", "int16": "int16"}
+
+# A file that adds a vector of two numbers to itself, compressed.
+ADDITION = (
+    "eNpNjzsOwjAQRJ/BoEixIooUKbkDOUMqCgoKrkATKBKJ41JyCzN2Np+1xtbufLRugHt3vUBFzYlAoYlXhzpohJ+wF1xm4BxjdMaH"
+    "xeV1T7NbyhQe5qlJVeU3actNvqqcfR/LTdixltsA41rb5StPYf6j8BqH9zisGcF+hO03aw/Cs8/SReuM9/nAH5vpFNE="
+)
+
+
+class TfliteFormat(FileFormat):
+    """A .tflite file: graph and weights in one, for one batch unless its first axes are free."""
+
+    name = "tflite"
+    suffixes = (".tflite",)
+    backend = "litert"
+    builders = ("litert",)
+    on_device = True
+
+    def read(self, path: str, trial: Trial) -> FileContents:
+        """Read the file; it is int8 if most of its operators that multiply have quantised weights."""
+        opened = open_file(path)
+        inputs, outputs = list_ports(opened)
+        types = count_types(opened)
+        integers = sum(types[kind] for kind in types if kind in INTEGERS)
+        precision = "int8" if 2 * integers > types.total() else "fp32"
+        return FileContents(tuple(p.tensor for p in inputs), tuple(p.tensor for p in outputs), precision)
+
+
+TFLITE = TfliteFormat()
+
+
+class LiteRT(Backend):
+    """LiteRT's interpreter on the CPU.
+
+    Options: `xnnpack` (bool, default on: the delegate, which runs what it can), and for int8 `scheme` (static:
+    calibrated; dynamic: activations as they come) and `samples` of the calibration.
+    """
+
+    name = "litert"
+    requires = ("ai-edge-litert",)
+    precisions = ("fp32", "int8")
+    options = ("xnnpack", "scheme", "samples")
+    values: Mapping[str, Check] = {"xnnpack": flag, "scheme": one_of(*SCHEMES), "samples": whole(1)}
+    files = TfliteFormat.suffixes
+
+    def refuse(self, trial: Trial) -> str:
+        """See `Backend.refuse`; a static scheme needs calibration data."""
+        if reason := super().refuse(trial) or refuse_requantising(trial):
+            return reason
+        own = next((name for name in ("scheme", "samples") if name in trial.options), "")
+        if own and (trial.precision != "int8" or trial.model.precision == "int8"):
+            return f"{own} is for a float model that Dyno quantises to int8; omit it"
+        if trial.options.get("scheme", STATIC) == STATIC:
+            return calibration.missing_data(trial)
+        return "" if "samples" not in trial.options else "samples is for scheme=static, which is calibrated"
+
+    def recipe(self, trial: Trial) -> Recipe:
+        """Return the recipe of the file at the trial's batch; a file that was given may be used as it is."""
+        given = bool(trial.model.file) and trial.precision == trial.model.precision
+        options = {name: value for name, value in trial.options.items() if name != "xnnpack"}
+        is_static = trial.precision == "int8" and not given and options.setdefault("scheme", STATIC) == STATIC
+        data = calibration.calibration_data(trial) if is_static else None
+        runtime = replace(trial.runtime, name=trial.runtime.name if given else CONVERTER, device="cpu", threads=1)
+        return Recipe(
+            self.name, TFLITE.name, trial.precision, trial.model, trial.dims, options, data, runtime=runtime
+        )  # fmt: skip
+
+    def probe(self) -> Probe:
+        """Add two numbers, in a file of a few bytes."""
+        opened = _import_module("ai_edge_litert.interpreter").Interpreter(
+            model_content=zlib.decompress(base64.b64decode(ADDITION))
+        )
+        opened.allocate_tensors()
+        (given,), (result,) = list_ports(opened)
+        opened.set_tensor(given.index, np.array([1, 2], np.float32))
+        opened.invoke()
+        works = [*opened.get_tensor(result.index)] == [2, 4]
+        return Probe(
+            version=system.versions(self.requires).get("ai-edge-litert", ""), devices=("cpu",) if works else ()
+        )
+
+    def prepare(self, trial: Trial) -> None:
+        """Import the interpreter."""
+        _import_module("ai_edge_litert.interpreter")
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """Open the file with the trial's threads and shapes; XNNPACK packs the weights here."""
+        if artifact is None:
+            raise UserError(f"{self.name} runs a .tflite file that was made before")
+        return LiteRTSession(artifact.path, trial)
+
+
+LITERT = LiteRT()
+
+
+def _import_module(module: str, hint: str = "") -> Any:
+    try:
+        with torch_support.silenced():
+            return importlib.import_module(module)
+    except (ImportError, OSError, AttributeError) as e:
+        library = module.partition(".")[0].replace("_", "-")
+        reason = f"{library} can't be imported in this Python ({torch_support.first_line(e)})"
+        raise Unavailable(f"{reason}; {hint or install(library)}") from e
+
+
+def open_file(path: str, threads: int = 1, has_delegate: bool = False) -> Any:
+    """Return LiteRT's interpreter of the file; raise a `UserError` for a missing or damaged file."""
+    library = _import_module("ai_edge_litert.interpreter")
+    kinds = library.OpResolverType
+    resolver = kinds.AUTO if has_delegate else kinds.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+    try:
+        return library.Interpreter(path, num_threads=threads, experimental_op_resolver_type=resolver)
+    except (ValueError, RuntimeError) as e:
+        raise UserError(f"{path} can't be read by {ENGINE}: {torch_support.first_line(e)}") from e
+
+
+@dataclass(frozen=True)
+class TflitePort:
+    """An input or output of a file: where it lies, how Dyno sees it, and how it is stored.
+
+    A quantised one is `scale * (stored - zero_point)`, and float32 to the outside.
+    """
+
+    index: int
+    tensor: Tensor
+    stored: str
+    scale: float
+    zero_point: int
+
+    def store_values(self, values: np.ndarray) -> np.ndarray:
+        """Return the values as the file stores them."""
+        if not self.scale:
+            return values
+        kind = np.iinfo(self.stored)
+        counted = np.rint(values / self.scale) + self.zero_point
+        return np.asarray(np.clip(counted, kind.min, kind.max), self.stored)
+
+    def read_values(self, stored: np.ndarray) -> np.ndarray:
+        """Return the stored values as numbers, those of floating point as float32."""
+        if self.scale:
+            return np.asarray((stored.astype(np.float32) - self.zero_point) * np.float32(self.scale))
+        return np.asarray(stored, np.float32) if stored.dtype.kind == "f" else stored
+
+
+def list_ports(opened: Any) -> tuple[list[TflitePort], list[TflitePort]]:
+    """Return inputs and outputs in order, by the names of the file's only signature, else by those of its tensors."""
+    keys = list(opened.get_signature_list())
+    signature = opened.get_signature_runner(keys[0]) if len(keys) == 1 else None
+    sides = []
+    for name in ("get_input_details", "get_output_details"):
+        named = {each["index"]: key for key, each in getattr(signature, name)().items()} if signature else {}
+        sides.append([_read_port(each, named.get(each["index"], each["name"])) for each in getattr(opened, name)()])
+    return sides[0], sides[1]
+
+
+def _read_port(details: Mapping[str, Any], name: str) -> TflitePort:
+    stored, (scale, zero_point) = np.dtype(details["dtype"]).name, details["quantization"]
+    if not stored.startswith(("float", "int", "uint", "bool")):
+        raise UserError(f"{name!r} is {'text' if stored.startswith('bytes') else stored}, and no array of numbers")
+    signature = details["shape_signature"] if len(details["shape_signature"]) else details["shape"]
+    shape = tuple(int(n) if n >= 0 else "" if axis else BATCH for axis, n in enumerate(signature))
+    scale = float(scale) if stored in INTEGERS else 0.0
+    seen = "float32" if scale or stored == "float16" else stored
+    return TflitePort(int(details["index"]), Tensor(name, seen, shape), stored, scale, int(zero_point))
+
+
+def count_types(opened: Any) -> Counter[str]:
+    """Return how many operators multiply in each type: where weights are quantised, in integers.
+
+    Of floating-point activations and quantised weights LiteRT quantises the activations as they come.
+    """
+    types = {each["index"]: np.dtype(each["dtype"]).name for each in opened.get_tensor_details()}
+    found = Counter[str]()
+    for operator in opened._get_ops_details():
+        if COMPUTE.search(operator["op_name"]):
+            inputs = [*operator["inputs"]]
+            data, weights = (inputs[2], inputs[1]) if operator["op_name"] in WEIGHTS_FIRST else inputs[:2]
+            data_type, weight_type = types.get(data, "float32"), types.get(weights, "float32")
+            found[INTEGERS.get(data_type) or INTEGERS.get(weight_type) or data_type] += 1
+    return found
+
+
+def find_delegated(operators: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Return the places of operators that a delegate runs: those between its inputs and its outputs."""
+    own = [k for k, each in enumerate(operators) if each["op_name"] != "DELEGATE"]
+    made_by = {int(tensor): k for k in own for tensor in operators[k]["outputs"]}
+    found: set[int] = set()
+    for each in operators:
+        if each["op_name"] == "DELEGATE":
+            ends, pending = {*map(int, each["inputs"])}, [*map(int, each["outputs"])]
+            while pending:
+                tensor = pending.pop()
+                if tensor not in ends and (place := made_by.get(tensor)) is not None and place not in found:
+                    found.add(place)
+                    pending += map(int, operators[place]["inputs"])
+    return found
+
+
+class LiteRTSession(Session):
+    """An interpreter with its tensors allocated for the trial's shapes; inputs and outputs are copied."""
+
+    def __init__(self, path: str, trial: Trial) -> None:
+        self._trial = trial
+        self._has_delegate = bool(trial.options.get("xnnpack", True))
+        self._opened = open_file(path, trial.runtime.threads, self._has_delegate)
+        self._ports, self._results = list_ports(self._opened)
+        self._shapes = static_shapes([port.tensor for port in self._ports], trial.dims)
+        self.inputs = tuple(replace(port.tensor, shape=self._shapes[port.tensor.name]) for port in self._ports)
+        for port, tensor in zip(self._ports, self.inputs, strict=True):
+            if tensor.shape != port.tensor.shape:
+                self._opened.resize_tensor_input(port.index, list(tensor.shape), strict=True)
+        try:
+            self._opened.allocate_tensors()
+        except (ValueError, RuntimeError) as e:
+            raise UserError(f"{trial.model.name} can't be loaded by {ENGINE}: {torch_support.first_line(e)}") from e
+        _, allocated = list_ports(self._opened)
+        self.outputs = tuple(port.tensor for port in allocated if BATCH not in port.tensor.shape)
+
+    def bind(self, feeds: Arrays, slot: int = 0) -> None:
+        """Copy the feeds into the interpreter, quantised where the file's inputs are."""
+        typed = [fitted(feeds[tensor.name], tensor, self._shapes[tensor.name]) for tensor in self.inputs]
+        for port, values in zip(self._ports, typed, strict=True):
+            self._opened.set_tensor(port.index, port.store_values(values))
+
+    def run(self, slot: int = 0) -> None:
+        """Run the operators, to their end."""
+        self._opened.invoke()
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        """Return copies of the outputs by name."""
+        return {port.tensor.name: port.read_values(self._opened.get_tensor(port.index)) for port in self._results}
+
+    def facts(self) -> EngineFacts:
+        """Return operators, the types that they multiply in by the file, and which of them the delegate runs."""
+        operators = [*self._opened._get_ops_details()]  # the library has no other way to them
+        delegated = find_delegated(operators)
+        own = [each["op_name"] for each in operators if each["op_name"] != "DELEGATE"]
+        left = Counter(name for k, name in enumerate(own) if k not in delegated)
+        types = dict(count_types(self._opened))
+        sentence = f"{DELEGATE} runs {len(delegated)} of {len(own)} operators"
+        if left and delegated:
+            sentence += f", {ENGINE}'s own kernels the others ({', '.join(f'{n} {name}' for name, n in left.items())})"
+        return EngineFacts(
+            layers=len(own), layers_by_type=types, operators=dict(Counter(own).most_common()),
+            nodes_by_provider={DELEGATE: len(delegated), ENGINE: left.total()},
+            precision_truth=precision_truth(self._trial.precision, types, f"{ENGINE} by the file's types"),
+            threads=self._trial.runtime.threads, options={"xnnpack": self._has_delegate},
+            fallback=sentence if self._has_delegate and 2 * len(delegated) < len(own) else "",
+            notes=(sentence,) if self._has_delegate and left else (),
+        )  # fmt: skip
+
+
+class LiteRTMaker(Maker):
+    """Converts a module with litert-torch, or takes the file that was given, and quantises it for int8."""
+
+    name = "litert"
+    requires = ("litert-torch", "ai-edge-litert", "ai-edge-quantizer", "torch", "torchvision", "timm", "ultralytics")
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Write FOLDER/model.tflite; `Unavailable` without the libraries, `UserError` for what they refuse."""
+        began, path, file = time.perf_counter(), folder / "model.tflite", recipe.model.file
+        facts = MakerFacts(backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires))
+        if not file:
+            source = folder / "float.tflite" if recipe.precision == "int8" else path
+            facts = _convert_module(recipe, facts, source)
+        made = _describe_file(Path(file or source), recipe, facts, began)
+        if file:
+            facts = replace(facts, weights_sha256=made.sha256)
+        if recipe.precision != made.precision:
+            facts = _quantise_file(made, recipe, facts, path)
+            (folder / "float.tflite").unlink(missing_ok=True)
+            made = _describe_file(path, recipe, facts, began)
+        elif file:
+            made = replace(made, seconds=0.0)
+        return replace(made, precision=recipe.precision, made_by=facts)
+
+
+LITERT_MAKER = LiteRTMaker()
+
+
+def _describe_file(path: Path, recipe: Recipe, facts: MakerFacts, began: float) -> Artifact:
+    read = TFLITE.read(str(path), Trial(recipe.model, LITERT.name, recipe.precision, recipe.dims))
+    return artifact_of(path, TFLITE.name, read.precision, (read.inputs, read.outputs), facts, began)
+
+
+def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
+    """Write the module as a file whose signature has the names of its inputs and outputs."""
+    torch, library = torch_support.import_torch(), _import_module("litert_torch", HERE)
+    nn = torch.nn
+    names = [spec.name for spec in recipe.model.inputs if spec.dtype] or ["input"]
+    with torch_support.memory_errors(), torch.no_grad(), torch_support.silenced():
+        module = models.load(recipe.model, recipe.dims)
+        flat = torch_support.positional(torch, module, recipe.model.inputs, flat=True)
+
+        class Named(nn.Module):  # type: ignore[misc, name-defined]  # torch has no types here
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = flat
+
+            def forward(self, **values: Any) -> dict[str, Any]:
+                outputs = self.model(*(values[name] for name in names))
+                return dict(zip(numbered_names("output", len(outputs)), outputs, strict=True))
+
+        inputs = module_inputs(recipe.model, recipe.dims)
+        example = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in inputs}
+        try:
+            library.convert(Named().eval(), sample_kwargs=example).export(str(path))
+        except Exception as e:  # its errors have no common type
+            if torch_support.is_memory_error(e):
+                raise
+            reason = torch_support.first_line(e)
+            raise UserError(f"litert-torch can't convert {recipe.model.name}: {reason}") from e
+    parameters = sum(p.numel() for p in module.parameters())
+    return replace(facts, weights_sha256=models.weights_sha256(module), parameters=parameters)
+
+
+def _quantise_file(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
+    """Write the quantised file, for a static scheme calibrated on the recipe's data; its ends stay floats."""
+    scheme = SCHEMES[str(recipe.options["scheme"])]
+    library, recipes = (_import_module(f"ai_edge_quantizer.{part}", HERE) for part in ("quantizer", "recipe"))
+    engine, ranges = library.Quantizer(made.path), None
+    engine.load_quantization_recipe(getattr(recipes, scheme)())
+    try:
+        if recipe.data is not None:
+            data = calibration.calibration_of(recipe, made)
+            ranges = _find_ranges(engine, made.path, [*data.feeds(0, len(data))], recipe.runtime.threads)
+            how = replace(data.facts, method="minmax")
+            facts = replace(facts, calibration=how, warnings=tuple(data.warnings))
+        engine.quantize(ranges).export_model(str(path), overwrite=True)
+    except (ValueError, RuntimeError, KeyError) as e:
+        reason = torch_support.first_line(e)
+        raise UserError(f"ai-edge-quantizer can't quantise {recipe.model.name}: {reason}") from e
+    return replace(facts, scheme=scheme)
+
+
+def _find_ranges(engine: Any, path: str, feeds: Sequence[Arrays], threads: int) -> Any:
+    """Keep the quantizer's inputs and outputs in float, and return the ranges of all tensors over the feeds.
+
+    `Quantizer.calibrate` averages them with a weight of 0.05 for each batch after the first: after 24 photos the ranges
+    were still almost those of the first, and outputs were off by 95 % in place of 12 % (0.10).
+    """
+    library = importlib.import_module("ai_edge_quantizer")
+    for end in (library.qtyping.TFLOperationName.INPUT, library.qtyping.TFLOperationName.OUTPUT):
+        untouched = library.algorithm_manager.AlgorithmName.NO_QUANTIZE
+        engine.update_quantization_recipe(".*", end, algorithm_key=untouched)
+    manager = library.recipe_manager.RecipeManager()
+    manager.load_quantization_recipe(engine.get_quantization_recipe())
+    widest = library.utils.qsv_utils.min_max_update
+    calibrator = library.calibrator.Calibrator(path, num_threads=threads, qsv_update_func=widest)
+    key = next(iter(open_file(path).get_signature_list()), None)
+    calibrator.calibrate({key: feeds}, manager)
+    return calibrator.get_model_qsvs()

@@ -1,0 +1,84 @@
+"""ExecuTorch: what is refused here, and programs that are made and run in a Python that has it."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno.jobs.launcher import launch
+from dyno.worker import registry
+from dyno.worker.backends import execu_torch
+from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Option, Runtime, Trial, Unavailable
+
+EXECUTORCH = registry.find("executorch")
+PYTHON = os.environ.get("DYNO_TEST_EXECUTORCH", "")
+needs_it = pytest.mark.skipif(not PYTHON, reason="DYNO_TEST_EXECUTORCH names no Python with executorch")
+
+NET = """
+from torch import nn
+
+class Sums(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).cumsum(1)
+
+def net():
+    return Sums(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+"""
+
+
+def trial_of(source: str, precision: str = "fp32", own: str = "", **options: Option) -> Trial:
+    return Trial(ModelSpec("net", source, precision=own), "executorch", precision, Dims(2, 8, 8), options)
+
+
+def test_what_it_refuses_is_one_line() -> None:
+    assert EXECUTORCH.refuse(trial_of("m:net")) == ""
+    assert "needs real calibration images" in EXECUTORCH.refuse(trial_of("m:net", "int8"))
+    assert EXECUTORCH.refuse(trial_of("m:net", samples=4)).startswith("samples is for a model that Dyno quantises")
+    assert EXECUTORCH.refuse(trial_of("file:net.pte", "int8", "fp32")).endswith("in fp32; int8 needs the model")
+    assert EXECUTORCH.refuse(trial_of("file:net.pte", "int8", "int8")) == ""
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "executorch", None)
+    with pytest.raises(Unavailable, match=r"executorch can't be imported .*--python executorch=PATH"):
+        execu_torch._import_library()
+
+
+@needs_it
+@pytest.mark.slow
+def test_modules_and_programs_run_as_requested(call: Any, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from dyno.worker.nets import models
+
+    (tmp_path / "nets.py").write_text(NET)
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 3, 8, 8), np.uint8)
+    np.save(tmp_path / "images.npy", pixels)
+    np.save(tmp_path / "labels.npy", np.zeros(8, np.int64))
+    for split in ("calibration", "test"):
+        np.save(tmp_path / f"{split}.npy", np.arange(8))
+    data, runtime = DataSpec("noise", str(tmp_path), "1"), Runtime("main", PYTHON, threads=1)
+    for precision, kind, off in (("fp32", "float32", 1e-5), ("int8", "int8", 0.1)):
+        trial = replace(trial_of(f"{tmp_path}/nets.py:net", precision), data=data, runtime=runtime)
+        made = launch(Job("make", runtime, recipe=EXECUTORCH.recipe(trial)), tmp_path / f"make-{precision}", 600)
+        assert made.artifact is not None, made.reason
+        assert made.artifact.made_by.warnings[-1].endswith("portable kernels, not on XNNPACK: 1 aten::cumsum")
+        folder = tmp_path / f"run-{precision}"
+        ran = launch(Job("run", runtime, trial, artifact=made.artifact), folder, 600)
+        assert ran.status == "ok", ran.reason
+        assert (ran.facts.layers_by_type, ran.facts.threads) == ({kind: 2}, 1) and ran.facts.precision_truth.ok
+        x = (pixels / 255 - [[[0.485]], [[0.456]], [[0.406]]]) / [[[0.229]], [[0.224]], [[0.225]]]
+        with torch.inference_mode():
+            expected = models.load(trial.model, trial.dims)(torch.from_numpy(x.astype(np.float32))).numpy()
+        found = np.load(folder / "outputs.npz")["output:output"]
+        assert np.abs(found - expected[: len(found)]).max() < off * np.abs(expected).max()
+        (tmp_path / f"{precision}.pte").write_bytes(Path(made.artifact.path).read_bytes())
+        words = ("--python", f"executorch={PYTHON}", "--seconds", 0.05, "--warmup", 0.02, "--quick")
+        code, out, err = call("run", f"{precision}.pte", *words)
+        assert code == 0 and "ran in the requested type" in out, err
+    (tmp_path / "bad.pte").write_bytes(b"no program")
+    code, _, err = call("run", "bad.pte", "--python", f"executorch={PYTHON}")
+    assert code == 2 and "bad.pte can't be read by ExecuTorch" in err and err.count("\n") == 1
