@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.formatting import counting
-from dyno.packs.opening import RUN, OpenPack, open_pack
+from dyno.packs.opening import RUN, OpenPack, open_pack, walk
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, load_run
 from dyno.store import sha256_of
@@ -96,12 +96,11 @@ def verify_opened(opened: OpenPack, file: Path) -> Verification:
     packed, found = opened.about["files"], hash_files(opened.run)
     changed = [f"{name} is not the file that was packed" for name in sorted({*packed, *found})
                if packed.get(name) != found.get(name)]  # fmt: skip
-    return Verification(_count_numbers(computed), (*changed, *_list_differences(opened.verdict, computed)))
+    numbers = sum(_is_number(value) for value, _ in walk(computed))
+    return Verification(numbers, (*changed, *_list_differences(opened.verdict, computed)))
 
 
-def _count_numbers(value: Any) -> int:
-    if isinstance(value, (dict, list)):
-        return sum(map(_count_numbers, value.values() if isinstance(value, dict) else value))
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -118,5 +117,6 @@ def _list_differences(stored: Any, computed: Any, place: str = "") -> Iterator[s
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (a, b))
-    return math.isclose(a, b, rel_tol=RELATIVE, abs_tol=0.0) if numbers else type(a) is type(b) and a == b
+    if _is_number(a) and _is_number(b):
+        return math.isclose(a, b, rel_tol=RELATIVE, abs_tol=0.0)
+    return type(a) is type(b) and bool(a == b)
