@@ -26,12 +26,6 @@ def net():
 """
 
 
-@pytest.fixture
-def net(tmp_path: Path) -> str:
-    (tmp_path / "net.py").write_text(NET, encoding="utf-8")
-    return "net.py:net"
-
-
 def explained(call: Any, *words: object) -> dict[str, Any]:
     """The JSON of both tables, whose steps close."""
     _, out, _ = call("explain", *words, "--format", "json", code=0)
