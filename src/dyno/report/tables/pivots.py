@@ -79,11 +79,8 @@ def pivot(
             for name in configurations
         ),
     )
-    return kind.of(columns_, pivoted, group=("statistic",), notes=_left_out(rows, configurations), below=_find_doubts)
-
-
-def _find_doubts(rows: list[Row]) -> list[str]:
-    return [FEW] if any(row["few"] for row in rows) else []
+    return kind.of(columns_, pivoted, group=("statistic",), notes=_left_out(rows, configurations),
+                   below=lambda part: [FEW] if any(row["few"] for row in part) else [])  # fmt: skip
 
 
 def _make_formatter(name: str, kind: str) -> Callable[[Row], str]:
