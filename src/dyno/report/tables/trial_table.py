@@ -618,10 +618,7 @@ def _list_unranked(rows: list[Row]) -> list[str]:
 
 
 TRIALS = TableKind(
-    "trials",
-    "Trials",
+    "trials", "Trials",
     "A row per trial: latency, throughput, speed-up over the reference, verdict, accuracy and its budget, file, build.",
-    _make_trials_table,
-    section="tables",
-    place=1,
-)
+    _make_trials_table, section="tables", place=1,
+)  # fmt: skip
