@@ -126,15 +126,8 @@ def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
     code, out, errors = call("eval", file, "--data", data, "--seconds", 0.03, "--out", tmp_path / "eval")
     assert code == 2 and errors.splitlines()[-1].startswith(f"dyno: {reason}") and "onnxruntime" in out
     words = (
-        "--json",
-        tmp_path / "boxes.jsonl",
-        "--backend",
-        "onnxruntime",
-        "--rounds",
-        1,
-        "--out",
-        tmp_path / "video",
-    )
+        "--json", tmp_path / "boxes.jsonl", "--backend", "onnxruntime", "--rounds", 1, "--out", tmp_path / "video",
+    )  # fmt: skip
     code, _, errors = call("bench", "video", data.parent / "images/val", "--model", file, *words)
     assert code == 2 and reason in errors.splitlines()[-1]
 

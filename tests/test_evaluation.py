@@ -174,15 +174,9 @@ def test_csv_and_json_hold_every_column(command: Any, tmp_path: Path) -> None:
 
 def test_from_python(photos: Path, tmp_path: Path) -> None:
     result = dyno.evaluate(
-        "fake:net",
-        str(photos),
-        tmp_path / "run",
-        backends=("fake",),
-        channels=1,
-        seconds=0.05,
-        sizes=("16",),
+        "fake:net", str(photos), tmp_path / "run", backends=("fake",), channels=1, seconds=0.05, sizes=("16",),
         threads=1,
-    )
+    )  # fmt: skip
     frame = result.to_pandas()
     assert frame["images"].tolist() == [30] and frame["batch"].tolist() == [8]
     classes, matrix = result.per_class(), result.confusion()

@@ -24,8 +24,8 @@ if typing.TYPE_CHECKING:
     from dyno.layers.profiling import ProfileResult as ProfileResult
     from dyno.layers.profiling import profile as profile
     from dyno.packs.pack import pack as pack
-    from dyno.packs.pack import verify as verify
     from dyno.packs.reproduction import reproduce as reproduce
+    from dyno.packs.verification import verify as verify
     from dyno.regression.bisection import bisect as bisect
     from dyno.regression.calibration import calibrate as calibrate
     from dyno.regression.comparison import Comparison as Comparison
@@ -50,8 +50,9 @@ _HOMES = {
         "dyno.layers.explaining": "ExplanationResult explain",
         "dyno.layers.inspection": "InspectionResult inspect",
         "dyno.layers.profiling": "ProfileResult profile",
-        "dyno.packs.pack": "pack verify",
+        "dyno.packs.pack": "pack",
         "dyno.packs.reproduction": "reproduce",
+        "dyno.packs.verification": "verify",
         "dyno.regression.bisection": "bisect",
         "dyno.regression.calibration": "calibrate",
         "dyno.regression.comparison": "Comparison compare",

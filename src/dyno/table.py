@@ -34,13 +34,9 @@ def missing(value: Any) -> bool:
     return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and math.isnan(value))
 
 
-def _format_whole(value: float) -> str:
-    return f"{value:,.0f}" if float(value).is_integer() else significant(value)
-
-
 SHOWN: dict[str, Callable[[float], str]] = {
     NUMBER: lambda v: significant(float(v)),
-    COUNT: _format_whole,
+    COUNT: lambda v: f"{v:,.0f}" if float(v).is_integer() else significant(v),
     PERCENT: lambda v: f"{v:.2f}",
     POINTS: lambda v: points(v / 100),
     RATIO: lambda v: f"{v:.2f}x",

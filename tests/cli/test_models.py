@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 
 import onnx_text
 from darknet_files import write
+from trap import Trap
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -62,16 +62,6 @@ def test_batch_and_size_that_a_file_refuses(refused: Any, onnx_file: Path) -> No
     assert "no input 'x'; its inputs: input" in refused(*usual, "--shapes", "x:2x3x8x8")
 
 
-class Runs:
-    """Unpickling this is running what it says."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
-
-
 NET = """
 from torch import nn
 
@@ -91,7 +81,7 @@ def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Any, net: str, tm
     import torch
 
     ran = tmp_path / "it_ran"
-    torch.save({"0.weight": Runs(ran)}, tmp_path / "w.pt")
+    torch.save({"0.weight": Trap(ran)}, tmp_path / "w.pt")
     line = refused("run", net, "--backend", "pytorch", "--size", "8", "--weights", "w.pt")
     assert "runs code when it is read (posix.system), which is refused" in line
     assert not ran.exists()
@@ -101,7 +91,7 @@ def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Any, net: str, tm
 
 def test_a_bare_pickle_is_refused_unrun(refused: Any, net: str, tmp_path: Path) -> None:
     ran = tmp_path / "it_ran"
-    (tmp_path / "w.pt").write_bytes(pickle.dumps({"0.weight": Runs(ran)}))
+    (tmp_path / "w.pt").write_bytes(pickle.dumps({"0.weight": Trap(ran)}))
     assert "w.pt" in refused("run", net, "--backend", "pytorch", "--size", "8", "--weights", "w.pt")
     assert not ran.exists()
 

@@ -77,12 +77,6 @@ def script():
 SIZE = ("--size", "16", "--channels", "1")
 
 
-@pytest.fixture
-def net(tmp_path: Path) -> str:
-    (tmp_path / "net.py").write_text(NET, encoding="utf-8")
-    return "net.py:net"
-
-
 def changed(path: Path, out: str, weight: str, factor: float) -> str:
     """A copy of the file with one weight multiplied, by a part of its name."""
     model = onnx.load(path)

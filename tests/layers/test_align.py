@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from dyno.layers import align, tables
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
@@ -106,15 +108,63 @@ def test_an_engine_that_names_only_what_it_writes() -> None:
     assert said.endswith("7 in all: 3 by name, 3 by what flows between those, 1 computed before the first run.")
 
 
-def test_a_layer_that_nothing_names_does_what_lies_between_its_neighbours() -> None:
-    engine = form(
-        LAYERS,
-        layer("n1", "FullyConnected", "x", "n1", nodes=("n1",)),
-        layer("MVN_9", "MVN", "n1", "MVN_9", nodes=("MVN_9",)),
-        layer("n3", "FullyConnected", "MVN_9", "n3", nodes=("n3",)),
-    )
-    found = names([GRAPH, engine], [align.link_layers([GRAPH, engine], 0, 1)])
-    assert (["n2"], ["MVN_9"]) in found
+FEED_FORWARD = [
+    layer("fc1", "Conv", "x", "a", flops=9), layer("erf", "Erf", "a", "e"), layer("mul", "Mul", "a e", "g"),
+    layer("fc2", "Conv", "g", "b", flops=9), layer("scale", "Mul", "b", "y"),
+]  # fmt: skip
+GELU = [
+    layer("conv", "Conv", "x", "c", flops=9), layer("div", "Div", "c", "d"), layer("erf", "Erf", "d", "e"),
+    layer("mul", "Mul", "c e", "g"), layer("tail", "Identity", "g", "y"),
+]  # fmt: skip
+# By what each shows: the nodes of a graph, the layers of an engine, and regions of both that must be found.
+ENGINES: dict[str, tuple[list[Layer], list[Layer], list[tuple[str, str]]]] = {
+    "a layer that nothing names does what lies between its neighbours": (
+        [*GRAPH.layers],
+        [layer("n1", "FullyConnected", "x", "n1", nodes=("n1",)),
+         layer("MVN_9", "MVN", "n1", "MVN_9", nodes=("MVN_9",)),
+         layer("n3", "FullyConnected", "MVN_9", "n3", nodes=("n3",))],
+        [("n2", "MVN_9")],
+    ),
+    "a convolution goes with the ReLU behind its batch norm, not with the layer before": (
+        [layer("stem", "Conv", "x", "s", flops=9), layer("conv", "Conv", "s", "c", flops=9),
+         layer("norm", "BatchNormalization", "c", "n"), layer("relu", "Relu", "n", "r")],
+        [layer("s_nchwc", "Conv", "x", "s_nchwc"), layer("r_nchwc", "Conv", "s_nchwc", "r_nchwc")],
+        [("stem", "s_nchwc"), ("conv norm relu", "r_nchwc")],
+    ),
+    "a product is in no layer of which the engine says that it multiplies nothing": (
+        FEED_FORWARD,
+        [layer("a_nchwc", "Conv", "x", "p", computes_in="float32"), layer("Gelu", "Gelu", "p", "q"),
+         layer("scale_nchwc", "Conv", "q", "y_nchwc", computes_in="float32")],
+        [("fc1", "a_nchwc"), ("erf mul", "Gelu"), ("fc2 scale", "scale_nchwc")],
+    ),
+    "what follows a tensor that a layer writes as it is belongs to the next layer": (
+        GELU, [layer("conv", "Conv", "x", "c"), layer("Gelu", "Gelu", "c", "g")],
+        [("conv", "conv"), ("div erf mul tail", "Gelu")],
+    ),
+    "OpenVINO calls tensors by their layers: what they hold isn't known": (
+        GELU, [layer("c", "Convolution", "x", "c"), layer("g", "Eltwise", "c", "g")], [("conv div erf", "c")],
+    ),
+    "a layer without a name works for the reader that is known, whatever else it writes": (
+        [layer("lstm", "LSTM", "x", "h"), layer("fc", "Gemm", "h", "y")],
+        [layer("sequence_64", "RNNSeq", "x", "states last"), layer("states", "Reshape", "states", "unread"),
+         layer("lstm", "Reshape", "last", "l", skipped=True), layer("fc", "FullyConnected", "l", "y")],
+        [("lstm", "sequence_64 lstm")],
+    ),
+    # ONNX Runtime calls a node without a name by what it writes, which before a conversion is a tensor of its own.
+    "a layer before a conversion is known by what that writes": (
+        [layer("Conv to c", "Conv", "x", "c", flops=9), layer("Add to y", "Add", "c x", "y")],
+        [layer("c_nchwc", "Conv", "x", "r0"), layer("Add to r1", "Add", "r0 x", "r1"),
+         layer("ReorderOutput", "ReorderOutput", "r1", "y", moves=True)],
+        [("Conv to c", "c_nchwc"), ("Add to y", "Add to r1")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "own", "expected"), ENGINES.values(), ids=ENGINES)
+def test_an_engine_beside_its_graph(nodes: list[Layer], own: list[Layer], expected: list[tuple[str, str]]) -> None:
+    forms = [form(NODES, *nodes), form(LAYERS, *own)]
+    found = [tuple(map(" ".join, region)) for region in names(forms, align.find_pivots(forms, {}))]
+    assert [region for region in found if region in expected] == expected
 
 
 def test_two_engines_that_place_a_node_differently_stay_apart() -> None:
@@ -173,70 +223,6 @@ def test_the_rest_is_named_by_its_largest_part() -> None:
     links = [align.link_layers(forms, 0, 1)]
     (said,) = tables.describe_totals(forms, [0, 1], align.find_regions(forms, links))
     assert said == "smaller has 8 fewer parameters than nodes: all of them in n3."
-
-
-def test_a_convolution_goes_with_the_relu_behind_its_batch_norm_not_with_the_layer_before() -> None:
-    graph = form(
-        NODES,
-        layer("stem", "Conv", "x", "s", flops=9),
-        layer("conv", "Conv", "s", "c", flops=9),
-        layer("norm", "BatchNormalization", "c", "n"),
-        layer("relu", "Relu", "n", "r"),
-    )
-    engine = form(LAYERS, layer("s_nchwc", "Conv", "x", "s_nchwc"), layer("r_nchwc", "Conv", "s_nchwc", "r_nchwc"))
-    forms = [graph, engine]
-    found = names(forms, align.find_pivots(forms, {}))
-    assert found == [(["stem"], ["s_nchwc"]), (["conv", "norm", "relu"], ["r_nchwc"])]
-
-
-def test_a_product_is_in_no_layer_of_which_the_engine_says_that_it_multiplies_nothing() -> None:
-    graph = form(
-        NODES,
-        layer("fc1", "Conv", "x", "a", flops=9),
-        layer("erf", "Erf", "a", "e"),
-        layer("mul", "Mul", "a e", "g"),
-        layer("fc2", "Conv", "g", "b", flops=9),
-        layer("scale", "Mul", "b", "y"),
-    )
-    engine = form(
-        LAYERS,
-        layer("a_nchwc", "Conv", "x", "p", computes_in="float32"),
-        layer("Gelu", "Gelu", "p", "q"),
-        layer("scale_nchwc", "Conv", "q", "y_nchwc", computes_in="float32"),
-    )
-    found = names([graph, engine], align.find_pivots([graph, engine], {}))
-    assert found == [(["fc1"], ["a_nchwc"]), (["erf", "mul"], ["Gelu"]), (["fc2", "scale"], ["scale_nchwc"])]
-
-
-def test_what_follows_a_tensor_that_a_layer_writes_as_it_is_belongs_to_the_next_layer() -> None:
-    graph = form(
-        NODES,
-        layer("conv", "Conv", "x", "c", flops=9),
-        layer("div", "Div", "c", "d"),
-        layer("erf", "Erf", "d", "e"),
-        layer("mul", "Mul", "c e", "g"),
-        layer("tail", "Identity", "g", "y"),
-    )
-    engine = form(LAYERS, layer("conv", "Conv", "x", "c"), layer("Gelu", "Gelu", "c", "g"))
-    found = names([graph, engine], align.find_pivots([graph, engine], {}))
-    assert found == [(["conv"], ["conv"]), (["div", "erf", "mul", "tail"], ["Gelu"])]
-    # OpenVINO calls tensors by their layers: what they hold isn't known.
-    engine = form(LAYERS, layer("c", "Convolution", "x", "c"), layer("g", "Eltwise", "c", "g"))
-    found = names([graph, engine], align.find_pivots([graph, engine], {}))
-    assert (["conv", "div", "erf"], ["c"]) in found
-
-
-def test_a_layer_without_a_name_works_for_the_reader_that_is_known_whatever_else_it_writes() -> None:
-    graph = form(NODES, layer("lstm", "LSTM", "x", "h"), layer("fc", "Gemm", "h", "y"))
-    engine = form(
-        LAYERS,
-        layer("sequence_64", "RNNSeq", "x", "states last"),
-        layer("states", "Reshape", "states", "unread"),
-        layer("lstm", "Reshape", "last", "l", skipped=True),
-        layer("fc", "FullyConnected", "l", "y"),
-    )
-    found = names([graph, engine], align.find_pivots([graph, engine], {}))
-    assert (["lstm"], ["sequence_64", "lstm"]) in found
 
 
 def test_a_part_that_is_called_twice_has_its_weights_once_in_every_form() -> None:
@@ -353,17 +339,6 @@ def test_a_layer_that_multiplies_goes_to_the_product_among_nodes_that_nothing_na
     )  # fmt: skip
     found = names([module, graph, engine], align.find_pivots([module, graph, engine], {}))
     assert (["gru"], ["g"], ["seq"]) in found
-
-
-def test_a_layer_before_a_conversion_is_known_by_what_that_writes() -> None:
-    """ONNX Runtime calls a node without a name by what it writes, which before a conversion is a tensor of its own."""
-    graph = form(NODES, layer("Conv to c", "Conv", "x", "c", flops=9), layer("Add to y", "Add", "c x", "y"))
-    engine = form(
-        LAYERS, layer("c_nchwc", "Conv", "x", "r0"), layer("Add to r1", "Add", "r0 x", "r1"),
-        layer("ReorderOutput", "ReorderOutput", "r1", "y", moves=True),
-    )  # fmt: skip
-    found = names([graph, engine], align.find_pivots([graph, engine], {}))
-    assert (["Conv to c"], ["c_nchwc"]) in found and (["Add to y"], ["Add to r1"]) in found
 
 
 def test_what_is_only_in_an_engine_of_several_has_no_known_counterpart() -> None:

@@ -26,12 +26,6 @@ def net():
 """
 
 
-@pytest.fixture
-def net(tmp_path: Path) -> str:
-    (tmp_path / "net.py").write_text(NET, encoding="utf-8")
-    return "net.py:net"
-
-
 def explained(call: Any, *words: object) -> dict[str, Any]:
     """The JSON of both tables, whose steps close."""
     _, out, _ = call("explain", *words, "--format", "json", code=0)
@@ -76,20 +70,9 @@ def test_a_stored_pair_needs_no_measurement_and_says_the_same(
     call: Any, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = explained(
-        call,
-        net,
-        "onnxruntime",
-        "openvino",
-        "--size",
-        32,
-        *QUICK,
-        "--save",
-        "p.json",
-        "--save",
-        "p.svg",
-        "--save",
+        call, net, "onnxruntime", "openvino", "--size", 32, *QUICK, "--save", "p.json", "--save", "p.svg", "--save",
         "p.png",
-    )
+    )  # fmt: skip
     assert (tmp_path / "p.svg").read_text().startswith("<svg") and (tmp_path / "p.png").read_bytes()[1:4] == b"PNG"
     monkeypatch.setattr("dyno.runner.device_lock.launch", lambda *_, **__: pytest.fail("it measured"))
     again = explained(call, "p.json")
@@ -219,16 +202,9 @@ def test_what_is_known_is_shown_and_kept_before_prescriptions_are_tried(
 
     monkeypatch.setattr("dyno.layers.cures.try_cures", broken_off)
     asked = (
-        net,
-        "onnxruntime",
-        "onnxruntime@optimization=disable",
-        "--size",
-        32,
-        *QUICK,
-        "--try",
-        "--save",
+        net, "onnxruntime", "onnxruntime@optimization=disable", "--size", 32, *QUICK, "--try", "--save",
         "pair.json",
-    )
+    )  # fmt: skip
     code, out, err = call("explain", *asked)
     assert code == 130 and "From A to B" in out and "prescription" not in out
     assert "the same command" not in err, "it would begin anew"

@@ -43,12 +43,6 @@ def script():
 """
 
 
-@pytest.fixture
-def net(tmp_path: Path) -> str:
-    (tmp_path / "net.py").write_text(NET, encoding="utf-8")
-    return "net.py:net"
-
-
 def tables(call: Any, *words: object) -> dict[str, Any]:
     _, out, _ = call("inspect", *words, "--format", "json", code=0)
     found: dict[str, Any] = json.loads(out)

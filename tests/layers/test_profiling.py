@@ -42,12 +42,6 @@ def script():
 """
 
 
-@pytest.fixture
-def net(tmp_path: Path) -> str:
-    (tmp_path / "net.py").write_text(NET, encoding="utf-8")
-    return "net.py:net"
-
-
 def tables(call: Any, *words: object) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
     """The layers' rows by form, and a line for each form."""
     _, out, _ = call("profile", *words, *QUICK, "--format", "json", code=0)

@@ -106,15 +106,8 @@ def test_one_that_crashes_beside_others_is_inspected_again_alone(source: str) ->
 
 def test_an_interrupt_ends_all(source: str, tmp_path: Path) -> None:
     words = (
-        f"{source}:waits",
-        f"{source}:too",
-        "--backend",
-        "pytorch",
-        "--size",
-        "32",
-        "--out",
-        str(tmp_path / "run"),
-    )
+        f"{source}:waits", f"{source}:too", "--backend", "pytorch", "--size", "32", "--out", str(tmp_path / "run"),
+    )  # fmt: skip
     process = subprocess.Popen([sys.executable, "-m", "dyno", "run", *words], stderr=subprocess.DEVNULL)
     begun = [tmp_path / name for name in ("waits", "too")]
     while not all(path.exists() and path.read_text() for path in begun):

@@ -138,17 +138,9 @@ def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, preloaded: s
 @pytest.mark.rare
 def test_the_digits_reach_98_percent(tmp_path: Path) -> None:
     result = dyno.train(
-        "digits",
-        model=NET,
-        channels=1,
-        size=32,
-        epochs=10,
-        lr=0.005,
-        augment="shift",
-        threads=1,
-        out=tmp_path,
+        "digits", model=NET, channels=1, size=32, epochs=10, lr=0.005, augment="shift", threads=1, out=tmp_path,
         quiet=True,
-    )
+    )  # fmt: skip
     assert result.top1 >= 98
     assert result.weights == tmp_path / "best.safetensors"
     assert len(result.history) == 10 == len(result.to_pandas())

@@ -11,19 +11,10 @@ from dyno.worker.spec import UserError
 
 def test_a_dynamic_engine_at_latency_model(tmp_path: Path) -> None:
     assert command.read_timing(engine_run.trial(tmp_path / "run")) == [
-        "trtexec",
-        "--loadEngine=/cache/net b8.engine",
-        "--shapes=input:8x3x64x64",
-        "--device=1",
-        "--useCudaGraph",
-        "--noDataTransfers",
-        "--useSpinWait",
-        "--warmUp=1000",
-        "--duration=2",
-        "--iterations=30",
-        "--percentile=90,95,99",
-        "--exportTimes=times.json",
-    ]
+        "trtexec", "--loadEngine=/cache/net b8.engine", "--shapes=input:8x3x64x64", "--device=1", "--useCudaGraph",
+        "--noDataTransfers", "--useSpinWait", "--warmUp=1000", "--duration=2", "--iterations=30",
+        "--percentile=90,95,99", "--exportTimes=times.json",
+    ]  # fmt: skip
 
 
 def test_latency_all_needs_the_transfers(tmp_path: Path) -> None:
@@ -86,21 +77,11 @@ def test_every_option_of_a_build(tmp_path: Path) -> None:
     options = {"optimization": 4, "workspace_mb": 2048, "tactics": "cudnn"}
     made = {"route": "calibrator", "options": options, "profiles": [RANGES]}
     assert read_build(tmp_path / "run", made, precision="int8", source="file:m/net.onnx") == [
-        "trtexec",
-        "--onnx=m/net.onnx",
-        "--saveEngine=net b8.engine",
-        "--noTF32",
-        "--int8",
-        "--fp16",
-        "--calib=calibration.cache",
-        "--minShapes=x:1x3x8x8,y:1x2",
-        "--optShapes=x:4x3x8x8,y:4x2",
-        "--maxShapes=x:8x3x8x8,y:8x2",
-        "--builderOptimizationLevel=4",
-        "--memPoolSize=workspace:2048",
-        "--tacticSources=-CUBLAS,-CUBLAS_LT,+CUDNN",
-        "--skipInference",
-    ]
+        "trtexec", "--onnx=m/net.onnx", "--saveEngine=net b8.engine", "--noTF32", "--int8", "--fp16",
+        "--calib=calibration.cache", "--minShapes=x:1x3x8x8,y:1x2", "--optShapes=x:4x3x8x8,y:4x2",
+        "--maxShapes=x:8x3x8x8,y:8x2", "--builderOptimizationLevel=4", "--memPoolSize=workspace:2048",
+        "--tacticSources=-CUBLAS,-CUBLAS_LT,+CUDNN", "--skipInference",
+    ]  # fmt: skip
 
 
 def test_rtx_has_neither_precision_flags_nor_levels(tmp_path: Path) -> None:

@@ -373,9 +373,9 @@ def pack(
 
 def verify(file: Pack) -> None:
     """Check that a pack's verdict follows from its samples. Exit 1 if not, 2 if it can't be read."""
-    from dyno.packs import pack as module
+    from dyno.packs import verification
 
-    result = module.verify(file)
+    result = verification.verify(file)
     print("\n".join(map(plain, result.sentences)))
     raise typer.Exit(result.exit_code)
 

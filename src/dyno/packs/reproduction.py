@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dyno.formatting import UNCLEAR, counting, join_names, ratio
-from dyno.packs.pack import OpenPack, open_pack, read_results, verify_opened
+from dyno.packs.opening import OpenPack, open_pack
+from dyno.packs.verification import read_results, verify_opened
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, TrialResult, load_run
 from dyno.runner.run_folder import RUNS, choose_folder

@@ -101,22 +101,14 @@ def _format_markdown(tables: Sequence[Table], by: By, only: str) -> str:
     for table in tables:
         blocks += [f"## {table.name}\n"] if len(tables) > 1 else []
         for part in table.parts(by, only):
-            cells = [[_escape_words(c, c.text(r)) for c in part.columns] for r in part.rows]
+            # Only words are escaped: numbers with their intervals mean nothing in Markdown.
+            cells = [[markdown(c.text(r)) if c.kind == TEXT else c.text(r) for c in part.columns] for r in part.rows]
             heads = [markdown(c.heading) for c in part.columns]
             written = markdown_table(heads, cells, [c.right for c in part.columns])
             below = "".join(f"\n- {markdown(note)}" for note in part.notes)
             heading = markdown(_make_heading(table, part, len(tables) == 1))
             blocks.append(f"### {heading}\n\n{written}" + (below + "\n" if below else ""))
     return "\n".join(blocks)
-
-
-def _escape_words(column: Column, text: str) -> str:
-    """Escape words; numbers with their intervals mean nothing in Markdown."""
-    return markdown(text) if column.kind == TEXT else text
-
-
-def _format_html(tables: Sequence[Table], by: By, only: str) -> str:
-    return "\n".join(page_part(table, part) for table in tables for part in table.parts(by, only))
 
 
 def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
@@ -259,7 +251,8 @@ def _pad_text(text: str, width: int, right: bool) -> str:
 
 FORMATS: dict[str, Callable[[Sequence[Table], By, str], str]] = {
     "text": _format_text, "markdown": _format_markdown, "csv": _format_csv,
-    "json": lambda tables, *_: _format_json(tables, {}), "html": _format_html,
+    "json": lambda tables, *_: _format_json(tables, {}),
+    "html": lambda tables, *how: "\n".join(page_part(each, part) for each in tables for part in each.parts(*how)),
 }  # fmt: skip
 
 

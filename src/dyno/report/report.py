@@ -312,7 +312,8 @@ def _make_section(
     leaders, said = tables.leading(run)
     names = {TRIALS.name, *(table.name for table in leaders)}
     read = verdict.read_verdict(run)
-    left_out = {"", "side"} if _is_single(run) else {""}  # of one batch the trials' table has what lies side by side
+    # Of a single model, size and batch the trials' table has what lies side by side.
+    left_out = {"", "side"} if len(run.frame[["model", "size", "batch"]].drop_duplicates()) < 2 else {""}
     folded = [
         (f"{table.title}: {part.title}" if part.title else table.title, Markup(page_part(table, part, heading="")))
         for table in run_tables
@@ -333,12 +334,7 @@ def _make_section(
         "machine": sections.describe_machine(run.records.environment),
         "said": said,
         "leading": [Markup(page_part(table, part)) for table in leaders for part in table.parts()],
-        "trials": [
-            Markup(page_part(table, part))
-            for table in run_tables
-            if table.name == TRIALS.name
-            for part in table.parts()
-        ],
+        "trials": [Markup(page_part(t, part)) for t in run_tables if t.name == TRIALS.name for part in t.parts()],
         "tables": folded,
         "headline": headline,
         "charts": [chart for chart in drawn if headline is None or chart.svg is not headline.svg],
@@ -346,11 +342,6 @@ def _make_section(
         "details": sections.list_details(run.records, out),
         "explained": import_module(EXPLANATIONS).explained_section(run.records, f"r{index}"),
     }
-
-
-def _is_single(run: RunData) -> bool:
-    """Return whether the run has a single model, size and batch: then the trials' table is enough."""
-    return len(run.frame[["model", "size", "batch"]].drop_duplicates()) < 2
 
 
 def _count_findings(findings: Sequence[Finding]) -> str:

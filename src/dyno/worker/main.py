@@ -29,9 +29,11 @@ def _import_package() -> None:
 if __name__ == "__main__":
     _import_package()
 
+import importlib
 import os
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 
 from dyno.worker import system
@@ -113,13 +115,6 @@ def inspect_job(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, inspection=inspection)
 
 
-def count_kernels(job: Job, journal: Journal) -> None:
-    """Run one inference of the trial's engine for a kernel profiler."""
-    from dyno.worker.jobs.layers import count
-
-    count(job, journal)
-
-
 def read_layers(job: Job, journal: Journal) -> None:
     """Read the layers of one form of a model."""
     from dyno.worker.jobs.layers import read
@@ -127,20 +122,6 @@ def read_layers(job: Job, journal: Journal) -> None:
     assert job.trial is not None
     journal.stage("read the layers")
     journal.facts(inside=read(job.trial, job.artifact, job.options))
-
-
-def of_layers(job: Job, journal: Journal) -> None:
-    """Time each layer of a trial's engine, or write an ONNX file with notes at its nodes."""
-    from dyno.worker.jobs import layers
-
-    {"profile": layers.profile, "annotate": layers.annotate}[job.kind](job, journal)
-
-
-def compare_layers(job: Job, journal: Journal) -> None:
-    """Compute the output of every layer of a reference, or the errors of an engine's layers against it."""
-    from dyno.worker.jobs.layers import perform
-
-    perform(job, journal)
 
 
 def train_model(job: Job, journal: Journal) -> None:
@@ -183,32 +164,23 @@ def take_home(job: Job, journal: Journal) -> None:
     journal.facts(files=snippets.write(job.trial, job.artifact, job.options, journal.folder))
 
 
-def through_video(job: Job, journal: Journal) -> None:
-    """Run a video through the trial's engine, as a pipeline."""
-    from dyno.worker.jobs.video import video
-
-    video(job, journal)
-
-
-def answer_requests(job: Job, journal: Journal) -> None:
-    """Send requests to the trial's engine at given times."""
-    from dyno.worker.jobs.serve import serve_requests
-
-    serve_requests(job, journal)
+# By kind: a function above, or MODULE:FUNCTION of `worker.jobs`, which is imported for such a job alone.
+OTHER_JOBS: dict[str, Callable[[Job, Journal], None] | str] = {
+    "make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers, "train": train_model,
+    "stress": stress_trial, "peak": find_peak, "take": take_home, "profile": "layers:profile",
+    "annotate": "layers:annotate", "counters": "layers:count", "reference": "layers:perform",
+    "layer_errors": "layers:perform", "video": "video:video", "serve": "serve:serve_requests",
+    "cold_start": "cold_start:cold_start",
+}  # fmt: skip
 
 
-def start_cold(job: Job, journal: Journal) -> None:
-    """Measure the cold start of the trial's engine: from the start of this process to the first answer."""
-    from dyno.worker.jobs.cold_start import cold_start
-
-    cold_start(job, journal)
-
-
-OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers,
-              "profile": of_layers, "counters": count_kernels, "reference": compare_layers,
-              "layer_errors": compare_layers, "train": train_model, "stress": stress_trial, "peak": find_peak,
-              "take": take_home, "annotate": of_layers, "video": through_video,
-              "serve": answer_requests, "cold_start": start_cold}  # fmt: skip
+def _find_job(kind: str) -> Callable[[Job, Journal], None]:
+    found = OTHER_JOBS[kind]
+    if not isinstance(found, str):
+        return found
+    module, _, name = found.partition(":")
+    function: Callable[[Job, Journal], None] = getattr(importlib.import_module(f"dyno.worker.jobs.{module}"), name)
+    return function
 
 
 def perform(job: Job, journal: Journal, turns: Uninterleaved) -> Record:
@@ -224,7 +196,7 @@ def perform(job: Job, journal: Journal, turns: Uninterleaved) -> Record:
                 journal.facts(turns=own)
             run_trial(job, job.trial, journal, turns)
         else:
-            OTHER_JOBS[job.kind](job, journal)
+            _find_job(job.kind)(job, journal)
         return replace(journal.record, status="ok", stage="done")
     except Unavailable as e:
         return _end_record(journal, "skipped", str(e))

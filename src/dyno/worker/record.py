@@ -140,7 +140,7 @@ def _is_at(opened: IO[str], path: Path) -> bool:
         return False
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes | memoryview) -> None:
     """Store the bytes; see `replacing`."""
     with replacing(path) as f:
         f.write(content)

@@ -22,18 +22,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NoReturn
 
-CPU_FLAGS = (
-    "avx2",
-    "avx512f",
-    "avx512_vnni",
-    "avx_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-)
+CPU_FLAGS = tuple("avx2 avx512f avx512_vnni avx_vnni avx512_bf16 avx512_fp16 amx_tile amx_bf16 amx_int8 asimd".split())
 HEAVY = ("numpy", "torch", "torchvision", "timm", "onnx", "openvino")  # libraries of many modules
 PR_SET_PDEATHSIG = 1
 # Variables of one interpreter that would break another one.

@@ -35,15 +35,9 @@ def texts(figure: Figure) -> list[str]:
 def test_the_demo_has_every_chart_but_sizes(run: RunData) -> None:
     drawn = printed.drawn(run)
     names = [
-        "latency",
-        "speedup",
-        "rounds",
-        "accuracy-latency",
-        "accuracy-throughput",
-        "throughput-batch",
-        "speedup-batch",
-        "confusion",
-    ]
+        "latency", "speedup", "rounds", "accuracy-latency", "accuracy-throughput", "throughput-batch",
+        "speedup-batch", "confusion",
+    ]  # fmt: skip
     assert list(drawn) == names
     assert all(isinstance(f, Figure) for f in drawn.values())
 

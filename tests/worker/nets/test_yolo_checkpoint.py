@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from dyno.study.model_info import model_spec
 from dyno.worker.jobs.inspect_model import inspect_model
 from dyno.worker.nets import models, ultralytics_models
 from dyno.worker.spec import Dims, ModelSpec, Trial, UserError
+from trap import Trap
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -90,16 +90,6 @@ def test_averaged_weights_and_the_size_of_the_training_are_taken(saved: Any) -> 
     module = models.load(spec(path))
     assert float(module.model[0].conv.weight.abs().min()) > 0
     assert models.image_size(spec(path)) == (96, 96)
-
-
-class Trap:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.mark}",)
 
 
 def test_what_is_planted_in_a_checkpoint_is_never_run(saved: Any, tmp_path: Path) -> None:

@@ -413,17 +413,13 @@ ACCURACY_LATENCY = Chart(
     4,
 )
 ACCURACY_THROUGHPUT = Chart(
-    "accuracy-throughput",
-    "Accuracy against throughput at every batch, with 95 % intervals on both axes.",
-    lambda run: draw_accuracy(run, THROUGHPUT),
-    5,
-)
+    "accuracy-throughput", "Accuracy against throughput at every batch, with 95 % intervals on both axes.",
+    lambda run: draw_accuracy(run, THROUGHPUT), 5,
+)  # fmt: skip
 THROUGHPUT_BATCH = Chart(
-    "throughput-batch",
-    "Throughput (batches overlap) and FPS (one batch after another) against the batch.",
-    lambda run: scaling_series(run, "batch"),
-    6,
-)
+    "throughput-batch", "Throughput (batches overlap) and FPS (one batch after another) against the batch.",
+    lambda run: scaling_series(run, "batch"), 6,
+)  # fmt: skip
 THROUGHPUT_SIZE = Chart(
     "throughput-size", "Throughput and FPS against the image size.", lambda run: scaling_series(run, "size"), 7
 )
@@ -530,17 +526,13 @@ def _choose_fill(r: Any) -> dict[str, Any]:
 
 INFERENCE_TIME = Chart("inference-time", "Latency per batch of all models, on a logarithmic axis.", inference_time, 8)
 SPEEDUP_SIZE = Chart(
-    "speedup-size",
-    "Speed-up over the reference of the same size, against the image size; shaded: 95 % interval.",
-    lambda run: draw_speedups(run, "size"),
-    9,
-)
+    "speedup-size", "Speed-up over the reference of the same size, against the image size; shaded: 95 % interval.",
+    lambda run: draw_speedups(run, "size"), 9,
+)  # fmt: skip
 SPEEDUP_BATCH = Chart(
-    "speedup-batch",
-    "Speed-up over the reference of the same batch, against the batch; shaded: 95 % interval.",
-    lambda run: draw_speedups(run, "batch"),
-    10,
-)
+    "speedup-batch", "Speed-up over the reference of the same batch, against the batch; shaded: 95 % interval.",
+    lambda run: draw_speedups(run, "batch"), 10,
+)  # fmt: skip
 TFLOPS_BATCH = Chart(
     "tflops-batch",
     "Operations per second against the batch, under the peaks that were measured; logarithmic axis.",
@@ -548,11 +540,9 @@ TFLOPS_BATCH = Chart(
     11,
 )
 TFLOPS_SIZE = Chart(
-    "tflops-size",
-    "Operations per second against the image size, under the peaks; logarithmic axis.",
-    lambda run: draw_tflops(run, "size"),
-    12,
-)
+    "tflops-size", "Operations per second against the image size, under the peaks; logarithmic axis.",
+    lambda run: draw_tflops(run, "size"), 12,
+)  # fmt: skip
 
 
 # Every round of every trial: how far fresh processes lie apart, which an interval only sums up.

@@ -125,23 +125,13 @@ DETECTION: TableKind = TableKind(
     3,
 )
 CLASSES = TableKind(
-    "classes",
-    "Top-1 by class",
-    "A row per class: top-1 of each configuration, and what the class is taken for.",
-    _make_classes_table,
-    "no trial answered labelled images",
-    "accuracy",
-    5,
-)
+    "classes", "Top-1 by class", "A row per class: top-1 of each configuration, and what the class is taken for.",
+    _make_classes_table, "no trial answered labelled images", "accuracy", 5,
+)  # fmt: skip
 AVERAGE_PRECISION = TableKind(
-    "average-precision",
-    "AP50-95 by class, %",
-    "A row per class: average precision of each configuration.",
-    _average_precision,
-    "no trial has a mAP",
-    "accuracy",
-    4,
-)
+    "average-precision", "AP50-95 by class, %", "A row per class: average precision of each configuration.",
+    _average_precision, "no trial has a mAP", "accuracy", 4,
+)  # fmt: skip
 EVALUATION_COPIED = ("pipeline_ips", *(f"{stage}_ms" for stage in STAGES), "throughput_ips")
 EVALUATION_COLUMNS = (
     LABEL,
@@ -159,14 +149,9 @@ EVALUATION_NOTE = (
     "one after the other; decoding was timed when the data set was decoded, and is not in the rate."
 )
 EVALUATION = TableKind(
-    "evaluation",
-    "Evaluation",
-    "Images per second of the whole evaluation, and the time of each stage.",
-    _make_evaluation_table,
-    "nothing was evaluated",
-    "accuracy",
-    2,
-)
+    "evaluation", "Evaluation", "Images per second of the whole evaluation, and the time of each stage.",
+    _make_evaluation_table, "nothing was evaluated", "accuracy", 2,
+)  # fmt: skip
 
 
 # Outputs against a reference's: of a run's trials against their own, and what `dyno diff` prints.
@@ -281,20 +266,12 @@ def columns(rtol: float, atol: float) -> tuple[Column, ...]:
 
 
 AGREEMENT = TableKind(
-    "agreement",
-    "Outputs against the reference",
-    "A row per trial: share of output values close to the reference's, and the errors.",
-    _make_agreement_table,
-    "no two trials left outputs to compare",
-    "accuracy",
-    6,
-)
+    "agreement", "Outputs against the reference",
+    "A row per trial: share of output values close to the reference's, and the errors.", _make_agreement_table,
+    "no two trials left outputs to compare", "accuracy", 6,
+)  # fmt: skip
 RANKS = TableKind(
-    "ranks",
-    "Ranks: mean absolute error of the score / inputs whose class at that rank differs",
-    "A row per classifier: how the first ten ranks differ from the reference's.",
-    _make_ranks_table,
-    "no two trials left a classifier's answers",
-    "accuracy",
-    7,
-)
+    "ranks", "Ranks: mean absolute error of the score / inputs whose class at that rank differs",
+    "A row per classifier: how the first ten ranks differ from the reference's.", _make_ranks_table,
+    "no two trials left a classifier's answers", "accuracy", 7,
+)  # fmt: skip

@@ -75,14 +75,11 @@ COLUMNS = (
 )
 PRINTED = (*IDENTITY, LATENCY, THROUGHPUT, "accuracy", "change", "metric", "budget", "frontier")
 FRONTIER = TableKind(
-    "frontier",
-    "Frontier",
-    "The trials that no other beats in both accuracy and speed, fastest first.",
+    "frontier", "Frontier", "The trials that no other beats in both accuracy and speed, fastest first.",
     _make_frontier_table,
-    "no frontier: no trial has both an accuracy and a speed; give labelled images with --data",
-    section="tables",
+    "no frontier: no trial has both an accuracy and a speed; give labelled images with --data", section="tables",
     place=3,
-)
+)  # fmt: skip
 
 
 # After how many images the time to export, build, calibrate and compile has paid for itself.
@@ -226,11 +223,7 @@ BREAKEVEN_COLUMNS = (
 )
 BREAKEVEN_PRINTED = (*IDENTITY, *PREPARATION, "extra_s", "gain_us_per_image", "pays_off")
 BREAK_EVEN = TableKind(
-    "break-even",
-    "When the preparation pays off",
-    "After how many images the time to export, build, calibrate and compile has paid for itself.",
-    _break_even,
-    "nothing to pay off: no trial has a reference to gain on",
-    section="tables",
-    place=4,
-)
+    "break-even", "When the preparation pays off",
+    "After how many images the time to export, build, calibrate and compile has paid for itself.", _break_even,
+    "nothing to pay off: no trial has a reference to gain on", section="tables", place=4,
+)  # fmt: skip

@@ -115,14 +115,10 @@ GPU_COLUMNS = (
     *pick(*GPU_COPIED[3:]),
 )
 GPU = TableKind(
-    "gpu",
-    "GPU",
+    "gpu", "GPU",
     "A row per trial on a GPU: memory, utilisation, clocks, power, throttling, and time outside the GPU's work.",
-    _make_gpu_table,
-    "no trial ran on a GPU",
-    "tables",
-    5,
-)
+    _make_gpu_table, "no trial ran on a GPU", "tables", 5,
+)  # fmt: skip
 ROUND_COLUMNS = (
     LABEL,
     Column("trial", "the id", kind=TEXT),
@@ -144,12 +140,10 @@ ROUND_COLUMNS = (
     Column("ended", "why sampling ended", kind=TEXT, title="ended because"),
 )
 ROUNDS = TableKind(
-    "rounds",
-    "Rounds",
+    "rounds", "Rounds",
     "A row per trial, round, boundary and clock: samples, median with its interval, and why sampling ended.",
-    _make_rounds_table,
-    "nothing was timed",
-)
+    _make_rounds_table, "nothing was timed",
+)  # fmt: skip
 
 
 # The stress test of an engine that takes several batches: a row per phase.
@@ -193,11 +187,9 @@ STRESS_COLUMNS = (
     _make_column("host_growth", "memory of the process at the end less that at the beginning", "B", "bytes"),
 )
 STRESS = TableKind(
-    "stress",
-    "Stress test",
-    "A row per phase: latencies, wrong outputs, growth of memory.",
+    "stress", "Stress test", "A row per phase: latencies, wrong outputs, growth of memory.",
     command="dyno bench stress ENGINE",
-)
+)  # fmt: skip
 
 
 # Tables of telemetry: joules of an image, and the memory of a GPU as NVML and as the framework count it.
@@ -261,14 +253,10 @@ MEMORY_COLUMNS = (
     Column("rest_mb", "above idle, and not counted", "MB", COUNT, "rest, MB"),
 )
 MEMORY = TableKind(
-    "gpu-memory",
-    "GPU memory",
+    "gpu-memory", "GPU memory",
     "A row per trial on a GPU: memory as nvidia-smi has it, less the idle card's, and as the framework counts it.",
-    _make_memory_table,
-    "no trial ran on a GPU",
-    "tables",
-    7,
-)
+    _make_memory_table, "no trial ran on a GPU", "tables", 7,
+)  # fmt: skip
 ENERGY_COPIED = (
     "energy_j", "energy_j_low", "energy_j_high", "energy_gross_j", "idle_w", "trial", "energy_missing",
 )  # fmt: skip
@@ -280,11 +268,7 @@ ENERGY_COLUMNS = (
     Column("rounds", "that it is from", kind=COUNT, rank=2),
 )
 ENERGY = TableKind(
-    "energy",
-    "Energy",
+    "energy", "Energy",
     "A row per trial: joules of an image with an interval, idle power taken off, or why there are none.",
-    _make_energy_table,
-    "no trial was measured with --energy",
-    "tables",
-    6,
-)
+    _make_energy_table, "no trial was measured with --energy", "tables", 6,
+)  # fmt: skip

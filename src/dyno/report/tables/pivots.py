@@ -79,11 +79,8 @@ def pivot(
             for name in configurations
         ),
     )
-    return kind.of(columns_, pivoted, group=("statistic",), notes=_left_out(rows, configurations), below=_find_doubts)
-
-
-def _find_doubts(rows: list[Row]) -> list[str]:
-    return [FEW] if any(row["few"] for row in rows) else []
+    return kind.of(columns_, pivoted, group=("statistic",), notes=_left_out(rows, configurations),
+                   below=lambda part: [FEW] if any(row["few"] for row in part) else [])  # fmt: skip
 
 
 def _make_formatter(name: str, kind: str) -> Callable[[Row], str]:
@@ -147,69 +144,43 @@ def _make_kind(
 
 
 LATENCY_MODEL = _make_kind(
-    "latency-model",
-    "Latency/model, ms per batch",
-    "Milliseconds per batch with inputs and outputs on the device, side by side.",
-    1,
-    {name: f"latency_model_ms_{column}" for name, column in NAMES.items()},
-    samples="samples_model",
-)
+    "latency-model", "Latency/model, ms per batch",
+    "Milliseconds per batch with inputs and outputs on the device, side by side.", 1,
+    {name: f"latency_model_ms_{column}" for name, column in NAMES.items()}, samples="samples_model",
+)  # fmt: skip
 LATENCY_ALL = _make_kind(
-    "latency-all",
-    "Latency/all, ms per batch",
-    "Milliseconds per batch from host memory to host memory, side by side.",
-    2,
-    {name: f"latency_all_ms_{column}" for name, column in NAMES.items()},
-    samples="samples_all",
-)
+    "latency-all", "Latency/all, ms per batch",
+    "Milliseconds per batch from host memory to host memory, side by side.", 2,
+    {name: f"latency_all_ms_{column}" for name, column in NAMES.items()}, samples="samples_all",
+)  # fmt: skip
 THROUGHPUT = _make_kind(
-    "throughput",
-    "Images per second",
-    "Images per second with batches queued, and of one batch after another, side by side.",
-    3,
+    "throughput", "Images per second",
+    "Images per second with batches queued, and of one batch after another, side by side.", 3,
     {"throughput, images/s": "throughput_ips", "FPS, one batch after another": "fps"},
     fps=lambda run: read_fps(run.frame),
-)
+)  # fmt: skip
 SPEEDUP = _make_kind(
-    "speedup",
-    "Speed-up over the reference",
-    "Times as fast as the reference with the ends of the 95 % interval, side by side.",
-    4,
-    {"times as fast": "speedup", LIMITS[0]: "speedup_low", LIMITS[1]: "speedup_high"},
-    PERCENT,
-)
+    "speedup", "Speed-up over the reference",
+    "Times as fast as the reference with the ends of the 95 % interval, side by side.", 4,
+    {"times as fast": "speedup", LIMITS[0]: "speedup_low", LIMITS[1]: "speedup_high"}, PERCENT,
+)  # fmt: skip
 ACCURACY = _make_kind(
-    "accuracy",
-    "Accuracy",
-    "The metrics of the task in percent, side by side.",
-    5,
-    {f"{metric.label}, %": metric.column for metric in metrics.known().values()},
-    PERCENT,
-)
+    "accuracy", "Accuracy", "The metrics of the task in percent, side by side.", 5,
+    {f"{metric.label}, %": metric.column for metric in metrics.known().values()}, PERCENT,
+)  # fmt: skip
 EQUALITY = _make_kind(
-    "equality",
-    f"Outputs equal to the reference's (rtol {RTOL:g}, atol {ATOL:g})",
-    "Share of output values that are close to the reference's, side by side.",
-    6,
-    {"values, %": "equal"},
-    PERCENT,
+    "equality", f"Outputs equal to the reference's (rtol {RTOL:g}, atol {ATOL:g})",
+    "Share of output values that are close to the reference's, side by side.", 6, {"values, %": "equal"}, PERCENT,
     equal=_compute_equal,
-)
+)  # fmt: skip
 LAYERS = _make_kind(
-    "layers",
-    "What the engine is",
-    "File size, layers and parameters, side by side.",
-    7,
-    {"file, MB": "size_mb", "layers": "layers", "parameters": "parameters"},
-    COUNT,
-)
+    "layers", "What the engine is", "File size, layers and parameters, side by side.", 7,
+    {"file, MB": "size_mb", "layers": "layers", "parameters": "parameters"}, COUNT,
+)  # fmt: skip
 MEMORY = _make_kind(
-    "memory",
-    "Peak memory",
-    "Most memory of the GPU and of the process, side by side.",
-    8,
+    "memory", "Peak memory", "Most memory of the GPU and of the process, side by side.", 8,
     {"on the GPU, MB": "gpu_memory_mb", "of the process, MB": "memory_mb"},
-)
+)  # fmt: skip
 
 
 CONFIGURATION = Column("configuration", "backend with its options, and precision", kind=TEXT)
@@ -355,14 +326,10 @@ SIZE_COLUMNS = (
     Column("verdict", "against the reference, or how the trial ended", kind=TEXT),
 )
 SIZES = TableKind(
-    "sizes",
-    "Sizes and batches",
+    "sizes", "Sizes and batches",
     "A row per trial: trimmed mean and deviation, FPS, throughput, memory, speed-up with its interval, verdict.",
-    _make_sizes_table,
-    "no trial has a latency",
-    "side",
-    9,
-)
+    _make_sizes_table, "no trial has a latency", "side", 9,
+)  # fmt: skip
 FLOPS_COLUMNS = (
     *TRIAL,
     Column("gflop", "operations of one image", title="GFLOP per image"),
@@ -372,14 +339,10 @@ FLOPS_COLUMNS = (
     Column("share", "of that peak", "%", PERCENT, "of the peak, %"),
 )
 FLOPS = TableKind(
-    "flops",
-    "Arithmetic per second",
+    "flops", "Arithmetic per second",
     "A row per trial: operations of an image, TFLOPS achieved, and their share of the measured peak.",
-    _make_flops_table,
-    "no operations were counted",
-    "side",
-    10,
-)
+    _make_flops_table, "no operations were counted", "side", 10,
+)  # fmt: skip
 SATURATION_COLUMNS = (
     *pick("model", "size"),
     CONFIGURATION,
@@ -392,14 +355,10 @@ SATURATION_COLUMNS = (
     Column("words", "the same in words", kind=TEXT, title="in words", rank=1),
 )
 SATURATION = TableKind(
-    "saturation",
-    "Where throughput saturates",
-    "A row per configuration: the batch beyond which throughput grows by less than 5 %.",
-    _make_saturation_table,
-    "no configuration was tried at several batches",
-    "tables",
-    2,
-)
+    "saturation", "Where throughput saturates",
+    "A row per configuration: the batch beyond which throughput grows by less than 5 %.", _make_saturation_table,
+    "no configuration was tried at several batches", "tables", 2,
+)  # fmt: skip
 BEST_COLUMNS = (
     *pick("model"),
     CONFIGURATION,
@@ -409,11 +368,7 @@ BEST_COLUMNS = (
     Column("megapixels_per_s", "there", "megapixels/s", title="megapixels/s"),
 )
 BEST = TableKind(
-    "best",
-    "The best batch at each size",
+    "best", "The best batch at each size",
     "The best batch of each configuration at each size, in images and in megapixels per second, and the best of all.",
-    _make_best_table,
-    "there is one size and one batch",
-    "side",
-    11,
-)
+    _make_best_table, "there is one size and one batch", "side", 11,
+)  # fmt: skip

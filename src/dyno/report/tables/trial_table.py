@@ -312,17 +312,14 @@ def read_trials(
 def _confirm_mixed(trials: Sequence[TrialResult], rows: Sequence[dict[str, Any]]) -> None:
     """Judge the mixed precisions of one trial in the order in which they were tried: see `accuracy.confirm`."""
     families: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for t, row in sorted(zip(trials, rows, strict=True), key=lambda pair: _find_start(pair[0])):
+    started = {t.id: min((r.record.started for r in t.good), default="") for t in trials}
+    for t, row in sorted(zip(trials, rows, strict=True), key=lambda pair: started[pair[0].id]):
         if accuracy.KEEP in t.options and row.get("budget"):
             families[t.batch, accuracy.make_series_key(t)].append(row)
     for family in families.values():
         for row, holds in zip(family, accuracy.confirm([row.get("budget_p", 0.0) for row in family]), strict=True):
             if row["budget"] == accuracy.WITHIN and not holds:
                 row["budget"] = accuracy.UNDECIDED
-
-
-def _find_start(t: TrialResult) -> str:
-    return min((r.record.started for r in t.good), default="")
 
 
 def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:
@@ -621,10 +618,7 @@ def _list_unranked(rows: list[Row]) -> list[str]:
 
 
 TRIALS = TableKind(
-    "trials",
-    "Trials",
+    "trials", "Trials",
     "A row per trial: latency, throughput, speed-up over the reference, verdict, accuracy and its budget, file, build.",
-    _make_trials_table,
-    section="tables",
-    place=1,
-)
+    _make_trials_table, section="tables", place=1,
+)  # fmt: skip

@@ -95,12 +95,10 @@ def _count_of(tag: str, builds: Sequence[TrialResult]) -> str:
 
 
 BUILDS = TableKind(
-    "builds",
-    "Builds of one engine",
+    "builds", "Builds of one engine",
     "A row per build: layers, parameters, file size, build time and latency, and whether builds differ beyond noise.",
-    _make_builds_table,
-    "this run has one build of each engine; `dyno export --repeat` makes several",
-)
+    _make_builds_table, "this run has one build of each engine; `dyno export --repeat` makes several",
+)  # fmt: skip
 
 
 def _make_variance_table(run: RunData) -> Table | None:
@@ -190,11 +188,7 @@ VARIANCE_COLUMNS = (
     Column("advice", "what narrows the interval most", kind=TEXT),
 )  # fmt: skip
 VARIANCE = TableKind(
-    "variance",
-    "Where the spread comes from",
+    "variance", "Where the spread comes from",
     "Shares of builds, rounds (processes), blocks and samples in the variance, and what of them to have more of.",
-    _make_variance_table,
-    "levels of spread need two rounds or more, each of 30 samples or more",
-    "tables",
-    6,
-)
+    _make_variance_table, "levels of spread need two rounds or more, each of 30 samples or more", "tables", 6,
+)  # fmt: skip

@@ -127,7 +127,8 @@ def find_peaks(results: Results) -> dict[str, Peak]:
     """Return the run's measured peaks by type; empty where none were requested or could be measured."""
     if results.peak is None:
         return {}
-    stored = Round(results.folder / "peak", 0, results.peak, _find_device(results))
+    device = next((t.device for t in results.trials), "cpu")
+    stored = Round(results.folder / "peak", 0, results.peak, device)
     by_type = {}
     for name, one in stored.facts.peak.items():
         if one.flops_per_s is not None:
@@ -165,7 +166,3 @@ def list_work(t: TrialResult, row: dict[str, Any], results: Results, measured: d
         if peak := measured.get(ran_in(t)):
             values |= {"peak_tflops": peak.flops_per_s / 1e12, "peak_share": 1e12 * values["tflops"] / peak.flops_per_s}
     return values
-
-
-def _find_device(results: Results) -> str:
-    return next((t.device for t in results.trials), "cpu")

@@ -60,7 +60,8 @@ class _GraphReader:
     def __init__(self, onnx: Any, graph: Any, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes, self._scope = dict(shapes), open_graph(model)
         self._types = {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.value_info, *graph.output)}
-        self._named = {kind: _type_name(onnx, kind) for kind in {*self._types.values()}}
+        types = {*self._types.values()}
+        self._named = {kind: str(onnx.helper.tensor_dtype_to_np_dtype(kind)) if kind else "" for kind in types}
         self._readers = Counter(name for node in graph.node for name in node.input)
         self._wrapped = any(WRAPPED in e.value for node in graph.node for e in node.metadata_props if e.key == CLASSES)
         self._counted: set[str] = set()
@@ -106,10 +107,6 @@ class _GraphReader:
 def name_of(node: Any) -> str:
     """Return the node's name; a node without one is named after its operator and output."""
     return node.name or f"{node.op_type} to {next(iter(node.output), '')}"
-
-
-def _type_name(onnx: Any, kind: int) -> str:
-    return "" if not kind else str(onnx.helper.tensor_dtype_to_np_dtype(kind))
 
 
 def _find_owners(node: Any, weights: list[str]) -> tuple[str, ...]:
@@ -207,7 +204,8 @@ def _as_run(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
     layer = replace(layer, flops=None, modules=(), skipped=event is None)
     if event is None:
         return layer
-    written = _parse_tensors(event.get("output_type_shape"))
+    described = event.get("output_type_shape") or ()
+    written = [(TYPES.get(k, k), tuple(shape)) for each in described for k, shape in each.items()]
     outputs = [replace(p, shape=s, dtype=d) for p, (d, s) in zip(layer.outputs, written, strict=False)]
     provider = str(event.get("provider", "")).removesuffix("ExecutionProvider")
     return replace(layer, outputs=tuple(outputs) or layer.outputs, tactic=provider)
@@ -215,10 +213,6 @@ def _as_run(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
 
 def _name_operator(layer: Layer) -> str:
     return layer.type.rpartition(".")[2]
-
-
-def _parse_tensors(described: Any) -> list[tuple[str, tuple[int, ...]]]:
-    return [(TYPES.get(k, k), tuple(shape)) for each in described or () for k, shape in each.items()]
 
 
 # A program of torch.export as the modules that it was exported from, so that its parts can be watched.

@@ -18,7 +18,7 @@ from dyno.worker.inputs.input_data import normalisation
 from dyno.worker.inputs.specs import REFUSALS
 from dyno.worker.nets import models
 from dyno.worker.nets.checkpoint import apply, by_own_names, head_classes, read_checkpoint
-from dyno.worker.record import replacing
+from dyno.worker.record import write_bytes
 from dyno.worker.sessions.torch_support import first_line, tensors
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, UserError, numbered
 from dyno.worker.training.options import TrainOptions
@@ -150,7 +150,7 @@ def store_state(folder: Path, state: State, parts: Mapping[str, Any]) -> None:
     content = io.BytesIO()
     about = {"settings": state.settings, "history": state.history, "best": state.best}
     torch.save({"about": json.dumps(about), **{name: part.state_dict() for name, part in parts.items()}}, content)
-    _write_file(folder / STATE, content.getbuffer())
+    write_bytes(folder / STATE, content.getbuffer())
     publish_files(folder, state, parts["module"])
 
 
@@ -158,13 +158,13 @@ def publish_files(folder: Path, state: State, module: Any) -> None:
     """Write the curves, the last weights, and the best ones if the last epoch is the best."""
     weights = _serialise_weights(module)
     if state.best == state.epoch:
-        _write_file(folder / BEST, weights)
-    _write_file(folder / LAST, weights)
+        write_bytes(folder / BEST, weights)
+    write_bytes(folder / LAST, weights)
     table = io.StringIO()
     writer = csv.DictWriter(table, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(state.history)
-    _write_file(folder / HISTORY, table.getvalue().encode())
+    write_bytes(folder / HISTORY, table.getvalue().encode())
 
 
 def restore_state(folder: Path, settings: dict[str, Any], parts: Mapping[str, Any]) -> State:
@@ -217,11 +217,6 @@ def _serialise_weights(module: Any) -> bytes:
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in module.state_dict().items()}
     content: bytes = save(tensors)
     return content
-
-
-def _write_file(path: Path, content: bytes | memoryview) -> None:
-    with replacing(path) as f:
-        f.write(content)
 
 
 # Training data: batches of a decoded data set in seeded order, cropped and mirrored as they are read.

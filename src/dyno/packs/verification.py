@@ -1,0 +1,122 @@
+"""The verdict of a run as data, and the check that a pack's verdict follows from the samples in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dyno.formatting import counting
+from dyno.packs.opening import RUN, OpenPack, open_pack, walk
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import Results, load_run
+from dyno.store import sha256_of
+from dyno.worker.record import parse_json
+from dyno.worker.spec import UserError, shorten
+
+RELATIVE = 1e-9  # difference of two computations of a number on two processors
+MOST_SHOWN = 5  # differences
+
+
+def read_results(results: Results) -> RunData:
+    """Return the run with its table, and with no self-test but the stored one."""
+    from dyno.report.tables import trial_table
+
+    return trial_table.read_trials(results)
+
+
+def compute_verdict(folder: Path) -> dict[str, Any]:
+    """Compute the verdict of a stored run as data: decisions, sentences and the trials' rows."""
+    return describe_verdict(read_results(load_run(folder)), folder)
+
+
+def describe_verdict(run: RunData, folder: Path) -> dict[str, Any]:
+    """Return the verdict of a run as data, without the name of its folder."""
+    from dyno.report.export import export
+    from dyno.report.tables.trial_table import TRIALS
+    from dyno.report.verdict.verdict import about
+
+    text = export([TRIALS.table(run)], "json", about=about(run))
+    for name in (shlex.quote(str(folder)), str(folder)):  # a sentence names the folder in the next command
+        text = text.replace(json.dumps(name, ensure_ascii=False)[1:-1], RUN.upper())
+    document = parse_json(text)
+    return {name: document[name] for name in ("visible", "decisions", "verdict", "rows", "notes") if name in document}
+
+
+def hash_files(run: Path) -> dict[str, str]:
+    """Return the hash of each file of a run folder, by its path in it."""
+    return {path.relative_to(run).as_posix(): sha256_of(path) for path in sorted(run.rglob("*")) if path.is_file()}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The numbers of the verdict that were computed again, and what differs: files of the run, parts of the verdict."""
+
+    numbers: int
+    differences: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 if the verdict follows from the samples, else 1."""
+        return 1 if self.differences else 0
+
+    @property
+    def sentences(self) -> list[str]:
+        """The outcome, or the first differences."""
+        if not self.differences:
+            return [f"verified: {counting(self.numbers, 'number')} of the verdict follow from the samples"]
+        more = len(self.differences) - MOST_SHOWN
+        shown = [*self.differences[:MOST_SHOWN], *([f"{more} more"] if more > 0 else [])]
+        return [f"not verified: {counting(len(self.differences), 'difference')}", *shown]
+
+
+def verify(file: str | Path) -> Verification:
+    """Compute the verdict of a pack again from the samples in it, and compare it with the one stored in it.
+
+    Raises `UserError` for a file that is no pack, or can't be read. See `open_pack`.
+    """
+    with open_pack(file) as opened:
+        return verify_opened(opened, Path(file))
+
+
+def verify_opened(opened: OpenPack, file: Path) -> Verification:
+    """Verify a pack that is open: see `verify`."""
+    try:
+        computed = compute_verdict(opened.run)
+    except UserError as e:
+        why = str(e).replace(f"{opened.run}/", "").replace(str(opened.run), "the run")
+        raise UserError(f"{file} is a damaged pack: {why}") from e
+    except Exception as e:  # its values may be anything
+        raise UserError(f"{file} is a damaged pack: no verdict can be computed from it ({type(e).__name__})") from e
+    computed = json.loads(json.dumps(computed))
+    packed, found = opened.about["files"], hash_files(opened.run)
+    changed = [f"{name} is not the file that was packed" for name in sorted({*packed, *found})
+               if packed.get(name) != found.get(name)]  # fmt: skip
+    numbers = sum(_is_number(value) for value, _ in walk(computed))
+    return Verification(numbers, (*changed, *_list_differences(opened.verdict, computed)))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _list_differences(stored: Any, computed: Any, place: str = "") -> Iterator[str]:
+    if isinstance(stored, dict) and isinstance(computed, dict):
+        for key in [*computed, *(key for key in stored if key not in computed)]:
+            yield from _list_differences(stored.get(key), computed.get(key), f"{place}.{key}" if place else key)
+    elif isinstance(stored, list) and isinstance(computed, list) and len(stored) == len(computed):
+        for number, (a, b) in enumerate(zip(stored, computed, strict=True)):
+            yield from _list_differences(a, b, f"{place}[{number}]")
+    elif not _is_same(stored, computed):
+        shown = [shorten(json.dumps(value, ensure_ascii=False)) for value in (stored, computed)]
+        yield f"{place} is {shown[0]}, but the samples give {shown[1]}"
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if _is_number(a) and _is_number(b):
+        return math.isclose(a, b, rel_tol=RELATIVE, abs_tol=0.0)
+    return type(a) is type(b) and bool(a == b)
