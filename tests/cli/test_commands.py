@@ -22,7 +22,7 @@ def test_other_images_or_options_are_another_training(monkeypatch: pytest.Monkey
             patch.setattr(demo, "train", lambda *_, out, **__: found.append(out))
             for name, value in changes.items():
                 patch.setattr(demo, name, value)
-            demo.trained()
+            demo.train_once()
         return found[0]
 
     usual = folder()

@@ -32,7 +32,7 @@ MOST = 500  # samples of one kind; the stages of an evaluation have thousands
 def measure(scratch: Path) -> Path:
     """A small study of every kind of row: real engines, INT8, a scripted one, a crash and a refusal."""
     from dyno.api import Study
-    from dyno.cli.demo import MODEL, trained
+    from dyno.cli.demo import MODEL, train_once
 
     study = Study(
         models=(MODEL,),
@@ -40,7 +40,7 @@ def measure(scratch: Path) -> Path:
         precisions=("fp32", "int8"),
         sizes=("64",),
         channels=1,
-        weights=str(trained().weights),
+        weights=str(train_once().weights),
         data=str(images(scratch / "digits")),
         budget={"top1": 5.0},
         threads=1,

@@ -108,7 +108,7 @@ def test_a_model_is_whole_before_the_next_has_its_files(
         seen.append((len(log.began), {t.model.name for t in trials}))
         return {}
 
-    monkeypatch.setattr(Files, "all", made)
+    monkeypatch.setattr(Files, "make_files", made)
     execute(study, tmp_path, log)
     assert seen == [(0, {"one"})] * 2 + [(4, {"two"})] * 2
     assert [(number, trial.model.name) for number, trial in log.began] == [

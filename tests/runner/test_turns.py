@@ -80,8 +80,10 @@ def test_what_is_ready_is_measured_before_the_last_file_is_made(
     made: list[str] = []
     late = "fake@latency_ms=1"
     monkeypatch.setattr("dyno.runner.execute.BUILDING_S", 0.0)
-    monkeypatch.setattr(Files, "has", lambda _, trial: trial.options["latency_ms"] != 1 or "1" in made)
-    monkeypatch.setattr(Files, "all", lambda _, trials: made.extend(str(t.options["latency_ms"]) for t in trials))
+    monkeypatch.setattr(Files, "has_file", lambda _, trial: trial.options["latency_ms"] != 1 or "1" in made)
+    monkeypatch.setattr(
+        Files, "make_files", lambda _, trials: made.extend(str(t.options["latency_ms"]) for t in trials)
+    )
     printed, folder = StringIO(), tmp_path / "run"
     execute(
         study(SLOW, late, FAST, rounds=2, until="decided"), folder, Progress(console=Console(file=printed, width=500))
@@ -303,8 +305,8 @@ def test_what_is_added_later_takes_turns_with_its_reference(study: Any, tmp_path
     progress = Progress(quiet=True)
     trials = {str(one.trial.options["latency_ms"]): one.trial for one in expand(study(rounds=2))}
     rounds = Rounds(Run(tmp_path), Files(progress), progress, lambda trial: trial.options["latency_ms"] == 4)
-    rounds.all([trials["4"]])
-    rounds.all([trials["2"]], [trials["4"]])
+    rounds.measure_rounds([trials["4"]])
+    rounds.measure_rounds([trials["2"]], [trials["4"]])
     assert [len(each) for each in (stored(tmp_path), stored(tmp_path, "t*"))] == [4, 2]
     slow, fast = (next(t for t in load_run(tmp_path) if t.options["latency_ms"] == ms) for ms in (4, 2))
     assert len(log_ratios(slow, fast, "model", keep_disturbed=True)) == 2

@@ -36,7 +36,7 @@ BACKENDS = (
 BOUNDARIES = ("model", "throughput")  # what the tables show; "all" would take a third of the measuring
 
 
-def trained() -> TrainingResult:
+def train_once() -> TrainingResult:
     """Return the digits network, trained once and then taken from the cache; wait for another demo that trains it."""
     shaped_by = [
         model_spec(Study(models=(MODEL,), channels=1), MODEL),
@@ -70,7 +70,7 @@ def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
     if missing := [name for name in NEEDS if name not in versions(Runtime(), NEEDS)]:
         raise UserError(lacking(missing, SHOWS))
     console = Console(stderr=True)
-    result = trained()
+    result = train_once()
     study = Study(
         models=(MODEL,),
         backends=_list_backends(quick),

@@ -130,16 +130,16 @@ def _unpack(packed: zipfile.ZipFile, folder: Path, file: Path) -> None:
                 out.write(block)
 
 
-def walk(value: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
+def walk_json(value: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
     """Yield the value of JSON and each value inside it, outer ones first, with the number of brackets around it."""
     yield value, depth
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from walk(item, depth + 1)
+        yield from walk_json(item, depth + 1)
 
 
 def _check_values(value: Any) -> None:
     """Raise a ValueError for values that Dyno doesn't write and that later steps would stumble over."""
-    for item, depth in walk(value):
+    for item, depth in walk_json(value):
         if depth > MOST_DEPTH:
             raise ValueError("its brackets are nested too deeply")
         if isinstance(item, int) and abs(item) >= LARGEST:
@@ -152,7 +152,7 @@ def refuse_code(run: Path, what: str) -> None:
     named = [*map(str, study.get("backends") or ()), str(study.get("task") or "")]
     named = [text.partition("@")[0] for text in named]
     for path in sorted(run.rglob("*.json")):
-        tables = [value for value, _ in walk(read_json(path)) if isinstance(value, dict)]
+        tables = [value for value, _ in walk_json(read_json(path)) if isinstance(value, dict)]
         named += [str(table[key]) for table in tables for key in ("backend", "maker", "task") if key in table]
     if found := next((name for name in named if ":" in name), ""):
         raise UserError(f"{what} names code in Python, {shorten(found)!r}, which isn't loaded from a pack")

@@ -76,7 +76,7 @@ class Redaction:
         ]
         self.with_host = names
 
-    def apply(self, value: Any, key: str = "") -> Any:
+    def redact_value(self, value: Any, key: str = "") -> Any:
         """Return the value of JSON with every text in it redacted."""
         if isinstance(value, str):
             return self._redact_text(value, key)
@@ -84,9 +84,9 @@ class Redaction:
             kept = {name: item for name, item in value.items() if name != "host" or self.with_host}
             # A user may be called like a field, but a field has no slash.
             names = {name: self._redact_text(name, "") if re.search("[/:-]", name) else name for name in map(str, kept)}
-            return {names[str(name)]: self.apply(item, str(name)) for name, item in kept.items()}
+            return {names[str(name)]: self.redact_value(item, str(name)) for name, item in kept.items()}
         if isinstance(value, (list, tuple)):
-            return [self.apply(item, key) for item in value]
+            return [self.redact_value(item, key) for item in value]
         return value
 
     def _redact_text(self, text: str, key: str) -> str:
@@ -110,7 +110,7 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     results = self_test.attach(load_run(folder))
     folders = [folder.absolute(), folder.resolve(), Path.cwd(), Path.home()]
     redaction = Redaction(folders, _list_hosts(folder), names=with_names)
-    name = redaction.apply(results.name)
+    name = redaction.redact_value(results.name)
     file = Path(out) if out else Path(f"{name}{SUFFIX}")
     check_writable(file)
     with tempfile.TemporaryDirectory() as scratch:
@@ -132,9 +132,9 @@ def _copy_run(folder: Path, copied: Path, results: Results, redaction: Redaction
     study = earlier(folder)
     if study is None:
         raise UserError(f"{folder} has no study.toml, so it can't be repeated; run the study again")
-    table = {name: value for name, value in redaction.apply(study.to_table()).items() if name != "on"}
+    table = {name: value for name, value in redaction.redact_value(study.to_table()).items() if name != "on"}
     table["runtime"] = {name: {"python": each.get("python", "")} for name, each in study.runtime.items()}
-    write_text(copied / STUDY, Study(**redaction.apply(table)).to_toml())
+    write_text(copied / STUDY, Study(**redaction.redact_value(table)).to_toml())
     for path in _list_files(folder):
         target = copied / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -142,16 +142,16 @@ def _copy_run(folder: Path, copied: Path, results: Results, redaction: Redaction
             if path.suffix == ".npz":
                 _copy_arrays(path, target, redaction)
             else:
-                write_json(target, redaction.apply(read_json(path)))
+                write_json(target, redaction.redact_value(read_json(path)))
         except ValueError as e:
             raise UserError(f"{path} is damaged ({e}); the same `dyno run` measures it again") from e
     if results.self_test:
-        write_json(copied / SELF_TEST, redaction.apply(results.self_test))
+        write_json(copied / SELF_TEST, redaction.redact_value(results.self_test))
 
 
 def _copy_arrays(path: Path, target: Path, redaction: Redaction) -> None:
     arrays = read_npz(path)
-    if texts := {name: redaction.apply(a.tolist()) for name, a in arrays.items() if a.dtype.kind == "U"}:
+    if texts := {name: redaction.redact_value(a.tolist()) for name, a in arrays.items() if a.dtype.kind == "U"}:
         save_arrays(target, {**arrays, **{name: np.asarray(text, "U") for name, text in texts.items()}})
     else:
         target.write_bytes(path.read_bytes())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.formatting import counting
-from dyno.packs.opening import RUN, OpenPack, open_pack, walk
+from dyno.packs.opening import RUN, OpenPack, open_pack, walk_json
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, load_run
 from dyno.store import sha256_of
@@ -96,7 +96,7 @@ def verify_opened(opened: OpenPack, file: Path) -> Verification:
     packed, found = opened.about["files"], hash_files(opened.run)
     changed = [f"{name} is not the file that was packed" for name in sorted({*packed, *found})
                if packed.get(name) != found.get(name)]  # fmt: skip
-    numbers = sum(_is_number(value) for value, _ in walk(computed))
+    numbers = sum(_is_number(value) for value, _ in walk_json(computed))
     return Verification(numbers, (*changed, *_list_differences(opened.verdict, computed)))
 
 

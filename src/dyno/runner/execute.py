@@ -180,14 +180,14 @@ def execute(
         building_s = BUILDING_S if study.until in LOOKS else math.inf
         rounds = Rounds(run, files, progress, fits, launch, options, building_s)
         if other_routes and not study.routes:
-            rounds.all(todo, most=1)  # a first answer, before other routes to the ONNX file are exported
+            rounds.measure_rounds(todo, most=1)  # a first answer, before other routes to the ONNX file are exported
             measure = partial(execute, progress=progress)
             todo += search.search_routes(study, run.folder, todo, files.file, progress, measure)
-        rounds.all(todo)
+        rounds.measure_rounds(todo)
         if study.searches:
-            todo += search.search_precisions(study, folder, todo, rounds.all)
+            todo += search.search_precisions(study, folder, todo, rounds.measure_rounds)
         if study.until in LOOKS:
-            go_on(study, run, todo, rounds.further, progress)
+            go_on(study, run, todo, rounds.measure_further_round, progress)
         if study.confirmations:
             _confirm_trials(run, list_finalists(folder, todo), study.confirmations, files, progress, fits)
         for trial in todo:
@@ -220,7 +220,7 @@ class Rounds:
     options: Mapping[str, Any] = field(default_factory=dict)
     building_s: float = math.inf
 
-    def all(self, trials: list[Trial], others: Sequence[Trial] = (), *, most: int = sys.maxsize) -> None:
+    def measure_rounds(self, trials: list[Trial], others: Sequence[Trial] = (), *, most: int = sys.maxsize) -> None:
         """Measure every round of the trials that isn't stored yet, the first `most` at most, one model after the other.
 
         Interleaved trials also run beside their reference among the `others`. Models are not compared with each other,
@@ -262,12 +262,12 @@ class Rounds:
         ready: list[Trial] = []
         first: list[Trial] = []
         begun = time.monotonic()
-        for place, trial in enumerate(sorted(trials, key=lambda trial: not self.files.has(trial))):
+        for place, trial in enumerate(sorted(trials, key=lambda trial: not self.files.has_file(trial))):
             is_late = time.monotonic() - begun > self.building_s
-            if is_late and not first and not self.files.has(trial):
+            if is_late and not first and not self.files.has_file(trial):
                 left = counting(len(trials) - place, "trial")
                 first = self._measure_first(ready, beside, f"{left} still without a file")
-            self.files.all([trial])
+            self.files.make_files([trial])
             ready.append(trial)
         return first or self._measure_first(ready, beside)
 
@@ -288,13 +288,13 @@ class Rounds:
         self._show_answer(0, is_part=True)
         return first
 
-    def further(self, trials: list[Trial], number: int, boundaries: Sequence[str]) -> None:
+    def measure_further_round(self, trials: list[Trial], number: int, boundaries: Sequence[str]) -> None:
         """Measure round `number` of trials of one model, at these boundaries only."""
         again = [replace(trial, plan=replace(trial.plan, rounds=number + 1)) for trial in trials]
         random.Random(number).shuffle(again)
         options = {"boundaries": list(boundaries)}
         with self.progress.running(again):
-            self.files.all(again)
+            self.files.make_files(again)
             if again[0].plan.blocks:
                 self._in_turns(again, number, (), options)
                 self._show_answer(number)
@@ -371,7 +371,7 @@ def _confirm_trials(run: Run, trials: list[Trial], times: int, files: Files, pro
     repeated = [replace(t, plan=replace(t.plan, rounds=times)) for t in trials]
     pending = [(t, k) for t, k in _order_jobs(repeated) if run.record(t, k, CONFIRMATION) is None]
     with progress.running([trial for trial, _ in pending]):
-        files.all(trial for trial, _ in pending)
+        files.make_files(trial for trial, _ in pending)
         for number in sorted({k for _, k in pending}):
             for group in ensemble.groups([t for t, k in pending if k == number]):
                 runnable = [t for t in group if not isinstance(files.of(t, number), Record)]
@@ -449,13 +449,13 @@ class Files:
         self.results: dict[str, Artifact | Record] = {}
         self.built = 0  # files that were made and not found in the cache
 
-    def all(self, trials: Iterable[Trial]) -> None:
+    def make_files(self, trials: Iterable[Trial]) -> None:
         """Make the files of the trials, each build of an engine that rounds go through."""
         for trial in trials:
             for number in range(max(1, trial.plan.builds)):
                 self.of(trial, number)
 
-    def has(self, trial: Trial) -> bool:
+    def has_file(self, trial: Trial) -> bool:
         """Return whether the trial needs no file that is still to be made."""
         if trial.recipe is None or self._substitute_key(trial.recipe) in self.results:
             return True
