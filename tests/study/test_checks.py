@@ -29,7 +29,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(launcher.subprocess, "Popen", start)
-    monkeypatch.setattr(demo, "trained", start)
+    monkeypatch.setattr(demo, "train_once", start)
 
 
 @pytest.fixture

@@ -61,14 +61,15 @@ def block_ratios(
 
     a and b are the medians of a block's latencies at the boundary (images per second, where that is throughput). A
     block is left out where the counters of either process say that other programs disturbed it; its latencies have no
-    part in that.
+    part in that. A set in which both accompanied a third trial doesn't count.
     """
     tag = _name_tag(boundary)
-    rounds_of_b = {r.turns: r for r in (*b.rounds, *b.companions) if r.ok and r.turns}
+    rounds_of_b = {r.turns: r for r in b.rounds if r.ok and r.turns}
+    all_of_b = rounds_of_b | {r.turns: r for r in b.companions if r.ok and r.turns}
     quiet_a, quiet_b = (_quiet_delay(t, boundary) for t in (a, b))
     sets = []
-    for x in (*a.rounds, *a.companions):
-        y = rounds_of_b.get(x.turns) if x.ok and x.turns else None
+    for x, ys in (*((x, all_of_b) for x in a.rounds), *((x, rounds_of_b) for x in a.companions)):
+        y = ys.get(x.turns) if x.ok and x.turns else None
         if y is None:
             continue
         medians = x.block_medians(tag, boundary, clock), y.block_medians(tag, boundary, clock)

@@ -196,16 +196,17 @@ def measure(
     progress: Progress,
     options: Mapping[str, Any] | None = None,
     kind: str = ROUND,
+    rivals: Sequence[Trial] = (),
 ) -> list[Trial]:
-    """Measure one round of trials interleaved with each other and with their `reference`.
+    """Measure one round of trials interleaved with each other, with their `reference` and with their `rivals`.
 
     `options` are added to those of their jobs, and `kind` is ROUND or CONFIRMATION. A reference whose round is stored
-    already measures once more, as a companion. Returns the trials that could not be interleaved: there is only one, or
-    memory for only one process.
+    already measures once more, as a companion, and so does each rival. Returns the trials that could not be
+    interleaved: there is only one, or memory for only one process.
     """
     unmeasured = list(trials)
     while len({*(t.id for t in unmeasured), *([reference.id] if reference else [])}) > 1 and unmeasured:
-        members = _build_members(run, unmeasured, reference, number, file_of, kind, options)
+        members = _build_members(run, unmeasured, reference, number, file_of, kind, options, rivals)
         ended: list[InterleavedJob] = []
 
         def end(member: InterleavedJob, ended: list[InterleavedJob] = ended) -> None:
@@ -234,10 +235,11 @@ def _build_members(
     file_of: FileOf,
     kind: str,
     options: Mapping[str, Any] | None,
+    rivals: Sequence[Trial],
 ) -> list[InterleavedJob]:
     """Build a job for each trial, the reference first.
 
-    If the reference's round is stored already, it takes part as a companion with round -1.
+    If the reference's round is stored already, it takes part as a companion with round -1, as rivals do.
     """
     ids = {trial.id for trial in trials}
     order = sorted(trials, key=lambda trial: reference is None or trial.id != reference.id)
@@ -251,14 +253,18 @@ def _build_members(
         for trial in order
     ]
     if reference is not None and reference.id not in ids:
-        free = 0  # number of the next companion
-        while run.record(reference, free, COMPANION) is not None:
-            free += 1
-        companion = job(reference, number, file_of, options, COMPANION)
-        members.insert(
-            0, InterleavedJob(companion, run.fresh(reference, free, COMPANION), -1, _read_memory(run, reference))
-        )
-    return members
+        members.insert(0, _build_companion(run, reference, number, file_of, options))
+    return [*members, *(_build_companion(run, rival, number, file_of, options) for rival in rivals)]
+
+
+def _build_companion(
+    run: Run, trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] | None
+) -> InterleavedJob:
+    free = 0  # number of the next companion
+    while run.record(trial, free, COMPANION) is not None:
+        free += 1
+    companion = job(trial, number, file_of, options, COMPANION)
+    return InterleavedJob(companion, run.fresh(trial, free, COMPANION), -1, _read_memory(run, trial))
 
 
 def _read_memory(run: Run, trial: Trial) -> int:

@@ -79,7 +79,7 @@ def _fits(run: Run, trials: Sequence[Trial], pair: UndecidedPair, left: float) -
 
 
 def list_finalists(folder: Path, trials: list[Trial]) -> list[Trial]:
-    """Return the winners of a run, their runners-up and references, by the rounds of the selection alone.
+    """Return those of the trials that are winners, runners-up or references, by the rounds of the selection alone.
 
     Because confirmations never enter the selection, an interrupted study finds the same ones when it is run again.
     """
@@ -243,7 +243,7 @@ class Rounds:
                         is_new = any(_find_record(self.run, trial, number) is None for trial in incomplete)
                         done = first if not number else []
                         todo = [t for t in same_model if number < t.plan.rounds and t not in done]
-                        self._in_turns(todo, number, [*beside, *done], self.options)
+                        self._in_turns(todo, number, [*beside, *done], self.options, done)
                         if is_new and number < planned - 1:
                             self._show_answer(number, planned)
                     continue
@@ -321,8 +321,12 @@ class Rounds:
         number: int,
         others: Sequence[Trial],
         options: Mapping[str, Any],
+        done: Sequence[Trial] = (),
     ) -> None:
-        """Measure one round of a model's trials, interleaving those that are compared."""
+        """Measure one round of a model's trials, interleaving those that are compared.
+
+        Of those that are `done`, the fastest measure once more beside trials that were not ready with them.
+        """
         groups = ensemble.groups([*trials, *others])
         random.Random(number).shuffle(groups)
         for group in groups:
@@ -341,7 +345,11 @@ class Rounds:
             reference = ensemble.reference(runnable, self.fits)
             if pending == [reference]:  # what the others measured beside instead
                 reference = ensemble.reference([t for t in runnable if t != reference], self.fits)
-            for trial in ensemble.measure(self.run, pending, reference, number, self.files.of, self.progress, options):
+            earlier = [trial for trial in runnable if trial in done and trial != reference]
+            rivals = list_finalists(self.run.folder, earlier) if earlier else []
+            for trial in ensemble.measure(
+                self.run, pending, reference, number, self.files.of, self.progress, options, rivals=rivals
+            ):
                 self._measure_alone(trial, number, options)
             if not number and group is not groups[-1]:  # a first answer doesn't wait for the other batches and sizes
                 self._show_answer(number, is_part=True)
