@@ -33,7 +33,8 @@ BACKENDS = (
     "openvino@precision=fp32+bf16+int8",
     "compile@precision=fp32@rounds=3",  # each of its processes takes as long as ten others; aoti would take longer
 )
-BOUNDARIES = ("model", "throughput")  # what the tables show; "all" would take a third of the measuring
+# The boundaries that the tables show: a third, "all", would take a third of the measuring.
+EFFORT: dict[str, Any] = {"seconds": 0.4, "warmup": 0.3, "boundaries": ("model", "throughput")}
 
 
 def train_once() -> TrainingResult:
@@ -80,11 +81,7 @@ def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
         weights=str(result.weights),
         data="digits",
         budget={"top1": 1.0},
-        **(
-            QUICK
-            if quick
-            else {"rounds": rounds, "minutes": minutes, "seconds": 0.4, "warmup": 0.3, "boundaries": BOUNDARIES}
-        ),
+        **(QUICK if quick else {"rounds": rounds, "minutes": minutes, **EFFORT}),
     )
     if out == PLACE:
         out, notice = choose_folder(study, out)

@@ -146,6 +146,8 @@ def _export_onnx(model: str, out: Path, file_format: FileFormat, asked: ExportOp
     named = tuple(text for text in asked.shapes if ":" in text)
     study = one_model(model, {**overrides, "precisions": (asked.precision,), "shapes": named})
     trial = _build_trial(study, asked.precision, _parse_batch(batch))
+    if trial.model.file and registry.format_of(trial.model.file) is not file_format:
+        raise UserError(f"{Path(model).name} can't be made an ONNX file; give the model that it was made from")
     chosen: dict[str, Option] = {"target": asked.target, **({"opset": asked.opset} if asked.opset else {})}
     _make_file(file_format.recipe(replace(trial, options=chosen)), out)
 

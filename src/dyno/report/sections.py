@@ -132,13 +132,10 @@ def _list_facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         ("precision", types.sentence if types else ""),
         ("nodes by provider", t.facts.nodes_by_provider),
         ("threads", t.facts.threads),
-        ("slowest layers", "; ".join(f"{layer.share:.0%} {short(layer.name, LONGEST)} ({layer.operator}, {layer.dtype})"
-                                     for layer in t.facts.slowest_layers)),
+        ("slowest layers", _format_slowest(t)),
         ("notes", "; ".join(remarks.list_notes(t))),
         ("GPU meanwhile", _describe_gpu(t)),
-        ("made by", " → ".join(
-            f"{s.maker}: {s.format} {s.precision} in {show(s.seconds, 'duration')} ({show(s.bytes, 'bytes')})"
-            for s in t.made_by.steps)),
+        ("made by", _format_steps(t)),
         ("ready after", show(build_seconds(t), "duration")),
         ("import", show(t.value("import"), "duration")),
         ("load", show(t.value("load"), "duration")),
@@ -146,8 +143,22 @@ def _list_facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         ("peak memory", show(t.value("peak_memory"), "bytes")),
         ("weights sha256", t.facts.weights_sha256[:16]),
         ("inputs sha256", t.facts.inputs_sha256[:16]),
-    ]  # fmt: skip
+    ]
     yield from ((name, _format_value("", value)) for name, value in facts if value)
+
+
+def _format_steps(t: TrialResult) -> str:
+    return " → ".join(
+        f"{s.maker}: {s.format} {s.precision} in {show(s.seconds, 'duration')} ({show(s.bytes, 'bytes')})"
+        for s in t.made_by.steps
+    )
+
+
+def _format_slowest(t: TrialResult) -> str:
+    return "; ".join(
+        f"{layer.share:.0%} {short(layer.name, LONGEST)} ({layer.operator}, {layer.dtype})"
+        for layer in t.facts.slowest_layers
+    )
 
 
 def _describe_gpu(t: TrialResult) -> str:
@@ -204,12 +215,11 @@ def _explain_decision(run: RunData, plans: list[dict[str, Any]]) -> Terms:
         *_of_builds(run),
         *([("reference", _join_distinct(t.configuration for t in run.references.values()))] if pairs else []),
         ("compared", _explain_pairs(pairs, _join_distinct(p["block_s"] for p in plans if p.get("blocks")))),
-        *([("interval", "; ".join(f"of pairs {how}, {INTERVALS[how]}" if len(pairs) > 1 else INTERVALS[how]
-                                  for how in pairs))] if len(judged) else []),
+        *([("interval", "; ".join(_explain_interval(how, pairs) for how in pairs))] if len(judged) else []),
         ("equivalent", f"the whole interval is within ±{100 * run.rule.margin:g} %"),
         ("family", _explain_family(judged.groupby("reference").size().max() if len(judged) else 0)),
         ("looks", _explain_looks(run.rule, rounds)),
-    ]  # fmt: skip
+    ]
 
 
 def _of_builds(run: RunData) -> Terms:
@@ -230,6 +240,10 @@ def _explain_pairs(pairs: Counter[str], block: str) -> str:
     if not in_turns:
         return "one after the other, so what the machine did between two of them is in their ratio"
     return f"{how}; {counting(apart, 'pair')} one after the other" if apart else how
+
+
+def _explain_interval(how: str, pairs: Counter[str]) -> str:
+    return f"of pairs {how}, {INTERVALS[how]}" if len(pairs) > 1 else INTERVALS[how]
 
 
 def _explain_family(most: int) -> str:

@@ -23,12 +23,14 @@ class RoundRatios(NamedTuple):
     """The ratios of two trials in one set of fresh processes in which both took turns.
 
     `builds` are the builds of the two that ran, None where neither has several. `logs` holds log(a / b) of each block
-    that counts, float64 [blocks]: where the set `is_quiet`, of the undisturbed ones.
+    that counts, float64 [blocks]: where the set `is_quiet`, of the undisturbed ones. It `has_delays` if the system
+    counted what both waited for a processor: without that every set looks quiet.
     """
 
     builds: tuple[int, int] | None
     logs: np.ndarray
     is_quiet: bool
+    has_delays: bool
 
 
 def log_ratios(
@@ -81,7 +83,8 @@ def block_ratios(
         is_quiet = _are_most(len(quiet), len(logs))
         if logs.size:
             builds = (x.build, y.build) if x.build or y.build else None
-            sets.append(RoundRatios(builds, quiet if is_quiet else logs, is_quiet))
+            has_delays = all(r.facts.delays.get(boundary) for r in (x, y))
+            sets.append(RoundRatios(builds, quiet if is_quiet else logs, is_quiet, has_delays))
     return sets
 
 

@@ -371,9 +371,8 @@ def gather_evidence(
         if found is not None:
             left_out = len(unfiltered) - len(paired)
             mean = float(np.mean(unfiltered))
-            timed = [r for t in (own, reference) for r in t.good if r.turns and r.measurement("latency", boundary)]
-            is_counted = all(r.facts.delays.get(boundary) for r in timed)  # some systems count no delays
-            found = replace(found, disturbed=left_out, unfiltered=mean, undisturbed=is_counted and are_quiet(sets))
+            undisturbed = are_quiet(sets) and all(each.has_delays for each in sets)
+            found = replace(found, disturbed=left_out, unfiltered=mean, undisturbed=undisturbed)
     else:
         found = stats.unpaired(*medians)
     return found and of_rounds(found, own, reference, len(both))

@@ -278,7 +278,7 @@ class Rounds:
         would be left.
         """
         new = [t for t in ready if t.plan.blocks and t not in beside and _find_record(self.run, t, 0) is None]
-        references = [ensemble.reference(group, self.fits) for group in ensemble.groups(new)]
+        references = [ensemble.reference(group, self.fits) for group in ensemble.groups(ready)]
         first = [trial for trial in new if trial in references or not _compiles(trial)]
         if len(first) < 2 or math.isinf(self.building_s) or not (reason or len(first) < len(new)):
             return []

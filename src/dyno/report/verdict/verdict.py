@@ -334,13 +334,21 @@ def about(run: RunData) -> dict[str, Any]:
         "machine": records.environment,
         "study": records.settings,
         "visible": self_test.of_run(records) or None,
-        "decisions": [  # one candidate is the winner, of several each may be
-            {"about": each.where, "by": each.by, "certainty": each.badge, "candidates": [*each.candidates],
-             "text": each.text, "answers": dict(each.answers)}
-            for each in read_verdict(run).decisions
-        ],
+        "decisions": [_describe_decision(each) for each in read_verdict(run).decisions],
         "verdict": list_sentences(run),
-    }  # fmt: skip
+    }
+
+
+def _describe_decision(decision: Decision) -> dict[str, Any]:
+    """Return a decision as data: one candidate is the winner, of several each may be."""
+    return {
+        "about": decision.where,
+        "by": decision.by,
+        "certainty": decision.badge,
+        "candidates": [*decision.candidates],
+        "text": decision.text,
+        "answers": dict(decision.answers),
+    }
 
 
 def began(results: Results) -> str:

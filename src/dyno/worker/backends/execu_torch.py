@@ -32,7 +32,7 @@ from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, Unavailable, UserE
 
 ENGINE, DELEGATE = "ExecuTorch", "XNNPACK"
 BACKEND_ID = "XnnpackBackend"
-INSTALL = "pip install executorch torchvision in an environment of its own, and give --python executorch=PATH"
+INSTALL = "pass a separate Python: --python executorch=PATH (there: pip install executorch torchvision)"
 SCALARS = {
     0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64", 11: "bool",
     15: "bfloat16",

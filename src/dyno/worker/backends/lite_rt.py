@@ -40,7 +40,7 @@ from dyno.worker.spec import BATCH, Artifact, Recipe, Tensor, Trial, Unavailable
 
 ENGINE, DELEGATE = "LiteRT", "XNNPACK"
 CONVERTER = "litert_torch"  # the name that an interpreter is given for making files
-HERE = "give a Python that has it, --python litert_torch=PATH (there: pip install litert-torch torchvision)"
+HERE = "pass a Python that has it: --python litert_torch=PATH (there: pip install litert-torch torchvision)"
 STATIC, DYNAMIC = "static", "dynamic"
 SCHEMES = {STATIC: "static_wi8_ai8", DYNAMIC: "dynamic_wi8_afp32"}  # recipes of ai-edge-quantizer
 COMPUTE = re.compile("CONV|FULLY_CONNECTED|MATMUL|LSTM|RNN|SVDF")  # operators that multiply
