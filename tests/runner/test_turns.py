@@ -30,6 +30,7 @@ from dyno.report.verdict.verdict import list_sentences
 from dyno.results import correctness
 from dyno.results.blocks import find_drift, log_ratios
 from dyno.results.ranking import gather_evidence, pending, rank_goals
+from dyno.results.run_data import RunData
 from dyno.results.trial_result import load_run
 from dyno.runner import ensemble, turns
 from dyno.runner.execute import Files, Rounds, execute
@@ -512,9 +513,30 @@ def test_rounds_that_other_programs_took_are_made_up_for(
 ) -> None:
     """Four equal engines: the runner-up gets rounds, and every rival while rounds are missing; without a quiet one all
     rounds count, and none is missing."""
-    run(study(*(f"fake@latency_ms={2 + k / 100}" for k in range(4)), rounds=3, seconds=0.3, until="rounds"), tmp_path)
+    found = _run_equal(study(*(f"fake@latency_ms={2 + k / 100}" for k in range(4)), rounds=3), tmp_path, lost)
+    winner, runner_up, *others = rank_goals(found)[0].fastest["trial"]
+    asked = {id for pair in pending(found) if winner in pair.trials for id in pair.trials}
+    behind = {*others} - {found.frame["reference"].iloc[0]}
+    assert runner_up in asked and behind
+    assert asked & behind == (behind if is_short else set())
+
+
+@pytest.mark.parametrize("lost", [(), (2,)])
+def test_a_backend_with_rounds_of_its_own_gets_others_for_lost_ones_alone(
+    study: Any, tmp_path: Path, lost: tuple[int, ...]
+) -> None:
+    equal = [f"fake@latency_ms={2 + k / 100}@rounds=3" for k in range(3)]
+    found = _run_equal(study(*equal, rounds=4), tmp_path, lost)
+    winner, *others = rank_goals(found)[0].fastest["trial"]
+    asked = {id for pair in pending(found) if winner in pair.trials for id in pair.trials}
+    assert asked == ({winner, *others} if lost else set())
+
+
+def _run_equal(equal: Study, folder: Path, lost: tuple[int, ...]) -> RunData:
+    """Measure equal engines, of whose rounds other programs took the `lost` ones."""
+    run(replace(equal, seconds=0.3, until="rounds"), folder)
     rng = np.random.default_rng(1)
-    for trial in load_run(tmp_path):
+    for trial in load_run(folder):
         for number, each in enumerate(trial.rounds):
             arrays = dict(np.load(each.folder / "samples.npz"))
             arrays["latency_model"] = np.full(len(arrays["latency_model"]), 2e-3 * rng.normal(1, 0.02))
@@ -523,14 +545,9 @@ def test_rounds_that_other_programs_took_are_made_up_for(
             blocks = len(record["facts"]["blocks"]["model"])
             record["facts"]["delays"] = {"model": [0.0] + [0.5 * (number in lost)] * (blocks - 1)}
             (each.folder / "record.json").write_text(json.dumps(record))
-    text = (tmp_path / "study.toml").read_text()
-    (tmp_path / "study.toml").write_text(text.replace('until = "rounds"', 'until = "decided"'))
-    found = read_trials(tmp_path)
-    winner, runner_up, *others = rank_goals(found)[0].fastest["trial"]
-    asked = {id for pair in pending(found) if winner in pair.trials for id in pair.trials}
-    behind = {*others} - {found.frame["reference"].iloc[0]}
-    assert runner_up in asked and behind
-    assert asked & behind == (behind if is_short else set())
+    text = (folder / "study.toml").read_text()
+    (folder / "study.toml").write_text(text.replace('until = "rounds"', 'until = "decided"'))
+    return read_trials(folder)
 
 
 @pytest.mark.parametrize("cold", [0.0, 0.3])

@@ -213,3 +213,53 @@ def test_players_apart_import_and_load_at_once(study: Any, tmp_path: Path, marks
     ).run()
     assert [member.record.status for member in members if member.record] == ["ok", "ok"]
     assert all(len(windows(marks, what)) == 2 for what in ("importing", "loading"))
+
+
+def _groups(study: Study, folder: Path, ended: list[str]) -> list[InterleavedGroup]:
+    """Two groups of two jobs whose memory is known."""
+    members = [
+        InterleavedJob(Job("run", e.trial.runtime, e.trial, 1), folder / e.trial.id, 0, memory=1 << 20)
+        for e in expand(study)
+    ]
+    return [
+        InterleavedGroup(some, "", Progress(quiet=True), lambda member: ended.append(member.trial.id))
+        for some in (members[:2], members[2:])
+    ]
+
+
+def test_groups_load_at_once_before_the_first_of_them_measures(study: Any, tmp_path: Path, marks: Path) -> None:
+    ended: list[str] = []
+    meeting = [met(ms, importing=4, loading=4) for ms in (1, 2, 3, 4)]
+    groups = _groups(study(*meeting, timeout=120.0), tmp_path, ended)
+    turns.load_in_parallel(groups)
+    assert len(windows(marks, "loading")) == 4 and not ended
+    for group in groups:
+        group.run()
+    members = [member for group in groups for member in group.members]
+    assert ended[:2] and {*ended[:2]} == {m.trial.id for m in groups[0].members}, "the first group ends first"
+    records = {m.trial.id: json.loads((m.folder / "record.json").read_text()) for m in members}
+    assert [r["status"] for r in records.values()] == ["ok"] * 4
+    for group in groups:
+        found = [records[m.trial.id]["facts"]["turns"] for m in group.members]
+        assert {each["set"] for each in found} == {group.name} and {each["together"] for each in found} == {4}
+
+
+def test_what_fails_while_groups_load_is_a_row_of_its_group(study: Any, tmp_path: Path) -> None:
+    ended: list[str] = []
+    wrong = ["fake@fail=exception@at=load@latency_ms=1", "fake@fail=segfault@at=import@latency_ms=1"]
+    groups = _groups(study("fake@latency_ms=1", wrong[0], wrong[1], "fake@latency_ms=2"), tmp_path, ended)
+    turns.load_in_parallel(groups)
+    assert [[m.trial.options.get("fail") for m in group.alive] for group in groups] == [[None], [None]]
+    for group in groups:
+        group.run()
+    statuses = [m.record.status for group in groups for m in group.members if m.record]
+    assert statuses == ["ok", "failed", "crashed", "ok"] and len(ended) == 4
+
+
+def test_groups_that_memory_does_not_hold_at_once_load_in_turn(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "read_available", lambda: 4 << 20)
+    groups = _groups(study(*(f"fake@latency_ms={ms}" for ms in (1, 2, 3, 4))), tmp_path, [])
+    turns.load_in_parallel(groups)
+    assert not any(group.is_loaded or group.alive for group in groups)

@@ -513,7 +513,7 @@ def pending(run: RunData) -> list[UndecidedPair]:
     rounds to other programs.
 
     Until every row is decided, and in a comparison, where each row is a question, it is each trial with its reference.
-    A pair with a failed trial is left out.
+    A pair with a failed trial is left out. A backend with its own number of rounds gets others for lost ones alone.
     """
     rows = run.frame[run.frame["status"] == "ok"]
     good, ranked = set(rows["trial"]), [ranking.ranked(LATENCY) for ranking in rank_goals(run)]
@@ -525,7 +525,7 @@ def pending(run: RunData) -> list[UndecidedPair]:
             frozenset((row["trial"], row["reference"])), str(row["boundary"]), _count_rounds(row["more_rounds"])
         )
         for row in rows[rows["verdict"] == stats.UNDECIDED].to_dict("records")
-        if row["trial"] in asked
+        if row["trial"] in asked and _shares_rounds(run, row["trial"], row["reference"])
     ]
     for winners in ranked:
         pairs += _find_close_pairs(winners, run)
@@ -540,10 +540,20 @@ def _find_close_pairs(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedP
     contest = compare_first(ranked, LATENCY, run)
     for place, (lead, found) in enumerate(zip(contest.leads, contest.evidence, strict=True), 1):
         winner, rival = ranked.iloc[0], ranked.iloc[place]
-        in_group = run.trials[winner["trial"]].group == run.trials[rival["trial"]].group
-        if in_group and lead.verdict == stats.UNDECIDED and (place < PLACES or _is_short(found, run.rule.first)):
+        both = run.trials[winner["trial"]], run.trials[rival["trial"]]
+        if both[0].group != both[1].group or lead.verdict != stats.UNDECIDED:
+            continue
+        shares = _shares_rounds(run, winner["trial"], rival["trial"])
+        planned = run.rule.first if shares else min(result.planned_rounds for result in both)
+        if _is_short(found, planned) or (place < PLACES and shares):
             pair = frozenset((str(winner["trial"]), str(rival["trial"])))
             yield UndecidedPair(pair, str(winner["boundary"]), _count_rounds(lead.more) if place < PLACES else 1)
+
+
+def _shares_rounds(run: RunData, *ids: str) -> bool:
+    """Return whether the trials have as many planned rounds as the study, and no backend a number of its own."""
+    own = run.records.settings.get("rounds", ROUNDS)
+    return all(run.trials[id].planned_rounds in (0, own) for id in ids)
 
 
 def _is_short(found: stats.Evidence | None, planned: int) -> bool:

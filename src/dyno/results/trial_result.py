@@ -317,10 +317,14 @@ class TrialResult:
         return int((self.spec.get("plan") or {}).get("builds") or 0)
 
     @property
+    def planned_rounds(self) -> int:
+        """How many rounds its study planned; its backend may have a number of its own."""
+        return int((self.spec.get("plan") or {}).get("rounds") or 0)
+
+    @property
     def is_cut_short(self) -> bool:
         """Whether the study was stopped before all of the trial's rounds were measured."""
-        planned = int((self.spec.get("plan") or {}).get("rounds") or 0)
-        return self.status == "ok" and len(self.rounds) < planned
+        return self.status == "ok" and len(self.rounds) < self.planned_rounds
 
     @property
     def made_by(self) -> MakerFacts:

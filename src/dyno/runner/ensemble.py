@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dyno.results.files import read_samples
 from dyno.results.trial_result import place_in_group
 from dyno.runner.device_lock import held
 from dyno.runner.run_folder import archive_round
-from dyno.runner.turns import InterleavedGroup, InterleavedJob
+from dyno.runner.turns import InterleavedGroup, InterleavedJob, load_in_parallel
 from dyno.store import COMPANION, ROUND, Run, outside, versions, worker_code_sha256
 from dyno.worker import registry
 from dyno.worker.backend import Backend, Maker
@@ -187,26 +188,35 @@ def job(trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] |
     )
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Trials to measure in turns in one round, with the `reference` that they are compared with and their `rivals`.
+
+    A reference whose round is stored already measures once more, as a companion, and so does each rival.
+    """
+
+    trials: Sequence[Trial]
+    reference: Trial | None
+    rivals: Sequence[Trial] = ()
+
+
 def measure(
     run: Run,
-    trials: Sequence[Trial],
-    reference: Trial | None,
+    comparisons: Sequence[Comparison],
     number: int,
     file_of: FileOf,
     progress: Progress,
     options: Mapping[str, Any] | None = None,
     kind: str = ROUND,
-    rivals: Sequence[Trial] = (),
 ) -> list[Trial]:
-    """Measure one round of trials interleaved with each other, with their `reference` and with their `rivals`.
+    """Measure one round of each comparison, one after the other; return the trials that could not be interleaved.
 
-    `options` are added to those of their jobs, and `kind` is ROUND or CONFIRMATION. A reference whose round is stored
-    already measures once more, as a companion, and so does each rival. Returns the trials that could not be
-    interleaved: there is only one, or memory for only one process.
+    There is only one then, or memory for only one process. `options` are added to those of the jobs, and `kind` is
+    ROUND or CONFIRMATION.
     """
-    unmeasured = list(trials)
-    while len({*(t.id for t in unmeasured), *([reference.id] if reference else [])}) > 1 and unmeasured:
-        members = _build_members(run, unmeasured, reference, number, file_of, kind, options, rivals)
+    alone: list[Trial] = []
+    while comparisons:
+        groups: dict[str, tuple[Comparison, InterleavedGroup]] = {}
         ended: list[InterleavedJob] = []
 
         def end(member: InterleavedJob, ended: list[InterleavedJob] = ended) -> None:
@@ -217,32 +227,54 @@ def measure(
                     note_retry(member.folder, member.trial)
                 progress.done(member.trial, member.record, seconds=member.used_s)
 
-        with held(members[0].job.runtime, progress.waiting):
-            InterleavedGroup(members, f"{number} {members[0].trial.id}", progress, end).run()
-        measured = {member.trial.id for member in ended if member.number >= 0}
-        unmeasured = [trial for trial in unmeasured if trial.id not in measured]
-        if unmeasured and len(ended) < 2:
-            progress.note(f"memory for only one process: {unmeasured[0].model.name} is measured one after the other")
-            break
-    return unmeasured
+        for comparison in comparisons:
+            ids = {trial.id for trial in (*comparison.trials, comparison.reference) if trial}
+            if len(ids) < 2 or not comparison.trials:
+                alone += comparison.trials
+                continue
+            members = _build_members(run, comparison, number, file_of, kind, options)
+            group = InterleavedGroup(members, f"{number} {members[0].trial.id}", progress, end)
+            groups[group.name] = comparison, group
+        _run_groups([group for _, group in groups.values()], progress)
+
+        comparisons = []
+        for comparison, group in groups.values():
+            own = [member for member in ended if member.group is group]
+            measured = {member.trial.id for member in own if member.number >= 0}
+            if left := [trial for trial in comparison.trials if trial.id not in measured]:
+                if len(own) > 1:
+                    comparisons.append(replace(comparison, trials=left))
+                    continue
+                progress.note(f"memory for only one process: {left[0].model.name} is measured one after the other")
+                alone += left
+    return alone
+
+
+def _run_groups(groups: Sequence[InterleavedGroup], progress: Progress) -> None:
+    try:
+        load_in_parallel(groups)
+        for group in groups:
+            with held(group.members[0].job.runtime, progress.waiting):
+                group.run()
+    finally:
+        for group in groups:
+            group.end()
 
 
 def _build_members(
     run: Run,
-    trials: Sequence[Trial],
-    reference: Trial | None,
+    comparison: Comparison,
     number: int,
     file_of: FileOf,
     kind: str,
     options: Mapping[str, Any] | None,
-    rivals: Sequence[Trial],
 ) -> list[InterleavedJob]:
     """Build a job for each trial, the reference first.
 
     If the reference's round is stored already, it takes part as a companion with round -1, as rivals do.
     """
-    ids = {trial.id for trial in trials}
-    order = sorted(trials, key=lambda trial: reference is None or trial.id != reference.id)
+    reference, ids = comparison.reference, {trial.id for trial in comparison.trials}
+    order = sorted(comparison.trials, key=lambda trial: reference is None or trial.id != reference.id)
     members = [
         InterleavedJob(
             job(trial, number, file_of, options, kind),
@@ -254,7 +286,7 @@ def _build_members(
     ]
     if reference is not None and reference.id not in ids:
         members.insert(0, _build_companion(run, reference, number, file_of, options))
-    return [*members, *(_build_companion(run, rival, number, file_of, options) for rival in rivals)]
+    return [*members, *(_build_companion(run, rival, number, file_of, options) for rival in comparison.rivals)]
 
 
 def _build_companion(

@@ -48,9 +48,8 @@ def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, pro
 
     A pair whose estimated rounds don't fit into the time left is left undecided. Only the boundary that a pair is
     compared at is measured. Earlier measurements count, so the same command again
-    changes nothing, and one with more minutes goes on. A backend with its own number of rounds keeps to it.
+    changes nothing, and one with more minutes goes on.
     """
-    trials = [trial for trial in trials if trial.plan.rounds == study.rounds]
     models = list(dict.fromkeys(model_key(trial) for trial in trials))
     for place, name in enumerate(models):
         own = [trial for trial in trials if model_key(trial) == name]
@@ -327,6 +326,7 @@ class Rounds:
 
         Of those that are `done`, the fastest measure once more beside trials that were not ready with them.
         """
+        comparisons: list[ensemble.Comparison] = []
         groups = ensemble.groups([*trials, *others])
         random.Random(number).shuffle(groups)
         for group in groups:
@@ -347,12 +347,13 @@ class Rounds:
                 reference = ensemble.reference([t for t in runnable if t != reference], self.fits)
             earlier = [trial for trial in runnable if trial in done and trial != reference]
             rivals = list_finalists(self.run.folder, earlier) if earlier else []
-            for trial in ensemble.measure(
-                self.run, pending, reference, number, self.files.of, self.progress, options, rivals=rivals
-            ):
-                self._measure_alone(trial, number, options)
-            if not number and group is not groups[-1]:  # a first answer doesn't wait for the other batches and sizes
+            comparisons.append(ensemble.Comparison(pending, reference, rivals))
+        # A first answer doesn't wait for the other batches and sizes.
+        for part in [comparisons] if number else [[comparison] for comparison in comparisons]:
+            if part and part[0] is not comparisons[0]:
                 self._show_answer(number, is_part=True)
+            for trial in ensemble.measure(self.run, part, number, self.files.of, self.progress, options):
+                self._measure_alone(trial, number, options)
 
     def _measure_alone(self, trial: Trial, number: int, options: Mapping[str, Any]) -> None:
         """Measure one round of one trial, unless it is stored already or an earlier round showed that it can't run."""
@@ -381,15 +382,18 @@ def _confirm_trials(run: Run, trials: list[Trial], times: int, files: Files, pro
     with progress.running([trial for trial, _ in pending]):
         files.make_files(trial for trial, _ in pending)
         for number in sorted({k for _, k in pending}):
-            for group in ensemble.groups([t for t, k in pending if k == number]):
-                runnable = [t for t in group if not isinstance(files.of(t, number), Record)]
-                alone = runnable
-                if group[0].plan.blocks and len(runnable) > 1:
-                    reference = ensemble.reference(runnable, fits)
-                    alone = ensemble.measure(run, runnable, reference, number, files.of, progress, kind=CONFIRMATION)
-                for trial in group:
-                    if trial in alone or trial not in runnable:
-                        _confirm_alone(run, trial, number, files, progress)
+            groups = ensemble.groups([t for t, k in pending if k == number])
+            runnable = [[t for t in group if not isinstance(files.of(t, number), Record)] for group in groups]
+            comparisons = [
+                ensemble.Comparison(some, ensemble.reference(some, fits))
+                for some in runnable
+                if len(some) > 1 and some[0].plan.blocks
+            ]
+            alone = ensemble.measure(run, comparisons, number, files.of, progress, kind=CONFIRMATION)
+            in_turns = {trial.id for comparison in comparisons for trial in comparison.trials}
+            for trial in (t for group in groups for t in group):
+                if trial in alone or trial.id not in in_turns:
+                    _confirm_alone(run, trial, number, files, progress)
 
 
 def _confirm_alone(run: Run, trial: Trial, number: int, files: Files, progress: Progress) -> None:

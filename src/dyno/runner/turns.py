@@ -55,6 +55,7 @@ class InterleavedJob:
     delays: list[float] = field(default_factory=list)
     record: Record | None = None
     started: launcher.JobProcess | None = None
+    group: InterleavedGroup | None = None  # that started it
     pipes: tuple[int, int] = (-1, -1)
     buffer: bytes = b""
 
@@ -95,7 +96,8 @@ class InterleavedGroup:
     largest: int = 0  # bytes that a process took
     largest_on_gpu: float = 0.0
     gpu: Gpu | None = None
-    together: bool = False  # whether jobs load in parallel
+    together: int = 1  # how many jobs load in parallel, those of other groups included
+    is_loaded: bool = False
     pids: set[int] = field(default_factory=set)  # of all that began to load
 
     def run(self) -> None:
@@ -106,24 +108,37 @@ class InterleavedGroup:
         runtime = self.members[0].job.runtime
         self.gpu = find_gpu(runtime.device, launcher.environment(runtime))
         try:
-            self._load_members()
+            if self.is_loaded:
+                for member in list(self.alive):
+                    self._warm_members([member])
+            else:
+                self._load_members()
             while self.alive:
                 self._measure_boundary()
         finally:
-            for member in list(self.alive):
-                self._let_go(member)
+            self.end()
             if self.gpu:
                 self.gpu.close()
 
+    def end(self) -> None:
+        """End the processes that are left, without a record."""
+        for member in list(self.alive):
+            self._let_go(member)
+
+    def loads_in_parallel(self) -> bool:
+        """Return whether the jobs load in parallel: on a CPU, once it is known how much memory each needs."""
+        is_on_cpu = all(member.job.runtime.device == "cpu" for member in self.members)
+        return not self.apart and is_on_cpu and all(member.memory for member in self.members)
+
     def _load_members(self) -> None:
         """Start them in shuffled order until memory is full: those that import at once, then each until it is warm."""
-        self.together = not self.apart and not self.gpu and all(member.memory for member in self.members)
+        self.together = len(self.members) if self.loads_in_parallel() else 1
         waiting, place = self._shuffle_items("start", self.members), 0
         while waiting:
             together: list[InterleavedJob] = []
             while waiting and len(together) < self._at_once():
                 first_waits = self.members[0] in waiting[1:]
-                group = together if self.together else ()
+                group = together if self.together > 1 else ()
                 if self.apart or not place or self._has_room([waiting[0], *group], 1 + len(together) + first_waits):
                     self._start_member(waiting[0], place)
                     together.append(waiting[0])
@@ -133,7 +148,7 @@ class InterleavedGroup:
                 del waiting[0]
             self._advance_members(together)
             imported = [member for member in together if member.last_message]
-            if self.together:
+            if self.together > 1:
                 self._load_engines(imported)
                 for member in imported:
                     self._warm_members([member])
@@ -164,7 +179,7 @@ class InterleavedGroup:
 
         A job is pinned to as many processors as it has threads, and all jobs to the same ones.
         """
-        if self.apart or self.together:
+        if self.apart or self.together > 1:
             return len(self.members)
         return max(1, min(len(os.sched_getaffinity(0)), self.members[0].job.runtime.threads))
 
@@ -190,11 +205,9 @@ class InterleavedGroup:
         return nvml.read_available() > ROOM * need * count
 
     def _start_member(self, member: InterleavedJob, place: int) -> None:
-        together = len(self.members) if self.together else 1
-        job = member.job = replace(
-            member.job,
-            options={**member.job.options, "turns": {"set": self.name, "place": place, "together": together}},
-        )
+        turns = {"set": self.name, "place": place, "together": self.together}
+        job = member.job = replace(member.job, options={**member.job.options, "turns": turns})
+        member.group = self
         self.progress.start(member.trial, member.number)
         hear, tell = os.pipe()
         listen, say = os.pipe()
@@ -245,7 +258,7 @@ class InterleavedGroup:
         groups = list_single_turns(order)
         if self.apart:
             groups = [order]
-        elif self.together and boundary == last:
+        elif self.together > 1 and boundary == last:
             groups = [order[:1], order[1:]]
         for group in filter(None, groups):
             self.progress.start(group[0].trial, group[0].number)
@@ -310,23 +323,41 @@ class InterleavedGroup:
 
     def _stop_member(self, member: InterleavedJob, elapsed: float, timed_out: bool) -> None:
         """Freeze the job if it spoke, else take its record; it ran for so long since it spoke last."""
-        started = member.started
-        assert started is not None
+        started, group = member.started, member.group
+        assert started is not None and group is not None
         if member.last_message:
             _send_signal(started, signal.SIGSTOP)
             started.telemetry.pause()
         member.used_s += elapsed
         if member.last_message:
             if member.last_message != IMPORTED and not member.last_message.startswith(DONE):
-                self.largest = max(self.largest, _measure_resident(started.process.pid))
+                group.largest = max(group.largest, _measure_resident(started.process.pid))
             return
         member.record = launcher.finish(started, member.trial.plan.timeout_s, timed_out)
-        self.alive.remove(member)
+        group.alive.remove(member)
         _close_pipes(member)
-        if member.record.status == "oom" and self.alive:  # by itself it may have enough
+        if member.record.status == "oom" and group.alive:  # by itself it may have enough
             shutil.rmtree(member.folder)
         else:
-            self.ended(member)
+            group.ended(member)
+
+
+def load_in_parallel(groups: Sequence[InterleavedGroup]) -> None:
+    """Load all groups' jobs at once, on all processors, before the first group measures, if memory holds them.
+
+    A job that compiles keeps one processor busy, and the others would wait for it. Frozen jobs don't disturb. Groups
+    on a GPU, and those whose jobs' memory isn't known yet, load when their turn comes.
+    """
+    members = [member for group in groups for member in group.members]
+    need = ROOM * sum(member.memory for member in members)
+    if len(groups) < 2 or not all(group.loads_in_parallel() for group in groups) or nvml.read_available() < need:
+        return
+    for group in groups:
+        group.together, group.is_loaded = len(members), True
+        for place, member in enumerate(group._shuffle_items("start", group.members)):
+            group._start_member(member, place)
+    groups[0]._advance_members(members)
+    groups[0]._load_engines([member for member in members if member.last_message])
 
 
 def _wake_member(member: InterleavedJob) -> None:

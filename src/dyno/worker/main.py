@@ -242,6 +242,7 @@ def main(folder: Path) -> int:
     job = from_json(Job, data)
     if job.kind not in AS_THEY_ARE:
         system.keep_byte_code()
+        system.keep_probes()
     journal, turns = Journal(folder, job), conductor()
     os.register_at_fork(after_in_child=end_at_next_sample)
     try:

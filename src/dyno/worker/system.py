@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 CPU_FLAGS = tuple("avx2 avx512f avx512_vnni avx_vnni avx512_bf16 avx512_fp16 amx_tile amx_bf16 amx_int8 asimd".split())
 HEAVY = ("numpy", "torch", "torchvision", "timm", "onnx", "openvino")  # libraries of many modules
 PR_SET_PDEATHSIG = 1
+PROBES = "DYNO_PROBES"  # the variable that names the folder of what C++ compilers build for this processor
 # Variables of one interpreter that would break another one.
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # any of them names the user
@@ -86,6 +87,11 @@ def compiled() -> tuple[int, int]:
     specs = [spec for module in modules if (spec := getattr(module, "__dict__", {}).get("__spec__"))]
     stored = [cached for spec in specs if isinstance(cached := getattr(spec, "cached", None), str)]
     return len(stored), sum(not Path(path).exists() for path in stored)
+
+
+def keep_probes() -> None:
+    """Let the jobs of this process and its children share what a C++ compiler was found to build for this processor."""
+    os.environ[PROBES] = str(cache_dir() / "probes")
 
 
 def keep_byte_code() -> None:

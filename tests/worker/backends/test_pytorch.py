@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from dyno.worker import system
 from dyno.worker.backend import Session
 from dyno.worker.nets import models
 from dyno.worker.registry import find
@@ -366,3 +367,39 @@ def test_complex_weights_keep_their_imaginary_part(nets):
     feed = feeds(session)
     want = np.fft.ifft(np.fft.fft(feed["input"].mean((2, 3))) * np.array([1j, 2j, 3j])).real
     np.testing.assert_allclose(outputs(session, feed)["output"], want, 1e-4, 1e-5)
+
+
+def test_what_the_compiler_builds_is_asked_once_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor compiles and starts a Python for each instruction set, in every process: half of a cold compile."""
+    cpu_vec_isa = pytest.importorskip("torch._inductor.cpu_vec_isa")
+    asked, can_build = [], {"avx": True, "amx": False}
+
+    def check_build(isa: Any, code: str) -> bool:
+        asked.append(code)
+        return can_build[code]
+
+    known = cpu_vec_isa.VecAVX512()
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", check_build)
+    answers: list[bool] = []
+    monkeypatch.setattr(
+        cpu_vec_isa, "pick_vec_isa", lambda: answers.extend(known.check_build(code) for code in can_build)
+    )
+    torch_support.probe_processor()
+    torch_support.probe_processor()
+    assert asked == ["avx", "amx"] * 2, "a process that shares nothing asks each time"
+    monkeypatch.setenv(system.PROBES, str(tmp_path / "probes"))
+    first = torch_support.probe_processor()
+    del asked[:]
+    again = torch_support.probe_processor()
+    assert asked == ["amx"], "what couldn't be built may be for want of memory, and is asked again"
+    assert answers == [True, False] * 4 and first > 0 and again > 0
+    assert cpu_vec_isa.VecISA.check_build is check_build
+    (path,) = (tmp_path / "probes").iterdir()
+    path.write_text("{")
+    torch_support.probe_processor()
+    assert asked == ["amx", "avx", "amx"], "a damaged answer is none"
+
+
+def test_the_seconds_of_asking_are_noted() -> None:
+    assert torch_support.describe_probe(0.2) == []
+    assert "27 s" in torch_support.describe_probe(26.7)[0]

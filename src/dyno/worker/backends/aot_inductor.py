@@ -35,6 +35,7 @@ from dyno.worker.sessions.torch_support import (
     cast,
     compiler_errors,
     configure,
+    describe_probe,
     device_named,
     first_line,
     import_torch,
@@ -43,6 +44,7 @@ from dyno.worker.sessions.torch_support import (
     need_compiler,
     notes,
     positional,
+    probe_processor,
     silenced,
 )
 from dyno.worker.spec import (
@@ -59,7 +61,6 @@ from dyno.worker.spec import (
 
 NAME = "AOTInductor"
 MODES = {"default": {}, "max-autotune": {"max_autotune": True}}  # settings of inductor
-NOTEWORTHY_S = 0.5
 THREADS = "threads"  # of a recipe: the number is a part of the compiled code
 EXAMPLE_BATCH, OTHER_BATCHES = 2, (1, 3)  # torch.export treats a batch of 0 or 1 as a constant
 # Of the largest value: how far outputs at another batch may be off the module's. A study compares them more closely.
@@ -175,11 +176,13 @@ class AotMaker(Maker):
 
         A package for any batch is compared with the module at two batches that it was not exported with.
         """
-        began = time.perf_counter()
         if recipe.model.file:
             return _describe_given(recipe)
         need_compiler(NAME)
         torch, inductor = import_torch(), _import_inductor()
+        if recipe.runtime.device == "cpu":
+            probe_processor()
+        began = time.perf_counter()
         threads = int(recipe.options.get(THREADS, recipe.runtime.threads))  # compiling itself may use more
         runtime = replace(recipe.runtime, threads=threads)
         settings = Trial(recipe.model, self.name, recipe.precision, recipe.dims, runtime=runtime)
@@ -338,15 +341,6 @@ def _open_package(inductor: Any, package: CompiledPackage, path: Path, device: A
         raise UserError(f"{path.name} can't be loaded by this PyTorch: {first_line(e)}") from e
 
 
-def _probe_processor() -> float:
-    """Return the seconds in which inductor asks the compiler what the processor has, as loading would."""
-    from torch._inductor import cpu_vec_isa
-
-    began = time.perf_counter()
-    cpu_vec_isa.pick_vec_isa()
-    return time.perf_counter() - began
-
-
 def _has_isa(name: str) -> bool:
     flags = system.describe()["cpu_flags"]
     return any(flag in flags for flag in (("amx_tile", "amx") if "amx" in name.lower() else ("avx512f", "avx512")))
@@ -380,7 +374,7 @@ class AotSession(TorchSession):
     def _make_callable(self, dtype: Any) -> Callable[..., Any]:
         """Return the package's code as a function of the slot's tensors, with a runner for each slot."""
         path = Path(self._artifact.path)
-        self._probe_s = 0.0 if self._on_gpu else _probe_processor()
+        self._probe_s = 0.0 if self._on_gpu else probe_processor()
         loader = _open_package(_import_inductor(), self._package, path, self._device, self.slots)
         return lambda *values: loader.run([*values])
 
@@ -398,14 +392,13 @@ class AotSession(TorchSession):
             layers=len(calls) or None,
             layers_by_type=types,
             precision_truth=precision_truth(self._trial.precision, types, NAME),
-            notes=(*notes(self._trial), *(other if compiled_for not in (None, asked) else ()), *self._describe_probe()),
+            notes=(
+                *notes(self._trial),
+                *(other if compiled_for not in (None, asked) else ()),
+                *describe_probe(self._probe_s),
+            ),
             **allocator_peaks(self._torch, self._device),
         )
-
-    def _describe_probe(self) -> list[str]:
-        if self._probe_s < NOTEWORTHY_S:
-            return []
-        return [f"{self._probe_s:.1f} s of loading went into asking g++ what the processor has, once in an empty cache"]
 
     def profile(self, runs: int) -> LayerTimes:
         raise Unavailable(f"{NAME}'s packages don't say how long their kernels take")

@@ -12,7 +12,16 @@ from dyno.worker.backend import Session
 from dyno.worker.backends.pytorch import MODULE_OPTIONS, PyTorch, TorchSession
 from dyno.worker.facts.engine import EngineFacts, precision_truth
 from dyno.worker.option_values import Check, flag, one_of
-from dyno.worker.sessions.torch_support import compiler_errors, compute_layers, kernels, memory_errors, need_compiler
+from dyno.worker.sessions.torch_support import (
+    compiler_errors,
+    compute_layers,
+    describe_probe,
+    kernels,
+    memory_errors,
+    need_compiler,
+    notes,
+    probe_processor,
+)
 from dyno.worker.spec import Artifact, Trial
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -78,9 +87,8 @@ class CompiledSession(TorchSession):
         config.freezing = bool(self._options["freeze"])
         mode = None if self._options["mode"] == "default" else self._options["mode"]
         self._call = self._torch.compile(self._eager, backend="inductor", dynamic=False, mode=mode)
+        self._probe_s = 0.0 if self._on_gpu else probe_processor()
         before, started = kernels(), time.perf_counter()
-        if before:  # an earlier round of this trial has asked the compiler what the processor has; it takes 14 s
-            config.cpp.vec_isa_ok = True
         with compiler_errors():
             for _ in range(calls):
                 self._run_once()
@@ -102,4 +110,5 @@ class CompiledSession(TorchSession):
             build_cached=self._cached,
             graph_breaks=sum(self._counters.get("graph_break", {}).values()),
             graphs=self._counters.get("stats", {}).get("unique_graphs", 0),
+            notes=(*notes(self._trial), *describe_probe(self._probe_s)),
         )

@@ -18,10 +18,13 @@ import numpy as np
 from dyno.worker import system
 from dyno.worker.extras import install
 from dyno.worker.inputs.specs import arguments
-from dyno.worker.spec import PARTS, InputSpec, Trial, Unavailable, UserError, shorten
+from dyno.worker.record import read_json, write_json
+from dyno.worker.spec import PARTS, InputSpec, Trial, Unavailable, UserError, digest, shorten
+from dyno.worker.system import PROBES
 
 NO_COMPILER = "{} needs a C++ compiler and found no {}; install one (Debian: apt-get install g++)"
 NO_HEADERS = "torch.compile needs Python's headers; install them (Debian: apt-get install python3-dev)"
+NOTEWORTHY_S = 0.5
 SCRIPTED = re.compile(r"^(?:\w*Error:\s+)+(\S.*)$", re.MULTILINE)  # behind the traceback of TorchScript
 NO_MEMORY = (
     "can't allocate memory",
@@ -220,6 +223,52 @@ def kernels() -> set[str]:
 
     folder = Path(cache_dir())
     return {str(p) for p in folder.rglob("*") if p.suffix in (".so", ".cubin", ".hsaco")}
+
+
+def probe_processor() -> float:
+    """Find out what the C++ compiler can build for this processor; return the seconds that this took, once a machine.
+
+    Inductor asks it in each process: it compiles a file for each instruction set and starts a Python that imports
+    PyTorch, 27 s on two cores. What can be built is remembered for this PyTorch, compiler and processor, except in jobs
+    that show what the user's own processes find.
+    """
+    try:
+        from torch._inductor import cpu_vec_isa
+
+        ask, describe = cpu_vec_isa.VecISA.check_build, cpu_vec_isa._get_isa_dry_compile_fingerprint
+    except (ImportError, AttributeError):  # another version's inner names
+        return 0.0
+    took: list[float] = []
+    folder, flags = os.environ.get(PROBES, ""), system.describe()["cpu_flags"]
+
+    def remember(isa: Any, code: str) -> bool:
+        key = digest([describe(isa._arch_flags), code, flags])
+        answer = Path(folder) / f"{key}.json"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            took.append(float(read_json(answer)["seconds"]))
+            return True
+        began = time.perf_counter()
+        can_build = bool(ask(isa, code))
+        took.append(time.perf_counter() - began)
+        if can_build and folder:
+            with contextlib.suppress(OSError):
+                answer.parent.mkdir(parents=True, exist_ok=True)
+                write_json(answer, {"seconds": took[-1]})
+        return can_build
+
+    cpu_vec_isa.VecISA.check_build = remember
+    try:
+        cpu_vec_isa.pick_vec_isa()
+    finally:
+        cpu_vec_isa.VecISA.check_build = ask
+    return sum(took)
+
+
+def describe_probe(seconds: float) -> list[str]:
+    """Return a note on the seconds of `probe_processor`, if they are worth one."""
+    if seconds < NOTEWORTHY_S:
+        return []
+    return [f"a process outside Dyno also asks g++ what this processor has: {seconds:.0f} s; Dyno's asked once"]
 
 
 def first_line(e: BaseException) -> str:
