@@ -4,6 +4,8 @@ import gc
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -273,3 +275,47 @@ def test_a_halt_does_not_end_a_block(clock: Clock) -> None:
     assert long.block is not None and [*np.bincount(long.block)] == [3, 3], "as many as there is room for"
     longer = measure.latency(lambda: clock.sleep(0.2), plan, blocks=[0, 1])
     assert longer.block is not None and [*np.bincount(longer.block)] == [1, 1]
+
+
+class Gpu(Scripted):
+    """A GPU's stream and its stopwatch on a clock of the test: launching keeps the host, the work follows in order."""
+
+    def __init__(self, clock: Clock, launch: float, work: float) -> None:
+        super().__init__()
+        self.clock, self.launch, self.work = clock, launch, work
+        self.free = self.begin = self.end = 0.0
+
+    def at(self) -> float:
+        return max(self.free, self.clock.ns / 1e9)
+
+    def run(self, slot: int = 0) -> None:
+        self.clock.sleep(self.launch)
+        self.free = self.at() + self.work
+
+    def wait(self, slot: int = 0) -> None:
+        self.clock.ns = max(self.clock.ns, round(self.free * 1e9))
+
+    def start(self) -> None:
+        self.begin = self.at()
+
+    def stop(self) -> None:
+        self.end = self.at()
+
+    def elapsed(self) -> float:
+        self.wait()
+        return self.end - self.begin
+
+
+@pytest.mark.parametrize(("launch", "work"), [(0.2e-3, 1e-3), (12e-6, 30e-6), (0.0, 1e-3)])
+def test_a_run_behind_another_has_no_launch_in_it(clock: Clock, launch: float, work: float) -> None:
+    gpu = Gpu(clock, launch, work)
+    watch: Any = SimpleNamespace(start=gpu.start, stop=gpu.stop, seconds=gpu.elapsed)
+    alone = measure.latency(measure.step(gpu, "model", FEEDS, watch), replace(PLAN, max_samples=20), watch)
+    assert alone.gpu is not None and alone.gpu == pytest.approx(launch + work, rel=1e-3)
+    assert measure.queued(gpu, watch, PLAN) == pytest.approx(work, rel=1e-3)
+
+
+def test_where_launching_takes_longer_than_the_work_no_queue_forms(clock: Clock) -> None:
+    gpu = Gpu(clock, 1e-3, 0.5e-3)
+    watch: Any = SimpleNamespace(start=gpu.start, stop=gpu.stop, seconds=gpu.elapsed)
+    assert measure.queued(gpu, watch, PLAN) is None

@@ -19,7 +19,8 @@ TAKEN = 5e8  # bytes in use before the job; an idle card with a display takes le
 
 @dataclass(frozen=True)
 class Launch:
-    """Medians in seconds: one inference by the host's clock, by the GPU's, and the time inside `run` (None: unknown).
+    """Medians in seconds: one inference by the host's clock, by the GPU's, the time inside `run`, and the GPU's time of
+    a run `queued` behind another, without its launch (None: unknown).
 
     CUDA events stand before the first kernel and after the last, so gaps between kernels are within `gpu`.
     """
@@ -27,6 +28,7 @@ class Launch:
     host: float
     gpu: float
     enqueue: float | None
+    queued: float | None = None
 
     @property
     def outside(self) -> float:
@@ -61,8 +63,9 @@ def describe_launch(t: TrialResult) -> Launch | None:
     host, gpu = t.medians("model", "host"), t.medians("model", "gpu")
     if not host or not gpu:
         return None
-    inside = t.samples("enqueue", "all")
-    return Launch(float(np.median(host)), float(np.median(gpu)), float(np.median(inside)) if inside.size else None)
+    others = [t.samples("enqueue", "all"), t.samples("queued", "model")]
+    inside, queued = (float(np.median(samples)) if samples.size else None for samples in others)
+    return Launch(float(np.median(host)), float(np.median(gpu)), inside, queued)
 
 
 # Copies overlap the model's work on other batches: they bound the throughput only where they take nearly all its time.

@@ -74,6 +74,12 @@ class Journal:
         save_arrays(self.folder / "samples.npz", self.samples)
         self.add(*measurements)
 
+    def queued(self, seconds: np.ndarray) -> None:
+        """Store the GPU's seconds of runs that were queued behind another (see `measure.queued`)."""
+        self.samples["queued"] = seconds
+        save_arrays(self.folder / "samples.npz", self.samples)
+        self.add(Measurement("queued", "s", "duration", None, "queued", "model", "gpu"))
+
     def parted(self, seconds: dict[str, np.ndarray]) -> None:
         """Store the parts of one inference from host to host."""
         self.samples.update(seconds)

@@ -29,6 +29,8 @@ now = time.perf_counter_ns
 LEAST_SAMPLES = 3  # even when one run outlasts the whole budget
 STEADY = 0.02  # warm-up ends when the medians of two consecutive windows differ by less than this
 RATE_WINDOW_S = 0.1
+QUEUED_RUNS = 8  # of which the mean says how long a launch takes, and the work
+MOST_LAUNCHING = 0.8  # of the work's time, with which the host still keeps a stream busy
 PARTS_SHARE = 0.1  # of the seconds per boundary: parts are for explanation only
 # Runs at the start of a block that don't count, as long as they take less than this share of it: caches and clocks are
 # as the process before left them.
@@ -248,6 +250,37 @@ def _block_fields(numbers: list[int], windows: list[tuple[float, float]]) -> dic
     """Return the fields of `Sampling` on blocks: the block of each sample, and the blocks' time windows."""
     window = (windows[0][0], windows[-1][1]) if windows else (0.0, 0.0)
     return {"block": np.asarray(numbers, np.int32), "windows": tuple(windows), "window": window}
+
+
+def queued(session: Session, watch: Stopwatch, plan: Plan) -> np.ndarray | None:
+    """Return the GPU's seconds of runs that were queued behind another, so that no launch is in them.
+
+    A run by itself begins on an idle stream, whose first event passes before the host has launched the work: the launch
+    counts as the GPU's time. trtexec and nvbench keep the stream busy. Returns None where launching takes nearly as
+    long as the work, or where `run` waits for it: the stream would be idle all the same.
+    """
+
+    def queue(runs: int, ahead: int = 0) -> tuple[float, float]:
+        for _ in range(ahead):
+            session.run()
+        watch.start()
+        began = now()
+        for _ in range(runs):
+            session.run()
+        launched = now() - began
+        watch.stop()
+        session.wait()
+        return launched / 1e9 / runs, watch.seconds() / runs
+
+    launch, work = np.median([queue(QUEUED_RUNS) for _ in range(LEAST_SAMPLES)], axis=0)
+    if launch > MOST_LAUNCHING * work:
+        return None
+    ahead = 1 + math.ceil(launch / work)
+    samples: list[float] = []
+    deadline = now() + int(plan.seconds * PARTS_SHARE * 1e9)
+    while len(samples) < LEAST_SAMPLES or (len(samples) < plan.max_samples and now() < deadline):
+        samples.append(queue(1, ahead)[1])
+    return np.asarray(samples)
 
 
 def parts(session: Session, feeds: Feeds, plan: Plan) -> dict[str, np.ndarray]:

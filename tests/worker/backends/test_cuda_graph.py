@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dyno.worker import measure
 from dyno.worker.backends import pytorch
 from dyno.worker.registry import find
-from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial, UserError
+from dyno.worker.sessions.gpu import Stopwatch
+from dyno.worker.spec import Dims, ModelSpec, Plan, Runtime, Trial, UserError
 
 torch = pytest.importorskip("torch")
 NETS = """
@@ -120,6 +122,30 @@ def test_on_a_gpu_it_gives_what_eager_gives(net: str, trial: Any) -> None:
             each.run(slot)
             each.wait(slot)
         np.testing.assert_allclose(session.fetch(slot)["output"], eager.fetch(slot)["output"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_run_behind_another_has_no_launch_in_it(trial: Any) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch sees no GPU here")
+    session: Any = find("pytorch").load(replace(trial(device="cuda:0"), dims=Dims(16, 224, 224)), None)
+    watch, plan = Stopwatch(session.stream), Plan(warmup_s=0.5, seconds=1.0, interval=1e-9)
+    feeds = [{"input": np.random.default_rng(0).standard_normal((16, 3, 224, 224), np.float32)}]
+    once = measure.step(session, "model", feeds, watch)
+    measure.warm_up(once, plan)
+    alone, queued = measure.latency(once, plan, watch).gpu, measure.queued(session, watch, plan)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.ExternalStream(session.stream)
+    session.run()
+    begin.record(stream)
+    for _ in range(100):
+        session.run()
+    end.record(stream)
+    session.wait()
+    in_a_row = begin.elapsed_time(end) / 1e3 / 100
+    assert alone is not None and queued is not None
+    assert float(np.median(queued)) == pytest.approx(in_a_row, rel=0.05)
+    assert np.median(queued) < np.median(alone)
 
 
 LOAD = """

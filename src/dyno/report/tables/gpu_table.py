@@ -106,7 +106,7 @@ def _make_percentile_columns(name: str) -> tuple[Column, ...]:
 
 GPU_COPIED = (
     "gpu_memory_mb", "gpu_util", "gpu_clock_mhz", "gpu_power_w", "gpu_temperature_c", "throttle", "throttled_samples",
-    "gpu_others", "outside_gpu_ms",
+    "gpu_others", "queued_ms", "outside_gpu_ms",
 )  # fmt: skip
 GPU_COLUMNS = (
     LABEL,

@@ -182,6 +182,7 @@ COLUMNS = (
     Column("memory_mb", "peak memory of the process", "MB"),
     Column("warnings", "how many", kind=COUNT),
     Column("clock", "by which latency_ms and speedup are: gpu or host", kind=TEXT),
+    Column("queued_ms", "GPU time of a run queued behind another: no launch is in it", "ms", title="queued, ms"),
     Column("outside_gpu_ms", "latency by the host's clock less that by the GPU's", "ms", title="outside GPU, ms"),
     Column("gpu_util", "mean utilisation while timing", "%", title="GPU %", rank=8),
     Column("gpu_clock_mhz", "median SM clock while timing", "MHz", title="SM clock, MHz"),
@@ -450,6 +451,8 @@ def _read_values(t: TrialResult) -> dict[str, Any]:
 def _read_gpu(t: TrialResult) -> dict[str, Any]:
     launch = remarks.describe_launch(t) if t.device != "cpu" else None
     columns: dict[str, Any] = {"outside_gpu_ms": 1e3 * launch.outside} if launch else {}
+    if launch and launch.queued is not None:
+        columns["queued_ms"] = 1e3 * launch.queued
     if t.gpu is None:
         return columns
     return columns | {

@@ -214,6 +214,8 @@ def _time_boundaries(
         else:
             sampling = measure.latency(once, trial.plan, watch, blocks, before)
             journal.sampled("latency", boundary, "s", "duration", sampling)
+            if watch and not restore and (seconds := measure.queued(session, watch, trial.plan)) is not None:
+                journal.queued(seconds)
         journal.contended(boundary, contention.busy(), trial.runtime.device, contention.withheld())
         if turns.delays:
             journal.facts(delays={**journal.record.facts.delays, boundary: tuple(turns.delays)})

@@ -18,7 +18,6 @@ import numpy as np
 from dyno.worker import system
 from dyno.worker.extras import install
 from dyno.worker.inputs.specs import arguments
-from dyno.worker.record import read_json, write_json
 from dyno.worker.spec import PARTS, InputSpec, Trial, Unavailable, UserError, digest, shorten
 from dyno.worker.system import PROBES
 
@@ -243,9 +242,9 @@ def probe_processor() -> float:
 
     def remember(isa: Any, code: str) -> bool:
         key = digest([describe(isa._arch_flags), code, flags])
-        answer = Path(folder) / f"{key}.json"
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            took.append(float(read_json(answer)["seconds"]))
+        answer = Path(folder) / key
+        with contextlib.suppress(OSError, ValueError):
+            took.append(float(answer.read_text()))
             return True
         began = time.perf_counter()
         can_build = bool(ask(isa, code))
@@ -253,7 +252,7 @@ def probe_processor() -> float:
         if can_build and folder:
             with contextlib.suppress(OSError):
                 answer.parent.mkdir(parents=True, exist_ok=True)
-                write_json(answer, {"seconds": took[-1]})
+                answer.write_text(str(took[-1]))
         return can_build
 
     cpu_vec_isa.VecISA.check_build = remember
