@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -36,6 +36,7 @@ class Progress:
         self.console = console or Console(stderr=True)
         self.live: Live | None = None
         self.left: list[Trial] = []
+        self.later: list[Trial] = []
         self.total = 0
         self.seconds: dict[str, float] = {}
         self.lines: list[Text] = []
@@ -49,9 +50,12 @@ class Progress:
         self.since = time.monotonic()
 
     @contextmanager
-    def running(self, jobs: list[Trial]) -> Iterator[None]:
-        """Show the study while the block runs; `jobs` is the trial of each job, in the order they come."""
-        self.left = list(jobs)
+    def running(self, jobs: list[Trial], later: Sequence[Trial] = ()) -> Iterator[None]:
+        """Show the study while the block runs; `jobs` is the trial of each job, in the order they come.
+
+        The jobs that come `later`, after the block, count in the remaining time.
+        """
+        self.left, self.later = list(jobs), list(later)
         self.total = len(self.left)
         if self.quiet or not self.console.is_terminal:
             yield
@@ -174,7 +178,7 @@ class Progress:
         if not self.seconds:
             return None
         usual = sum(self.seconds.values()) / len(self.seconds)
-        expected = sum(self.seconds.get(trial.id, usual) for trial in self.left)
+        expected = sum(self.seconds.get(trial.id, usual) for trial in (*self.left, *self.later))
         if self.job is None:
             return expected
         return expected - min(self.seconds.get(self.job.id, usual), time.monotonic() - self.since)

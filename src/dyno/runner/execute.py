@@ -228,8 +228,10 @@ class Rounds:
         models: dict[str, list[Trial]] = {}
         for trial in trials:
             models.setdefault(model_key(trial), []).append(trial)
-        orders = [[job for job in _order_jobs(same_model) if job[1] < most] for same_model in models.values()]
-        with self.progress.running([trial for order in orders for trial, _ in order]):
+        every = [_order_jobs(same_model) for same_model in models.values()]
+        orders = [[job for job in order if job[1] < most] for order in every]
+        later = [trial for order in every for trial, number in order if number >= most]
+        with self.progress.running([trial for order in orders for trial, _ in order], later):
             for (key, same_model), order in zip(models.items(), orders, strict=True):
                 incomplete = [trial for trial in same_model if _is_incomplete(self.run, trial, most)]
                 planned = max(trial.plan.rounds for trial in same_model)
