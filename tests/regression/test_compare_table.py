@@ -15,9 +15,11 @@ import pytest
 import dyno
 import synthetic
 from dyno.regression import compare_table, comparison
-from dyno.regression.compare_table import COLUMNS, LOST, judge_accuracies
+from dyno.regression.compare_table import COLUMNS, LOST, NO_CHANGE, judge_accuracies
 from dyno.regression.rules import CONDITIONS, FAIL_ON, TOLERANCE, GateRules
 from dyno.results import stats
+from dyno.results.metrics.accuracy import HitShare
+from dyno.results.metrics.mean_ap import JackknifedChange
 from dyno.results.self_test import SelfTestSummary
 from dyno.results.trial_result import Results, load_run
 from dyno.table import Table
@@ -191,6 +193,17 @@ def test_accuracies_are_one_family() -> None:
         found += judge_accuracies(changes, 0.0)[7] == LOST
         assert LOST not in judge_accuracies(changes, 0.08)
     assert alone >= 0.3 * 200 and failed <= 0.05 * 200 and found == 200
+
+
+@pytest.mark.parametrize(("images", "verdict"), [(64, NO_CHANGE), (300, LOST)])
+def test_a_loss_of_map_on_few_images_needs_twice_the_interval(
+    judge: Any, monkeypatch: pytest.MonkeyPatch, images: int, verdict: str
+) -> None:
+    """The jackknife's interval is too narrow there."""
+    change = JackknifedChange(images, stats.Interval(-0.03, -0.05, -0.01))
+    monkeypatch.setattr(HitShare, "change", lambda *_: change)
+    first = judge(*changed(flips=0.1)).to_pandas().iloc[0]
+    assert (first["accuracy"], first["top1_diff_high"]) == (verdict, pytest.approx(-1))
 
 
 def test_gained_accuracy_is_no_failure(judge: Any) -> None:

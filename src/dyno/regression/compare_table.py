@@ -21,7 +21,7 @@ from dyno.report.tables.trial_table import IDENTITY, pick
 from dyno.results import metrics, ranking, remarks, stats
 from dyno.results.correctness import INCOMPARABLE, OTHER_WEIGHTS, WRONG, incomparable
 from dyno.results.metrics import accuracy, agreement
-from dyno.results.metrics.metric import Metric, in_percent
+from dyno.results.metrics.metric import Change, Metric, in_percent
 from dyno.results.ranking import cpu_contention
 from dyno.results.rounds import LATENCIES
 from dyno.results.self_test import read_summary
@@ -385,11 +385,16 @@ def _compare_outputs(a: str, b: str) -> dict[str, Any]:
 
 def _compare_accuracies(shared: Sequence[tuple[TrialResult, TrialResult]], loss: float) -> list[dict[str, Any]]:
     """Return the columns on accuracy of each pair: those that may be compared are judged as one family."""
-    rows = [{} if refusal(a, b) else _compare_accuracy(a, b) for a, b in shared]
-    measured = [r for r in rows if r]
-    changes = [stats.Interval(*(r[r["judged_by"] + end] / 100 for end in ("", "_low", "_high"))) for r in measured]
-    for r, verdict in zip(measured, judge_accuracies(changes, loss), strict=True):
-        r["accuracy"] = verdict
+    rows: list[dict[str, Any]] = []
+    judged: dict[int, Change] = {}  # by the row
+    for a, b in shared:
+        rows.append({})
+        for columns, change in () if refusal(a, b) else _compare_accuracy(a, b):
+            rows[-1] = {**columns, **rows[-1]}
+            judged.setdefault(len(rows) - 1, change)
+    verdicts = judge_accuracies([change.cautious for change in judged.values()], loss)
+    for place, verdict in zip(judged, verdicts, strict=True):
+        rows[place]["accuracy"] = verdict
     return rows
 
 
@@ -421,20 +426,18 @@ def _find_chance(change: stats.Interval, loss: float) -> float:
     return float(2 * ndtr(ndtri(stats.ALPHA / 2) * beyond / reach)) if reach > 0 else 0.0
 
 
-def _compare_accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
-    """Return the columns of each metric that both have; the first one judges."""
-    columns: dict[str, Any] = {}
+def _compare_accuracy(a: TrialResult, b: TrialResult) -> Iterator[tuple[dict[str, Any], Change]]:
+    """Yield the columns of each metric that both have, with the change; the first one judges."""
     before = {metric.name: value for metric, value in metrics.measured(a)}
     for metric, own in metrics.measured(b):
         change = metric.change(b, a)
         if change is None or metric.name not in before:
             continue
-        if not columns:
-            columns = {"images": change.images, "accuracy": NO_CHANGE, "judged_by": metric.diff}
-        columns |= {f"{metric.column}_a": 100 * before[metric.name].interval.value,
-                  f"{metric.column}_b": 100 * own.interval.value}  # fmt: skip
-        columns |= in_percent(metric.diff, change.difference)
-    return columns
+        yield {
+            "images": change.images, "judged_by": metric.diff,
+            f"{metric.column}_a": 100 * before[metric.name].interval.value,
+            f"{metric.column}_b": 100 * own.interval.value, **in_percent(metric.diff, change.difference),
+        }, change  # fmt: skip
 
 
 def _has_failed(condition: str, r: Row, rules: GateRules, both_ran: bool) -> bool:

@@ -119,10 +119,9 @@ def decide_accuracy(change: Change, budget: Budget) -> BudgetDecision:
     the metric needs, a loss is `within` only if nothing changed at all, and `over` only if twice the interval is.
     """
     verdict, found = side(change.difference, budget.limit), change.difference
-    if change.images < change.least_images and not found.low == found.value == found.high == 0:
-        wider = side(Interval(found.value, found.low, 2 * found.high - found.value), budget.limit)
-        if verdict == WITHIN or wider != verdict:
-            return BudgetDecision(UNDECIDED, change.least_images - change.images)
+    is_unproven = verdict == WITHIN or side(change.cautious, budget.limit) != verdict
+    if change.images < change.least_images and is_unproven and not found.low == found.value == found.high == 0:
+        return BudgetDecision(UNDECIDED, change.least_images - change.images)
     count = change.enough(budget.limit) if verdict == UNDECIDED else None
     settled = count is not None and count <= MOST_IMAGES
     more = _round_up(max(count or 0, change.least_images) - change.images) if settled else None

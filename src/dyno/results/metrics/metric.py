@@ -41,6 +41,14 @@ class Change:
     images: int
     difference: Interval
 
+    @property
+    def cautious(self) -> Interval:
+        """The interval that shows a loss: twice as wide with fewer images than `least_images`."""
+        value, low, high = self.difference.value, self.difference.low, self.difference.high
+        return (
+            Interval(value, 2 * low - value, 2 * high - value) if self.images < self.least_images else self.difference
+        )
+
     def chance(self, limit: float) -> float:
         """Return the chance of so good a result or a better one, if the change were `limit`, from the interval."""
         from scipy.special import ndtr, ndtri
