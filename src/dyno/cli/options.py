@@ -52,7 +52,7 @@ EFFORTS = "rounds builds seconds warmup samples interval"
 RUNTIME = "device threads runtime"
 FORMS = f"sizes {MODEL} {IMAGES} builds build_timeout {RUNTIME}"  # of a command on several forms of a model
 # Fields with a value for each time that the option is written.
-REPEATED = ("shapes", "inputs", "budget", "runtime", "settings", "add", "sheet", "baseline_python")
+REPEATED = ("shapes", "inputs", "budget", "limit", "runtime", "settings", "add", "sheet", "baseline_python")
 
 Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL|STUDY.toml")]
 Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL")]
@@ -287,8 +287,16 @@ def interpreter(text: str, flag: str, form: str) -> tuple[str, str]:
     return name, str(Path(path).absolute())
 
 
+def parse_limits(texts: Sequence[str]) -> dict[str, str]:
+    """Return limits from `NAME=MOST`, several with commas."""
+    from dyno.results import limits
+
+    return limits.parse_limits(texts)
+
+
 READERS: dict[str, Callable[[Any], Any]] = {
     "budget": parse_budget,
+    "limit": parse_limits,
     "runtime": pythons,
     "baseline_python": lambda texts: pythons(texts, "--baseline-python"),
 }

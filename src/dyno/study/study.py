@@ -234,6 +234,10 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             raise UserError("a search for mixed precisions needs a budget to hold; give --budget, e.g. top1=0.5")
         if self.budget and not self.data:
             raise UserError("an accuracy budget needs labelled images; give --data")
+        if self.limit:
+            from dyno.results import limits
+
+            limits.check_settings(self.limit, self.boundaries, self.energy)
 
     @classmethod
     def from_toml(cls, path: str | Path, usual: Mapping[str, Any] | None = None, **changes: Any) -> Self:
