@@ -53,7 +53,7 @@ EACH = f"{options.MODEL} {options.IMAGES} {options.RUNTIME}"
 TIMED = f"{options.CONFIGURATION} {EACH} {options.EFFORTS} boundaries timeout build_timeout"
 
 
-@options.takes(Study, rare="retry_failed")
+@options.takes(Study, rare="retry_failed wait")
 def run(
     overrides: Overrides,
     models: options.Studied,

@@ -18,7 +18,7 @@ import typer.core
 from dyno.study import options as study_options
 from dyno.study.defaults import FORMATS
 from dyno.study.options import MODEL_HELP
-from dyno.study.study import Study, parse_budget
+from dyno.study.study import Study, parse_budget, parse_limits
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import UserError, check_known
 from dyno.worker.video.options import VideoOptions
@@ -285,13 +285,6 @@ def interpreter(text: str, flag: str, form: str) -> tuple[str, str]:
     if not Path(path).is_file():
         raise UserError(f"no Python interpreter at {path}; correct the path in {flag} {text}")
     return name, str(Path(path).absolute())
-
-
-def parse_limits(texts: Sequence[str]) -> dict[str, str]:
-    """Return limits from `NAME=MOST`, several with commas."""
-    from dyno.results import limits
-
-    return limits.parse_limits(texts)
 
 
 READERS: dict[str, Callable[[Any], Any]] = {

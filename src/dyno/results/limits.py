@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,20 +97,6 @@ def _make_limit(name: str, text: str) -> Limit:
     if not 0 < most < math.inf:
         raise UserError(f"limit {name}={text} must be more than 0, e.g. {name}={quantity.example}")
     return Limit(name, most, match[1] + match[2])
-
-
-def parse_limits(texts: Iterable[str]) -> dict[str, str]:
-    """Read limits from the command line: `p99=5ms`, several with commas."""
-    found: dict[str, str] = {}
-    for text in (part.strip() for each in texts for part in each.split(",") if part.strip()):
-        name, is_given, most = (part.strip() for part in text.partition("="))
-        if not is_given:
-            raise UserError(f"limit {text!r} is not NAME=MOST, e.g. p99=5ms or size=20MB")
-        if name in found:
-            raise UserError(f"the limit {name} is given twice, as {found[name]} and {most}; give it once")
-        found[name] = most
-    make_limits(found)
-    return found
 
 
 def check_settings(wanted: Mapping[str, str], boundaries: Sequence[str], energy: bool) -> None:

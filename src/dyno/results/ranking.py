@@ -99,7 +99,7 @@ def keep_within_budget(frame: pd.DataFrame) -> pd.DataFrame:
 def keep_eligible(frame: pd.DataFrame) -> pd.DataFrame:
     """Return usable rows that are within the accuracy budget and the limits, if any, with confidence."""
     rows = keep_within_budget(frame)
-    return rows[rows["limit"].isin(("", WITHIN))]
+    return rows[rows["limit"] == WITHIN] if "limit" in rows else rows
 
 
 def rank_trials(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:

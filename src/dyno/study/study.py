@@ -417,6 +417,19 @@ def parse_budget(texts: Iterable[str]) -> dict[str, float]:
     return found
 
 
+def parse_limits(texts: Iterable[str]) -> dict[str, str]:
+    """Parse limits from the command line: `p99=5ms`, several with commas."""
+    found: dict[str, str] = {}
+    for text in (part.strip() for each in texts for part in each.split(",") if part.strip()):
+        name, is_given, most = (part.strip() for part in text.partition("="))
+        if not is_given:
+            raise UserError(f"limit {text!r} is not NAME=MOST, e.g. p99=5ms or size=20MB")
+        if name in found:
+            raise UserError(f"the limit {name} is given twice, as {found[name]} and {most}; give it once")
+        found[name] = most
+    return found
+
+
 def model_name(source: str) -> str:
     """Return the model's name in tables and folders: the part behind the colon, or the file's stem."""
     if source.partition(":")[0] in NETWORK_FILES:

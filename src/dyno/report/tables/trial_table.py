@@ -310,11 +310,11 @@ def read_trials(
         r | metrics_precision.list_work(t, r, results, peaks) | _read_energy(t, meter)
         for t, r in zip(results.trials, rows, strict=True)
     ]
-    for row in rows:
+    for row in rows if most else ():
         row[LIMIT.name] = limits.name_outcome(limits.check_limits(row, most)) if row["status"] == "ok" else ""
-    table = pd.DataFrame.from_records(rows, columns=[c.name for c in (*COLUMNS, LIMIT)])
-    texts = dict.fromkeys((*TEXTS, LIMIT.name), object)
-    kinds = dict.fromkeys(table.columns, float) | dict.fromkeys(WHOLE, "Int64") | texts
+    table = pd.DataFrame.from_records(rows, columns=[c.name for c in (*COLUMNS, *([LIMIT] if most else []))])
+    kinds = dict.fromkeys(table.columns, float) | dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXTS, object)
+    kinds |= {LIMIT.name: object} if most else {}
     table = table.astype(kinds).copy()  # the copy defragments the frame, about which pandas warns
     if budget:
         _check_budget(budgets, table)

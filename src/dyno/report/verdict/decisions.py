@@ -328,9 +328,14 @@ def _more_rounds(pair: Speedup, goes_on: bool, rounds: int, run: RunData) -> str
 
 def awaits_evidence(ranking: Ranking) -> bool:
     """Return whether a trial ahead of the winner may be within budget and limits, too: more evidence could decide."""
-    ahead, limit = ranking.ahead, ranking.ahead["limit"].astype(str)
-    is_undecided = (ahead["budget"] == UNDECIDED) | limit.str.startswith(UNDECIDED)
-    return bool((is_undecided & (ahead["budget"] != OVER) & ~limit.str.startswith(EXCLUDED)).any())
+    states = [(row["budget"], read_limit(row)) for _, row in ranking.ahead.iterrows()]
+    possible = [each for each in states if each[0] != OVER and not each[1].startswith(EXCLUDED)]
+    return any(budget == UNDECIDED or limit.startswith(UNDECIDED) for budget, limit in possible)
+
+
+def read_limit(row: pd.Series) -> str:
+    """Return what a row came to under the limits, as its column has it; "" without limits."""
+    return str(row.get("limit") or "")
 
 
 def is_faster(ranking: Ranking, row: pd.Series, run: RunData) -> str:
@@ -346,7 +351,7 @@ def _undecided_budget(ranking: Ranking, run: RunData) -> str:
     rows = [
         row
         for _, row in ranking.ahead.iterrows()
-        if row["budget"] == UNDECIDED and not row["limit"].startswith(EXCLUDED)
+        if row["budget"] == UNDECIDED and not read_limit(row).startswith(EXCLUDED)
     ]
     row, settle = next(((row, settle) for row in rows if (settle := more_images(row))), (None, ""))
     if row is None:
@@ -652,7 +657,7 @@ def _write_headline(ranking: Ranking, contest: Contest, gain: Speedup | None, ru
     name, time = ranking.configuration(winner), f"{ms(winner[LATENCY])} at batch {winner['batch']}"
     if alone:
         return f"{name} takes {time}."
-    limit = f" within {run.conditions}" if winner["limit"] or (run.budget and winner["budget"]) else ""
+    limit = f" within {run.conditions}" if run.limits or (run.budget and winner["budget"]) else ""
     if contest.is_one_round:
         return f"ahead{limit} after one round is {name}, {time}: one round proves nothing."
     reference = ranking.reference(winner)
@@ -722,9 +727,9 @@ def _left_out(ranking: Ranking, run: RunData) -> Iterator[Finding]:
         subject = f"{name} {faster} ({latency})" if faster else f"{name} takes {latency}"
         change = metric.change_in(row)[1]
         loss = "" if isnan(change) else f" ({points(change / 100)} points)"
-        misses = "" if ranking.fastest.empty else results_limits.describe_misses(row, run.limits)
-        if row["limit"].startswith(EXCLUDED):
-            yield from [Finding(NOTE, f"{subject} but doesn't keep its limits: {misses}.")] * bool(misses)
+        misses = "" if ranking.fastest.empty else _describe_misses(row, run)
+        if read_limit(row).startswith(EXCLUDED):
+            yield from [Finding(NOTE, f"{subject} but {misses}.")] * bool(misses)
         elif row["budget"] == OVER:
             yield Finding(NOTE, f"{subject} but loses more than {budget} allows{loss}.")
         elif row["budget"] == UNDECIDED:
@@ -734,7 +739,14 @@ def _left_out(ranking: Ranking, run: RunData) -> Iterator[Finding]:
             )
             yield Finding(WARNING, text)
         elif misses:
-            yield Finding(WARNING, f"{subject} but is not shown to keep its limits: {misses}.")
+            yield Finding(WARNING, f"{subject} but {misses}.")
+
+
+def _describe_misses(row: pd.Series, run: RunData) -> str:
+    """Return how far a row is from keeping its limits, as the end of a sentence; "" where it keeps them."""
+    misses = results_limits.describe_misses(row, run.limits)
+    how = "doesn't keep" if read_limit(row).startswith(OVER) else "is not shown to keep"
+    return misses and f"{how} its limits: {misses}"
 
 
 def _list_limited(ranking: Ranking, run: RunData) -> Iterator[Finding]:
@@ -742,12 +754,8 @@ def _list_limited(ranking: Ranking, run: RunData) -> Iterator[Finding]:
     best = ranking.most_images.iloc[0]
     rows = results_ranking.rank_trials(results_ranking.keep_within_budget(ranking.group), THROUGHPUT)
     for _, row in rows.iloc[: [*rows["trial"]].index(best["trial"])].head(MOST_NAMED).iterrows():
-        misses = results_limits.describe_misses(row, run.limits)
-        yield Finding(
-            NOTE,
-            f"{name_row(ranking, row, THROUGHPUT)} reaches {significant(row[THROUGHPUT])}/s "
-            f"but is not shown to keep its limits: {misses}.",
-        )
+        reached = f"{name_row(ranking, row, THROUGHPUT)} reaches {significant(row[THROUGHPUT])}/s"
+        yield Finding(NOTE, f"{reached} but {_describe_misses(row, run)}.")
 
 
 def _most_images(ranking: Ranking, run: RunData) -> Decision:
@@ -780,7 +788,7 @@ def _describe_rate(ranking: Ranking, contest: Contest, run: RunData) -> str:
     name, rate = name_row(ranking, best, THROUGHPUT), f"{significant(best[THROUGHPUT])}/s"
     names = [name, *(name_row(ranking, row, THROUGHPUT) for row, _ in contest.rivals)]
     text = f"{name_set(names, contest, run)}; {name} reaches {rate}" if contest.rivals else f"{name}: {rate}"
-    limit = f" within {run.conditions}" if best["limit"] else ""
+    limit = f" within {run.conditions}" if run.limits else ""
     text = f"most images per second{limit} with {text}"
     line = results_ranking.configuration_of(best), best["size"], best["batch"]
     same = [
