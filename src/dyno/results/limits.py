@@ -33,7 +33,7 @@ VALUE = re.compile(r"(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*([A-Za-zµμ]+)")
 
 
 @dataclass(frozen=True)
-class Quantity:
+class LimitedQuantity:
     """A quantity with a limit: its column in the trial table, that column's unit in SI units, the units of a limit,
     an example, and the share of samples below it where it is a percentile."""
 
@@ -51,13 +51,13 @@ class Quantity:
 
 
 QUANTITIES = {
-    "p50": Quantity("latency_ms", 1e-3, TIMES, "5ms"),
-    **{f"p{n}": Quantity(f"latency_model_ms_p{n}", 1e-3, TIMES, "5ms", n / 100) for n in (90, 95, 99)},
-    "size": Quantity("size_mb", 1e6, BYTES, "20MB"),
-    "memory": Quantity("memory_mb", 1e6, BYTES, "500MB"),
-    "gpu_memory": Quantity("gpu_memory_mb", 1e6, BYTES, "2GB"),
-    "energy": Quantity("energy_j", 1.0, JOULES, "50mJ"),
-    "load": Quantity("load_s", 1.0, TIMES, "2s"),
+    "p50": LimitedQuantity("latency_ms", 1e-3, TIMES, "5ms"),
+    **{f"p{n}": LimitedQuantity(f"latency_model_ms_p{n}", 1e-3, TIMES, "5ms", n / 100) for n in (90, 95, 99)},
+    "size": LimitedQuantity("size_mb", 1e6, BYTES, "20MB"),
+    "memory": LimitedQuantity("memory_mb", 1e6, BYTES, "500MB"),
+    "gpu_memory": LimitedQuantity("gpu_memory_mb", 1e6, BYTES, "2GB"),
+    "energy": LimitedQuantity("energy_j", 1.0, JOULES, "50mJ"),
+    "load": LimitedQuantity("load_s", 1.0, TIMES, "2s"),
 }
 LATENCIES = tuple(name for name in QUANTITIES if name.startswith("p"))  # of the boundary `model`
 
@@ -71,7 +71,7 @@ class Limit:
     text: str
 
     @property
-    def quantity(self) -> Quantity:
+    def quantity(self) -> LimitedQuantity:
         """The quantity that it limits."""
         return QUANTITIES[self.name]
 
