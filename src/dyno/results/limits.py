@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import limits as format_interval
 from dyno.formatting import show, significant
 from dyno.results.metrics.accuracy import OVER, UNDECIDED, WITHIN
 from dyno.results.stats import samples_for
@@ -137,7 +136,8 @@ class LimitCheck:
         value = f"{name} {quantity.format_value(self.value)}"
         if self.samples:
             return f"{value} from {self.samples} samples a round, of {samples_for(quantity.percentile)} needed"
-        value += format_interval(self.low, self.high, quantity.format_value)
+        if not math.isnan(self.high - self.low):  # the upper end is what matters, however wide it is
+            value += f" [{quantity.format_value(self.low)}, {quantity.format_value(self.high)}]"
         if self.state == UNDECIDED:
             return f"{value}, not decided against {self.limit.text}"
         if self.share >= 2:

@@ -649,7 +649,7 @@ def _meet_limits(closest: pd.Series, run: RunData) -> str:
             return f"measure with --samples {needed} or more"
         seconds = float(settings.get("seconds", 2.0)) * needed / max(1, min(check.samples for check in short))
         return f"measure longer, with --seconds {math.ceil(1.2 * seconds)}"
-    return f"more rounds narrow the interval: --rounds {2 * int(closest['rounds'])}"
+    return f"measure with --rounds {2 * int(closest['rounds'])} for a narrower interval"
 
 
 def _write_headline(ranking: Ranking, contest: Contest, gain: Speedup | None, run: RunData, alone: bool) -> str:
