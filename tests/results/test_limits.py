@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 import synthetic
+from dyno import Study, UserError
 from dyno.report.charts import charts
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
@@ -151,3 +152,13 @@ def test_a_chart_has_the_limit_on_the_median(tmp_path: Path) -> None:
     (axes,) = figure.axes
     assert [text.get_text().strip() for text in axes.texts].count("limit p50=8ms") == 1
     assert [8.0, 8.0] in [list(line.get_xdata()) for line in axes.lines]
+
+
+def test_a_study_file_and_python_have_limits(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text('models = ["torchvision:resnet18"]\n[limit]\np99 = "5ms"\nsize = "20 MB"\n')
+    study = Study.from_toml(tmp_path / "s.toml")
+    assert study == Study(models="torchvision:resnet18", limit={"p99": "5ms", "size": "20 MB"})
+    (tmp_path / "again.toml").write_text(study.to_toml())
+    assert Study.from_toml(tmp_path / "again.toml") == study
+    with pytest.raises(UserError, match=r"limit size=20 parsecs is not a number with a unit \(B, kB, "):
+        Study(models="torchvision:resnet18", limit={"size": "20 parsecs"})
