@@ -138,20 +138,19 @@ def _describe_badge(verdict: Sequence[Decision], run: RunData) -> tuple[str, str
 
 def draw_badge(text: str, colour: str) -> str:
     """Draw a badge with this text and colour as SVG: no font of a certain width is needed, as its text is fitted."""
-    widths = [len(each) * LETTER + 2 * MARGIN for each in (LABEL, text)]
+    widths = [round(len(each) * LETTER) + 2 * MARGIN for each in (LABEL, text)]
     title, total = html.escape(f"{LABEL}: {text}"), sum(widths)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total:.0f}" height="{HEIGHT}" role="img" '
-        f'aria-label="{title}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{HEIGHT}" role="img" aria-label="{title}">',
         f"<title>{title}</title>",
-        f'<rect width="{total:.0f}" height="{HEIGHT}" rx="3" fill="#3b4048"/>',
-        f'<path d="M{widths[0]:.0f} 0h{widths[1] - 3:.0f}a3 3 0 0 1 3 3v{HEIGHT - 6}a3 3 0 0 1-3 3H{widths[0]:.0f}z" '
+        f'<rect width="{total}" height="{HEIGHT}" rx="3" fill="#3b4048"/>',
+        f'<path d="M{widths[0]} 0h{widths[1] - 3}a3 3 0 0 1 3 3v{HEIGHT - 6}a3 3 0 0 1-3 3H{widths[0]}z" '
         f'fill="{colour}"/>',
         '<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">',
     ]
-    for each, left, width in zip((LABEL, text), (0.0, widths[0]), widths, strict=True):
+    for each, left, width in zip((LABEL, text), (0, widths[0]), widths, strict=True):
         parts.append(
-            f'<text x="{left + MARGIN:.0f}" y="14" textLength="{width - 2 * MARGIN:.0f}" '
+            f'<text x="{left + MARGIN}" y="14" textLength="{width - 2 * MARGIN}" '
             f'lengthAdjust="spacingAndGlyphs">{html.escape(each)}</text>'
         )
     return "\n".join([*parts, "</g>", "</svg>", ""])
