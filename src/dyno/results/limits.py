@@ -198,7 +198,7 @@ def describe_misses(row: Mapping[str, Any], limits: Sequence[Limit], states: Seq
 def find_closest(rows: pd.DataFrame, limits: Sequence[Limit]) -> pd.Series | None:
     """Return the row that comes closest to keeping all limits: the one whose worst value is the least beyond its limit.
 
-    A row in which a limited quantity was not measured comes after the others. None of no rows.
+    A row in which a limited quantity was not measured comes after the others. Return None without rows.
     """
     if rows.empty:
         return None

@@ -626,7 +626,7 @@ def _report_no_fit(ranking: Ranking, within: pd.DataFrame, run: RunData, others:
     name = f"{ranking.configuration(closest)} at batch {closest['batch']}"
     text = f"no trial{_name_batch(ranking)} is within {run.conditions}; the closest is {name}: "
     text += results_limits.describe_misses(closest, run.limits)
-    step = _meet_limits(closest, run)
+    step = _advise_on_limits(closest, run)
     return Decision(FAILURE, ranking.where, f"{text}.", (("next", step),), others)
 
 
@@ -634,7 +634,7 @@ def _name_batch(ranking: Ranking) -> str:
     return f" at batch {ranking.first['batch'].iloc[0]}" if ranking.group["batch"].nunique() > 1 else ""
 
 
-def _meet_limits(closest: pd.Series, run: RunData) -> str:
+def _advise_on_limits(closest: pd.Series, run: RunData) -> str:
     """Describe the next step where no trial keeps the limits, from the closest row."""
     checks, settings = results_limits.check_limits(closest, run.limits), run.records.settings
     states = {check.state for check in checks}
