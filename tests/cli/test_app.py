@@ -233,6 +233,26 @@ def test_a_budget_is_judged_against_the_reference(call: Any, photos: Path) -> No
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
+def test_a_limit_that_nothing_keeps_is_exit_1_and_another_limit_measures_nothing_again(call: Any) -> None:
+    words = [*FAKE, "--backend", "fake@latency_ms=2,fake@latency_ms=20", "--out", "r"]
+    _, out, _ = call(*words, "--limit", "p50=1ms", "--limit", "load=1000s", code=1)
+    none = "no trial is within the limits p50=1ms, load=1000s; the closest is fake@latency_ms=2 fp32 at batch 1: p50 "
+    assert none in out or CROWDED in out
+    records = {file: file.stat().st_mtime_ns for file in Path("r").glob("trials/*/*/record.json")}
+    assert len(records) == 2
+    _, out, _ = call(*words, "--limit", "p50=1s", code=0)
+    assert "within the limit p50=1s after one round is fake@latency_ms=2 fp32, " in out or CROWDED in out
+    assert 'limit = {"p50" = "1s"}' in Path("r/study.toml").read_text()
+    assert {file: file.stat().st_mtime_ns for file in records} == records
+    rows = json.loads(call("show", "r", "--format", "json", code=0)[1])["rows"]
+    most = sum(row["latency_ms"] for row in rows) / 2
+    rows = json.loads(call("show", "r", "--limit", f"p50={most}ms", "--format", "json", code=0)[1])["rows"]
+    assert {row["options"]: row["limit"] for row in rows} == {"latency_ms=2": "within", "latency_ms=20": "over p50"}
+    _, _, err = call("show", "r", "--limit", "energy=1J", code=2)
+    assert err.startswith("dyno: no trial can be judged by the limit energy=1J: energy was not measured (--energy ")
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
 def test_too_little_agreement_is_exit_1(call: Any) -> None:
     words = ["diff", "fake:net", "--channels", 1, "--backend", "fake", "--precision", "fp32,int8"]
     assert call(*words, "--out", "a")[0] == 0

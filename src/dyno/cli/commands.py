@@ -53,7 +53,7 @@ EACH = f"{options.MODEL} {options.IMAGES} {options.RUNTIME}"
 TIMED = f"{options.CONFIGURATION} {EACH} {options.EFFORTS} boundaries timeout build_timeout"
 
 
-@options.takes(Study, rare="retry_failed")
+@options.takes(Study, rare="retry_failed wait")
 def run(
     overrides: Overrides,
     models: options.Studied,
@@ -172,7 +172,10 @@ def _at_most(study: Study, trials: Sequence[Trial]) -> str:
 
 
 def run_study(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
-    """Run the study, print its tables, write its report; exit code 0, 1 (no trial within budget) or 3 (unfinished)."""
+    """Run the study, print its tables, write its report; return the exit code.
+
+    It is 0, 1 (no trial within the budget and the limits) or 3 (unfinished).
+    """
     from dyno import api
 
     try:
@@ -208,6 +211,7 @@ def finish(folder: Path) -> int:
     from dyno.report.tables import trial_table
     from dyno.report.tables.trial_table import TRIALS
     from dyno.report.verdict import verdict
+    from dyno.results import ranking
 
     run = _read_run(folder)
     if libraries := page.list_missing():  # before anything is printed: the reader of the pipe may be gone
@@ -219,7 +223,8 @@ def finish(folder: Path) -> int:
     print(export([TRIALS.table(run)]))
     print("\n".join(map(wrapped, verdict.read_verdict(run).lines)))
     print(f"\n{last}")
-    return trial_table.exit_code(run.frame, budget=bool(run.budgets))
+    code = trial_table.exit_code(run.frame, budget=bool(run.budgets))
+    return code or int(bool(run.limits) and not ranking.is_within_limits(run))
 
 
 def _read_run(folder: Path, overrides: Overrides | None = None) -> RunData:
@@ -230,7 +235,9 @@ def _read_run(folder: Path, overrides: Overrides | None = None) -> RunData:
 
     chosen = overrides or Overrides()
     results = self_test.attach(load_run(folder))
-    return trial_table.read_trials(results, chosen.get("reference"), chosen.get("budget"), chosen.get("equivalent"))
+    return trial_table.read_trials(
+        results, chosen.get("reference"), chosen.get("budget"), chosen.get("equivalent"), chosen.get("limit")
+    )
 
 
 def _say_visible(run: RunData) -> None:
@@ -242,7 +249,7 @@ def _say_visible(run: RunData) -> None:
         print(wrapped(sentence) + "\n")
 
 
-@options.takes("reference budget equivalent", show_all=True)
+@options.takes("reference budget limit equivalent", show_all=True)
 def show(
     overrides: Overrides,
     run: options.SomeRun = None,

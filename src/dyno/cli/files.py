@@ -366,11 +366,17 @@ def pack(
         str, typer.Option("--out", "-o", help="File to write.", metavar="FILE", show_default="NAME.pack.zip")
     ] = "",
     with_names: Annotated[bool, typer.Option("--with-names", help="Keep the host's name.")] = False,
+    card: Annotated[
+        bool, typer.Option("--card", help="Also write a Markdown card and an SVG badge for a model's README.")
+    ] = False,
 ) -> None:
     """Write a run with its samples and its verdict into one file. It names no folder, user or host."""
+    from dyno.packs import card as cards
     from dyno.packs import pack as module
 
-    print(plain(module.pack(run or run_folders.find_latest(), out or None, with_names=with_names)))
+    file = module.pack(run or run_folders.find_latest(), out or None, with_names=with_names, card=card)
+    for path in (file, *(cards.card_paths(file) if card else ())):
+        print(plain(path))
 
 
 def verify(file: Pack) -> None:

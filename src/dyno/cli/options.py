@@ -18,7 +18,7 @@ import typer.core
 from dyno.study import options as study_options
 from dyno.study.defaults import FORMATS
 from dyno.study.options import MODEL_HELP
-from dyno.study.study import Study, parse_budget
+from dyno.study.study import Study, parse_budget, parse_limits
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import UserError, check_known
 from dyno.worker.video.options import VideoOptions
@@ -52,7 +52,7 @@ EFFORTS = "rounds builds seconds warmup samples interval"
 RUNTIME = "device threads runtime"
 FORMS = f"sizes {MODEL} {IMAGES} builds build_timeout {RUNTIME}"  # of a command on several forms of a model
 # Fields with a value for each time that the option is written.
-REPEATED = ("shapes", "inputs", "budget", "runtime", "settings", "add", "sheet", "baseline_python")
+REPEATED = ("shapes", "inputs", "budget", "limit", "runtime", "settings", "add", "sheet", "baseline_python")
 
 Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL|STUDY.toml")]
 Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL")]
@@ -289,6 +289,7 @@ def interpreter(text: str, flag: str, form: str) -> tuple[str, str]:
 
 READERS: dict[str, Callable[[Any], Any]] = {
     "budget": parse_budget,
+    "limit": parse_limits,
     "runtime": pythons,
     "baseline_python": lambda texts: pythons(texts, "--baseline-python"),
 }

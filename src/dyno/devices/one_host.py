@@ -191,8 +191,8 @@ def measure_devices(study: Study, folder: Path, places: Sequence[Place], progres
     alone, beyond the spread between rounds and by what doesn't count as equal.
     """
     own = replace(
-        study, device=places[0].device, rounds=ROUNDS, until=FIXED, boundaries=("model",), budget={}, search=False,
-        confirm=0, builds=1,
+        study, device=places[0].device, rounds=ROUNDS, until=FIXED, boundaries=("model",), budget={}, limit={},
+        search=False, confirm=0, builds=1,
     )  # fmt: skip
     planned = blocks.find_anchor(expand(own))
     if planned is None or len(places) < 2:

@@ -15,6 +15,7 @@ import numpy as np
 
 from dyno import __version__
 from dyno.formatting import counting
+from dyno.packs.card import SUFFIX, card_paths, write_card
 from dyno.packs.opening import (
     FORMAT,
     HEAD,
@@ -28,7 +29,7 @@ from dyno.packs.opening import (
     find_limit,
     refuse_code,
 )  # fmt: skip
-from dyno.packs.verification import compute_verdict, describe_verdict, hash_files, read_results
+from dyno.packs.verification import describe_verdict, hash_files, read_results
 from dyno.results.files import read_npz, read_table
 from dyno.results.trial_result import PLACEMENTS, SELF_TEST, Results, load_run
 from dyno.runner import self_test
@@ -38,7 +39,6 @@ from dyno.study.study import Study
 from dyno.worker.record import read_json, replacing, save_arrays, write_json, write_text
 from dyno.worker.spec import UserError
 
-SUFFIX = ".pack.zip"
 # What the verdict is computed from; other files of a run folder are logs, and tables that can be made again.
 FILES = ("environment.json", "models.json", SELF_TEST, "devices.json", "routes.json")
 FOLDERS = ("trials", "truth", "peak", "idle", "anchors", "blocks", PLACEMENTS, "routes", "reference")
@@ -100,11 +100,12 @@ class Redaction:
         return IDENTIFIER.sub(lambda it: self.identifiers.setdefault(it[0], f"id-{len(self.identifiers) + 1}"), text)
 
 
-def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = False) -> Path:
+def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = False, card: bool = False) -> Path:
     """Write a run with its samples and its verdict into one file, and return its path (default: NAME.pack.zip).
 
-    No folder, user or host is named in it; `with_names` keeps the host's name. Raises `UserError` for a folder that is
-    not a run, or that is too large.
+    No folder, user or host is named in it; `with_names` keeps the host's name. `card` also writes a card in Markdown
+    and a badge beside it, `NAME.card.md` and `NAME.svg`. Raises `UserError` for a folder that is not a run, or that is
+    too large.
     """
     folder = Path(run)
     results = self_test.attach(load_run(folder))
@@ -112,17 +113,23 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     redaction = Redaction(folders, _list_hosts(folder), names=with_names)
     name = redaction.redact_value(results.name)
     file = Path(out) if out else Path(f"{name}{SUFFIX}")
-    check_writable(file)
+    for path in (file, *(card_paths(file) if card else ())):
+        check_writable(path)
     with tempfile.TemporaryDirectory() as scratch:
         copied = Path(scratch) / RUN
         _copy_run(folder, copied, results, redaction)
         refuse_code(copied, f"{folder}, which can't become a pack,")
-        verdict = compute_verdict(copied)
+        study, read = earlier(copied), read_results(load_run(copied))
+        if card and (study is None or study.baseline):
+            raise UserError(f"{folder} compares two sides, which a card can't show; omit --card")
+        verdict = describe_verdict(read, copied)
         if _list_choices(verdict) != _list_choices(describe_verdict(read_results(results), folder)):
             raise UserError(f"{folder} has another verdict without its folders' and users' names; please report it")
         write_json(Path(scratch) / VERDICT, verdict)
         write_json(Path(scratch) / HEAD, _describe_pack(copied, name, with_names))
         _write_zip(Path(scratch), file)
+        if card and study is not None:
+            write_card(read, study, file)
     return file
 
 

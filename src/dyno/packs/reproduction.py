@@ -30,8 +30,8 @@ BUILT_IN = "digits"  # data that comes with Dyno
 # Settings of a study that are taken from a pack, which may come from anywhere: no paths, commands or addresses.
 TAKEN = (
     "precisions batches sizes routes reference shapes pretrained classes channels mean std task seed unreadable "
-    "compared budget search rounds builds seconds warmup samples interval confirm boundaries turns block until minutes "
-    "equivalent peak energy timeout build_timeout device threads"
+    "compared budget limit search rounds builds seconds warmup samples interval confirm boundaries turns block until "
+    "minutes equivalent peak energy timeout build_timeout device threads"
 ).split()
 REPLACED = {"models", "backends", "data", "runtime", "on"}  # by what is here
 SHOWN = 12  # characters of a hash

@@ -140,7 +140,8 @@ TRIAL = {
     "recipe": {},
 }  # fmt: skip
 SETTINGS = {
-    "budget": {"": NUMBER}, "reference": str, "equivalent": NUMBER, "rounds": int, "until": str, "sizes": [(str, int)],
+    "budget": {"": NUMBER}, "limit": {"": str}, "reference": str, "equivalent": NUMBER, "rounds": int, "until": str,
+    "sizes": [(str, int)],
 }  # fmt: skip
 JOB = {"trial": TRIAL, "round": int}
 PLACEMENT = {"place": str, "card": str, "lost": [str], "trials": [str]}

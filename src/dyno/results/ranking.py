@@ -96,6 +96,12 @@ def keep_within_budget(frame: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["budget"] == WITHIN] if (rows["budget"] != "").any() else rows
 
 
+def keep_eligible(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return usable rows that are within the accuracy budget and the limits, if any, with confidence."""
+    rows = keep_within_budget(frame)
+    return rows[rows["limit"] == WITHIN] if "limit" in rows else rows
+
+
 def rank_trials(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
     """Return the rows that have the speed, fastest first.
 
@@ -139,12 +145,12 @@ def sort_rows(rows: pd.DataFrame, trials: Mapping[str, TrialResult]) -> pd.DataF
 def order_group(group: pd.DataFrame, trials: Mapping[str, TrialResult]) -> pd.DataFrame:
     """Return all rows of one model, size, batch and device in the order of tables and charts.
 
-    Those that may win come first, fastest first; then those that a check or the budget excludes; then those without a
-    latency.
+    Those that may win come first, fastest first; then those that a check, the budget or a limit
+    excludes; then those without a latency.
     """
     import pandas as pd
 
-    eligible = keep_within_budget(group[~group["verdict"].str.startswith(INCOMPARABLE)])
+    eligible = keep_eligible(group[~group["verdict"].str.startswith(INCOMPARABLE)])
     first = sort_rows(eligible, trials)
     others = rank_trials(group.drop(first.index))
     return pd.concat([first, others, group.drop([*first.index, *others.index])])
@@ -213,12 +219,12 @@ class Ranking:
 
     @cached_property
     def fastest(self) -> pd.DataFrame:
-        """Trials within the budget at the smallest batch, fastest first."""
-        return sort_rows(keep_within_budget(self.first), self.trials)
+        """Trials within the budget and the limits at the smallest batch, fastest first."""
+        return sort_rows(keep_eligible(self.first), self.trials)
 
     @cached_property
     def ahead(self) -> pd.DataFrame:
-        """Trials at the smallest batch that are faster than the fastest within the budget, fastest first."""
+        """Trials at the smallest batch that are faster than the first of `fastest`, in the same order."""
         rows, fastest = sort_rows(list_usable(self.first), self.trials), self.fastest
         if fastest.empty:
             return rows
@@ -226,8 +232,8 @@ class Ranking:
 
     @property
     def most_images(self) -> pd.DataFrame:
-        """Trials within the budget by images per second, most first; empty with one batch, which `fastest` covers."""
-        ranked = rank_trials(keep_within_budget(self.group), THROUGHPUT)
+        """Trials within budget and limits by images per second, most first; empty with one batch: see `fastest`."""
+        ranked = rank_trials(keep_eligible(self.group), THROUGHPUT)
         return ranked if self.group["batch"].nunique() > 1 else ranked.iloc[:0]
 
     def ranked(self, speed: str) -> pd.DataFrame:
@@ -260,6 +266,12 @@ def rank_goals(run: RunData) -> list[Ranking]:
 def _make_ranking(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Ranking:
     apart = rows["verdict"].str.startswith(INCOMPARABLE)
     return Ranking(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budget_metrics), run.trials)
+
+
+def is_within_limits(run: RunData) -> bool:
+    """Return whether every ranking with a trial that could be chosen has one within the budget and the limits."""
+    rankings = [ranking for ranking in rank_goals(run) if len(list_usable(ranking.group))]
+    return all(len(ranking.fastest) or len(ranking.most_images) for ranking in rankings)
 
 
 def winners(run: RunData) -> Iterator[tuple[str, str]]:

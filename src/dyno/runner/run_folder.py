@@ -25,6 +25,7 @@ REPEATABLE = (
     "timeout",
     "build_timeout",
     "budget",
+    "limit",
     "reference",
     "confirm",
     "search",

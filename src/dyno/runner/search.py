@@ -283,9 +283,9 @@ def _try_routes(
     asked = dict.fromkeys(one.text(route) for one in wanted for route in ("", *one.routes))
     own = replace(
         study, models=(_find_source(study, model),), backends=tuple(asked), precisions=(), batches=(dims.batch,),
-        sizes=(dims.size,) if dims.height else (), data="", calibration="", budget={}, reference="", routes=(USUAL,),
-        confirm=0, search=False, peak=False, energy=False, builds=1, until=FIXED, boundaries=(BOUNDARY,),
-        seconds=min(study.seconds, SECONDS),
+        sizes=(dims.size,) if dims.height else (), data="", calibration="", budget={}, limit={}, reference="",
+        routes=(USUAL,), confirm=0, search=False, peak=False, energy=False, builds=1, until=FIXED,
+        boundaries=(BOUNDARY,), seconds=min(study.seconds, SECONDS),
     )  # fmt: skip
     names = ", ".join(dict.fromkeys(route for one in wanted for route in one.routes))
     progress.other(f"other routes of {model.name}: {names}")

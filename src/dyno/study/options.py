@@ -102,6 +102,12 @@ class ComparisonOptions:
         "Trial that speed-ups are relative to: its id, or BACKEND/PRECISION.",
         usual="eager PyTorch in fp32, else the first that ran",
     )
+    limit: dict[str, str] = option(
+        {},
+        "The most that the fastest may take, with commas: p50, p90, p95 or p99 of latency/model (p99=5ms), size=20MB, "
+        "memory=500MB, gpu_memory=2GB, energy=50mJ an image, load=2s.",
+        common=True,
+    )
 
 
 @settings

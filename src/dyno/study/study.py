@@ -234,6 +234,10 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             raise UserError("a search for mixed precisions needs a budget to hold; give --budget, e.g. top1=0.5")
         if self.budget and not self.data:
             raise UserError("an accuracy budget needs labelled images; give --data")
+        if self.limit:
+            from dyno.results import limits
+
+            limits.check_settings(self.limit, self.boundaries, self.energy)
 
     @classmethod
     def from_toml(cls, path: str | Path, usual: Mapping[str, Any] | None = None, **changes: Any) -> Self:
@@ -410,6 +414,19 @@ def parse_budget(texts: Iterable[str]) -> dict[str, float]:
             found[name] = float(points)
         except ValueError:
             raise UserError(f"budget {text!r} is not NAME=POINTS, e.g. top1=0.5") from None
+    return found
+
+
+def parse_limits(texts: Iterable[str]) -> dict[str, str]:
+    """Parse limits from the command line: `p99=5ms`, several with commas."""
+    found: dict[str, str] = {}
+    for text in (part.strip() for each in texts for part in each.split(",") if part.strip()):
+        name, is_given, most = (part.strip() for part in text.partition("="))
+        if not is_given:
+            raise UserError(f"limit {text!r} is not NAME=MOST, e.g. p99=5ms or size=20MB")
+        if name in found:
+            raise UserError(f"the limit {name} is given twice, as {found[name]} and {most}; give it once")
+        found[name] = most
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from dyno.formatting import NO_IMAGE, bounded, limits, ratio, short, short_bound, show, significant, sized
 from dyno.report.style import HATCHES, INK, LINES, WIDTH, Chart, color, logarithmic, marker, styled, tip
 from dyno.results import ranking
+from dyno.results.limits import Limit
 from dyno.results.metrics import accuracy
 from dyno.results.metrics.accuracy import Confusion
 from dyno.results.metrics.metric import Metric
@@ -322,6 +323,7 @@ def draw_accuracy(run: RunData, speed: str = LATENCY) -> Any:
         for axes, (title, group, metric) in zip(places, panels, strict=True):
             edge = ranking.find_pareto(group, speed, metric.column)
             _accuracy_panel(axes, group, edge, speed, metric)
+            _draw_limits(axes, run.limits if speed == LATENCY else ())
             axes.set_title(title, pad=20)
             axes.text(0, 1.03, _named_frontier(edge, group), transform=axes.transAxes, fontsize=8.5)
         _add_legend(figure, ranking.list_usable(run.frame).dropna(subset=[speed]))
@@ -371,6 +373,16 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
     measured = "latency per batch, ms" if speed == LATENCY else "images per second"
     axes.set_xlabel(f"{measured} (95 % interval between processes)")
     axes.set_ylabel(f"{metric.label}, % (95 % interval)")
+
+
+def _draw_limits(axes: Any, limits: Sequence[Limit]) -> None:
+    """Draw the limit on the median latency as a line, where the axis reaches it."""
+    for limit in (each for each in limits if each.name == "p50"):
+        at = 1e3 * limit.most
+        left, right = axes.get_xlim()
+        if left < at < right:
+            axes.axvline(at, color=INK, lw=1, ls=":", zorder=1)
+            axes.text(at, 0.99, f" limit {limit}", transform=axes.get_xaxis_transform(), va="top", fontsize=8)
 
 
 def _add_legend(figure: Any, rows: pd.DataFrame) -> None:

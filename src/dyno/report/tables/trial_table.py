@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.formatting import WIDEST, counting, images_tested, significant, sized
 from dyno.report.tables import TableKind
-from dyno.results import correctness, metrics, ranking, remarks, stats
+from dyno.results import correctness, limits, metrics, ranking, remarks, stats
 from dyno.results.blocks import list_quiet_rounds
 from dyno.results.correctness import (
     AGREE,
@@ -65,14 +65,19 @@ def format_precision(row: Row) -> str:
 
 
 def outcome(row: Row) -> str:
-    """Return what a row came to, in a few letters: its status, its budget, or its verdict on speed."""
+    """Return what a row came to, in a few letters: its status, its budget, its limits, or its verdict on speed."""
     if row["status"] != "ok":
         return str(row["status"])
     text = str(row["verdict"]).partition(":")[0]
     if row.get("budget") == accuracy.OVER:
         return "over budget"
+    limit = "" if text in (WRONG, INCOMPARABLE) else str(row.get("limit") or "")
+    if limit.startswith((accuracy.OVER, limits.UNMEASURED)):
+        return "reference, " * (text == REFERENCE) + limit.replace(limits.UNMEASURED, "no")
     if row.get("budget") == accuracy.UNDECIDED:
         return "? budget" if missing(row["more_images"]) else f"? {counting(int(row['more_images']), 'image')}"
+    if limit.startswith(UNDECIDED):
+        return "reference, " * (text == REFERENCE) + limit.replace(UNDECIDED, "?")
     if text == EQUIVALENT:
         return f"equal ±{row['equivalent']:g} %"
     if text == ONE_ROUND:
@@ -232,6 +237,7 @@ PRINTED = (
     *(name for name in _ACCURACY if name.endswith("_diff")), "budget", "size_mb",
     "build_s", "energy_j", "gpu_memory_mb", "gpu_util", "throttle", "ran_as",
 )  # fmt: skip
+LIMIT = Column("limit", "within, or over, undecided or unmeasured and which limits", kind=TEXT)
 _BY_NAME = {column.name: column for column in COLUMNS}
 
 
@@ -263,19 +269,22 @@ def read_trials(
     reference: str | None = None,
     budget: Mapping[str, float] | None = None,
     equivalent: float | None = None,
+    limit: Mapping[str, str] | None = None,
 ) -> RunData:
     """Read a run folder, or take one already read, with its table: one row per trial, those of `trial_columns`.
 
     Times are in ms where the name says so (a latency is per batch, over the good rounds as in `stats.over_rounds`),
     accuracies and their changes in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
     `references.references`, `budget` as in `accuracy.budgets`; speeds that differ by up to `equivalent` percent count
-    as equivalent. The default of each is the study's own. `latency_ms` with its limits is the latency over processes
-    that `speedup` compares, at the `boundary` and by the `clock` named. UserError for an invalid reference or budget.
+    as equivalent; `limit` is what the fastest may take, as in `limits.make_limits`. The default of each is the study's
+    own. `latency_ms` with its limits is the latency over processes that `speedup` compares, at the `boundary` and by
+    the `clock` named. UserError for an invalid reference, budget or limit.
     """
     import pandas as pd
 
     results = results if isinstance(results, Results) else load_run(results)
-    limits = accuracy.make_budgets(budget or results.settings.get("budget") or {})
+    budgets = accuracy.make_budgets(budget or results.settings.get("budget") or {})
+    most = limits.make_limits(limit or results.settings.get("limit") or {})
     chosen = find_references(results, reference or results.settings.get("reference"))
     measures = accuracy_references(results, chosen)
     groups: dict[Any, list[TrialResult]] = defaultdict(list)
@@ -288,7 +297,7 @@ def read_trials(
     rows = [
         make_trial_row(
             t,
-            ComparisonBasis(chosen.get(t.id), limits, clocks[t.group], measures.get(t.id), checks.get(t.id)),
+            ComparisonBasis(chosen.get(t.id), budgets, clocks[t.group], measures.get(t.id), checks.get(t.id)),
             compare=t.id not in single,
         )
         for t in results.trials
@@ -302,12 +311,17 @@ def read_trials(
         r | metrics_precision.list_work(t, r, results, peaks) | _read_energy(t, meter)
         for t, r in zip(results.trials, rows, strict=True)
     ]
-    table = pd.DataFrame.from_records(rows, columns=[c.name for c in COLUMNS])
+    for row in rows if most else ():
+        row[LIMIT.name] = limits.name_outcome(limits.check_limits(row, most)) if row["status"] == "ok" else ""
+    table = pd.DataFrame.from_records(rows, columns=[c.name for c in (*COLUMNS, *([LIMIT] if most else []))])
     kinds = dict.fromkeys(table.columns, float) | dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXTS, object)
+    kinds |= {LIMIT.name: object} if most else {}
     table = table.astype(kinds).copy()  # the copy defragments the frame, about which pandas warns
     if budget:
-        _check_budget(limits, table)
-    return RunData(results, table, limits, chosen, rule, others)
+        _check_budget(budgets, table)
+    if limit:
+        limits.check_frame(table, most)
+    return RunData(results, table, budgets, chosen, rule, others, most)
 
 
 def _confirm_mixed(trials: Sequence[TrialResult], rows: Sequence[dict[str, Any]]) -> None:
@@ -323,11 +337,11 @@ def _confirm_mixed(trials: Sequence[TrialResult], rows: Sequence[dict[str, Any]]
                 row["budget"] = accuracy.UNDECIDED
 
 
-def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:
+def _check_budget(budgets: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:
     """Refuse a budget whose metric no trial has; a study's own was checked before it ran."""
-    for limit in limits:
-        if table[metrics.known()[limit.metric].column].isna().all():
-            raise UserError(f"no trial here was measured in {limit.metric}, which the budget {limit} is about")
+    for budget in budgets:
+        if table[metrics.known()[budget.metric].column].isna().all():
+            raise UserError(f"no trial here was measured in {budget.metric}, which the budget {budget} is about")
 
 
 def make_trial_row(t: TrialResult, against: ComparisonBasis, compare: bool = True) -> dict[str, Any]:
@@ -588,23 +602,36 @@ def _make_trials_table(run: RunData) -> Table:
         for place, id in enumerate(ordered["trial"]):
             ranks[id] = {RANK: len(ranks), FIRST: place == 0 and len(rows) > 1 and not is_comparison}
     cells = [row | ranks[row["trial"]] for row in run.frame.to_dict("records")]
+    columns, printed = _choose_columns(run.limits)
     return TRIALS.of(
-        COLUMNS,
+        columns,
         cells,
-        notes=make_footnote(cells),
+        notes=make_footnote(cells, [name for name in PERCENTILES if f"latency_model_ms_{name}" in printed]),
         group=group,
-        printed=PRINTED,
-        below=_list_unranked,
+        printed=printed,
+        below=lambda rows: [*_list_unranked(rows), *_list_unproven(rows, run.limits)],
         most=MOST_COLUMNS,
     )
 
 
-def make_footnote(rows: list[Row]) -> tuple[str, ...]:
+def _choose_columns(most: Sequence[limits.Limit]) -> tuple[tuple[Column, ...], tuple[str, ...]]:
+    """Return the columns and the names of the printed ones; those with a limit are always printed."""
+    if not most:
+        return COLUMNS, PRINTED
+    names = {limit.quantity.column: limit.name for limit in most}
+    columns = tuple(
+        replace(c, rank=0, title=c.title or f"{names[c.name]} {c.unit}") if c.name in names else c for c in COLUMNS
+    )
+    at = PRINTED.index("latency_ms") + 1
+    return (*columns, LIMIT), (*PRINTED[:at], *(name for name in names if name not in PRINTED), *PRINTED[at:])
+
+
+def make_footnote(rows: list[Row], percentiles: Sequence[str] = ("p95",)) -> tuple[str, ...]:
     """Return one note on images without accuracy, doubtful percentiles and open rows; empty without any."""
     judged = [r for r in rows if not all(missing(r.get(m.column)) for m in metrics.known().values())]
     tested = [(r["images"], r["set_aside"]) for r in judged if not missing(r.get("set_aside")) and r["set_aside"]]
     notes = [f"accuracy is on {images_tested(*counts)}" for counts in dict.fromkeys(tested)]
-    notes += [FEW] if any(few("p95", r.get("samples_model")) for r in rows) else []
+    notes += [FEW] if any(few(name, r.get("samples_model")) for r in rows for name in percentiles) else []
     notes += [OPEN] if any(re.match(r"\? >?\d", outcome(r)) for r in rows) else []
     return ("; ".join(notes),) if notes else ()
 
@@ -618,6 +645,14 @@ def _list_unranked(rows: list[Row]) -> list[str]:
     """Return why rows failed, gave wrong outputs, or can't be compared."""
     words = [r for r in rows if r["status"] == "ok" and ": " in str(r["verdict"])]
     return [*list_reasons(rows), *(f"{r['backend']} {r['precision']}: {r['verdict']}" for r in words)]
+
+
+def _list_unproven(rows: list[Row], most: Sequence[limits.Limit]) -> Iterator[str]:
+    """Yield why it is not known whether rows keep their limits."""
+    for row in rows:
+        judged = row["status"] == "ok" and not str(row["verdict"]).startswith((WRONG, INCOMPARABLE))
+        if judged and (text := limits.describe_misses(row, most, (accuracy.UNDECIDED, limits.UNMEASURED))):
+            yield f"{row['backend']} {row['precision']}: {text}"
 
 
 TRIALS = TableKind(

@@ -35,6 +35,7 @@ from dyno.report.verdict.findings import (
     spread,
 )
 from dyno.results import blocks, remarks, stats
+from dyno.results import limits as results_limits
 from dyno.results import ranking as results_ranking
 from dyno.results.correctness import distance
 from dyno.results.metrics.accuracy import OVER, UNDECIDED
@@ -60,6 +61,7 @@ REASONS = "the reasons are below the table"
 ENOUGH = 3  # rounds that a study has by default
 MOST_NAMED = 4  # rows of a set that a sentence names
 DECIDED = "decided"
+EXCLUDED = OVER, results_limits.UNMEASURED  # how the `limit` of a row begins that can't be chosen
 
 
 def reference_name(ranking: Ranking, reference: TrialResult) -> str:
@@ -110,8 +112,9 @@ def describe_reality(
     `doubted`: its confirmation is one of these reasons.
     """
     if gain is None and not contest.leads:
-        if run.budget:
-            return f"nothing else is {'shown to be ' if awaiting_images(ranking) else ''}within the budget"
+        if run.conditions:
+            what = "the budget" if not run.limits else run.conditions
+            return f"nothing else is {'shown to be ' if awaits_evidence(ranking) else ''}within {what}"
         return "there is nothing to compare it with"
     winner, reference = contest.ranked.iloc[0], ranking.reference(contest.ranked.iloc[0])
     pairs = [*([gain] if gain else []), *contest.leads[:1]]
@@ -323,9 +326,16 @@ def _more_rounds(pair: Speedup, goes_on: bool, rounds: int, run: RunData) -> str
     return "the same command without --rounds goes on until decided"
 
 
-def awaiting_images(ranking: Ranking) -> bool:
-    """Return whether a trial ahead of the winner may be within the budget, too: more images could make it win."""
-    return bool((ranking.ahead["budget"] == UNDECIDED).any())
+def awaits_evidence(ranking: Ranking) -> bool:
+    """Return whether a trial ahead of the winner may be within budget and limits, too: more evidence could decide."""
+    states = [(row["budget"], read_limit(row)) for _, row in ranking.ahead.iterrows()]
+    possible = [each for each in states if each[0] != OVER and not each[1].startswith(EXCLUDED)]
+    return any(budget == UNDECIDED or limit.startswith(UNDECIDED) for budget, limit in possible)
+
+
+def read_limit(row: pd.Series) -> str:
+    """Return what a row came to under the limits, as its column has it; "" without limits."""
+    return str(row.get("limit") or "")
 
 
 def is_faster(ranking: Ranking, row: pd.Series, run: RunData) -> str:
@@ -338,7 +348,11 @@ def is_faster(ranking: Ranking, row: pd.Series, run: RunData) -> str:
 
 def _undecided_budget(ranking: Ranking, run: RunData) -> str:
     """Describe how many images would decide whether a faster trial is within the budget; "" where none is undecided."""
-    rows = [row for _, row in ranking.ahead.iterrows() if row["budget"] == UNDECIDED]
+    rows = [
+        row
+        for _, row in ranking.ahead.iterrows()
+        if row["budget"] == UNDECIDED and not read_limit(row).startswith(EXCLUDED)
+    ]
     row, settle = next(((row, settle) for row in rows if (settle := more_images(row))), (None, ""))
     if row is None:
         return ""
@@ -564,7 +578,9 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
     others = (*_left_out(ranking, run), *is_apart(ranking))
     if (nothing := list_failed(ranking)) is not None:
         return Decision(nothing.kind, nothing.where, nothing.text, nothing.answers, others)
-    if ranked.empty and run.budget and results_ranking.list_usable(ranking.first)[LATENCY].notna().any():
+    if ranked.empty and run.conditions and results_ranking.list_usable(ranking.first)[LATENCY].notna().any():
+        if run.limits and len(within := results_ranking.keep_within_budget(ranking.first)):
+            return _report_no_fit(ranking, within, run, others)
         text = f"no trial is within {run.budget} with confidence."
         return Decision(FAILURE, ranking.where, text, (("next", wider_budget(ranking, run)),), others)
     if ranked.empty:
@@ -573,8 +589,8 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
     gain, contest = find_gain(ranking, run), results_ranking.compare_first(ranked, LATENCY, run)
     confirmed = tuple(list_confirmations(ranking, contest, LATENCY, run))
     doubted = any(each.kind == WARNING for each in confirmed)
-    alone = gain is None and not contest.leads and not run.budget
-    badge = choose_badge(contest, gain, run, doubted or awaiting_images(ranking))
+    alone = gain is None and not contest.leads and not run.conditions
+    badge = choose_badge(contest, gain, run, doubted or awaits_evidence(ranking))
     badge = "not compared" if alone else badge
     return Decision(
         NOTE if alone else BEST if badge == DECIDED else WARNING,
@@ -603,12 +619,45 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
     )
 
 
+def _report_no_fit(ranking: Ranking, within: pd.DataFrame, run: RunData, others: tuple[Finding, ...]) -> Decision:
+    """Report that no trial at the smallest batch keeps the limits, which comes closest, and what to do next."""
+    closest = results_limits.find_closest(within, run.limits)
+    assert closest is not None
+    name = f"{ranking.configuration(closest)} at batch {closest['batch']}"
+    text = f"no trial{_name_batch(ranking)} is within {run.conditions}; the closest is {name}: "
+    text += results_limits.describe_misses(closest, run.limits)
+    step = _advise_on_limits(closest, run)
+    return Decision(FAILURE, ranking.where, f"{text}.", (("next", step),), others)
+
+
+def _name_batch(ranking: Ranking) -> str:
+    return f" at batch {ranking.first['batch'].iloc[0]}" if ranking.group["batch"].nunique() > 1 else ""
+
+
+def _advise_on_limits(closest: pd.Series, run: RunData) -> str:
+    """Describe the next step where no trial keeps the limits, from the closest row."""
+    checks, settings = results_limits.check_limits(closest, run.limits), run.records.settings
+    states = {check.state for check in checks}
+    if OVER in states:
+        return "allow more, or try other engines, precisions (--precision) or sizes (--size)"
+    if results_limits.UNMEASURED in states:
+        names = [check.limit.name for check in checks if check.state == results_limits.UNMEASURED]
+        return f"omit the limit on {join_names(names)}, or measure it"
+    if short := [check for check in checks if check.samples]:
+        needed = max(stats.samples_for(check.limit.quantity.percentile) for check in short)
+        if "samples" in settings or "interval" in settings or settings.get("turns") is False:
+            return f"measure with --samples {needed} or more"
+        seconds = float(settings.get("seconds", 2.0)) * needed / max(1, min(check.samples for check in short))
+        return f"measure longer, with --seconds {math.ceil(1.2 * seconds)}"
+    return f"measure with --rounds {2 * int(closest['rounds'])} for a narrower interval"
+
+
 def _write_headline(ranking: Ranking, contest: Contest, gain: Speedup | None, run: RunData, alone: bool) -> str:
     winner = contest.ranked.iloc[0]
     name, time = ranking.configuration(winner), f"{ms(winner[LATENCY])} at batch {winner['batch']}"
     if alone:
         return f"{name} takes {time}."
-    limit = f" within the budget {run.budget}" if run.budget and winner["budget"] else ""
+    limit = f" within {run.conditions}" if run.limits or (run.budget and winner["budget"]) else ""
     if contest.is_one_round:
         return f"ahead{limit} after one round is {name}, {time}: one round proves nothing."
     reference = ranking.reference(winner)
@@ -668,9 +717,9 @@ def _describe_preparation(ranking: Ranking, winner: pd.Series) -> Iterator[Findi
 
 
 def _left_out(ranking: Ranking, run: RunData) -> Iterator[Finding]:
-    """Yield faster trials that the budget kept from being the fastest."""
+    """Yield faster trials that the budget or a limit kept from being the fastest."""
     budget, metric = run.budget, ranking.metric
-    if not budget:
+    if not run.conditions:
         return
     for _, row in ranking.ahead.iterrows():
         latency, name = ms(row[LATENCY]), ranking.configuration(row)
@@ -678,7 +727,10 @@ def _left_out(ranking: Ranking, run: RunData) -> Iterator[Finding]:
         subject = f"{name} {faster} ({latency})" if faster else f"{name} takes {latency}"
         change = metric.change_in(row)[1]
         loss = "" if isnan(change) else f" ({points(change / 100)} points)"
-        if row["budget"] == OVER:
+        misses = "" if ranking.fastest.empty else _describe_misses(row, run)
+        if read_limit(row).startswith(EXCLUDED):
+            yield from [Finding(NOTE, f"{subject} but {misses}.")] * bool(misses)
+        elif row["budget"] == OVER:
             yield Finding(NOTE, f"{subject} but loses more than {budget} allows{loss}.")
         elif row["budget"] == UNDECIDED:
             needed = more_images(row).removesuffix(" to tell") or "more would not help"
@@ -686,6 +738,24 @@ def _left_out(ranking: Ranking, run: RunData) -> Iterator[Finding]:
                 f"{subject} but {row['images']:,.0f} images can't tell whether it is within {budget}{loss}: {needed}."
             )
             yield Finding(WARNING, text)
+        elif misses:
+            yield Finding(WARNING, f"{subject} but {misses}.")
+
+
+def _describe_misses(row: pd.Series, run: RunData) -> str:
+    """Return how far a row is from keeping its limits, as the end of a sentence; "" where it keeps them."""
+    misses = results_limits.describe_misses(row, run.limits)
+    how = "doesn't keep" if read_limit(row).startswith(OVER) else "is not shown to keep"
+    return misses and f"{how} its limits: {misses}"
+
+
+def _list_limited(ranking: Ranking, run: RunData) -> Iterator[Finding]:
+    """Yield trials with more images per second than the best, which a limit kept from it."""
+    best = ranking.most_images.iloc[0]
+    rows = results_ranking.rank_trials(results_ranking.keep_within_budget(ranking.group), THROUGHPUT)
+    for _, row in rows.iloc[: [*rows["trial"]].index(best["trial"])].head(MOST_NAMED).iterrows():
+        reached = f"{name_row(ranking, row, THROUGHPUT)} reaches {significant(row[THROUGHPUT])}/s"
+        yield Finding(NOTE, f"{reached} but {_describe_misses(row, run)}.")
 
 
 def _most_images(ranking: Ranking, run: RunData) -> Decision:
@@ -699,7 +769,7 @@ def _most_images(ranking: Ranking, run: RunData) -> Decision:
         shown.append(("bound", bound))
     badge = choose_badge(contest, None, run, doubted)
     kind = BEST if badge == DECIDED else WARNING
-    findings = (*confirmed, *list_rejected(contest.leads[:1]))
+    findings = (*confirmed, *list_rejected(contest.leads[:1]), *_list_limited(ranking, run))
     text = _describe_rate(ranking, contest, run)
     return Decision(kind, ranking.where, text, tuple(shown), findings, (), badge, contest.candidates, "throughput")
 
@@ -718,7 +788,8 @@ def _describe_rate(ranking: Ranking, contest: Contest, run: RunData) -> str:
     name, rate = name_row(ranking, best, THROUGHPUT), f"{significant(best[THROUGHPUT])}/s"
     names = [name, *(name_row(ranking, row, THROUGHPUT) for row, _ in contest.rivals)]
     text = f"{name_set(names, contest, run)}; {name} reaches {rate}" if contest.rivals else f"{name}: {rate}"
-    text = f"most images per second with {text}"
+    limit = f" within {run.conditions}" if run.limits else ""
+    text = f"most images per second{limit} with {text}"
     line = results_ranking.configuration_of(best), best["size"], best["batch"]
     same = [
         s for s in results_ranking.find_saturation(ranking.group) if (s.configuration, s.size, s.best_batch) == line

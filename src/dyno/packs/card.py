@@ -1,0 +1,188 @@
+"""A card of a run for a model's README: its verdict in Markdown, and a badge drawn as SVG.
+
+Both are written from the verdict's own decisions and from rows of its table; nothing is computed a second time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from dyno.cli.options import REPEATED
+from dyno.formatting import join_names, markdown, markdown_table, ratio, significant, sized
+from dyno.report.sections import about_run
+from dyno.report.verdict import decisions
+from dyno.report.verdict.findings import Decision, ms
+from dyno.report.verdict.verdict import read_verdict
+from dyno.results.ranking import (
+    LATENCY,
+    THROUGHPUT,
+    compare_first,
+    describe_configuration,
+    keep_eligible,
+    rank_goals,
+    sort_rows,
+)
+from dyno.results.run_data import RunData
+from dyno.store import sha256_of
+from dyno.study.study import Study
+from dyno.table import missing
+from dyno.worker.record import write_text
+from dyno.worker.spec import plain
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SUFFIX = ".pack.zip"
+CARD, BADGE = ".card.md", ".svg"
+SURE, DOUBTFUL, NONE = "#2e7d32", "#9a6700", "#6e7781"  # colours of a badge, by how sure the verdict is
+COLOURS = {decisions.DECIDED: SURE, "close": SURE, "not compared": NONE}
+UNSURE = {"open": "undecided", "tie": "equal"}  # words of a badge for several that may be the fastest
+LABEL = "dyno"
+HEIGHT, MARGIN, LETTER = 20, 6, 6.6  # pixels; LETTER is the mean width of a letter of 11 pixels
+HEAD = ("model", "batch", "fastest", "latency", "images/s", "speed-up [95 % interval]")
+RIGHT = (False, True, False, True, True, True)
+
+
+def card_paths(file: Path) -> tuple[Path, Path]:
+    """Return the paths of the card and the badge beside a pack."""
+    stem = file.name.removesuffix(SUFFIX) if file.name.endswith(SUFFIX) else file.stem
+    return file.with_name(f"{stem}{CARD}"), file.with_name(f"{stem}{BADGE}")
+
+
+def write_card(run: RunData, study: Study, file: Path) -> tuple[Path, Path]:
+    """Write the card and the badge of a run beside its pack; return their paths."""
+    card, badge = card_paths(file)
+    verdict = read_verdict(run).decisions
+    text, colour = _describe_badge(verdict, run)
+    write_text(badge, draw_badge(text, colour))
+    lines = [
+        "### Inference speed", "", f"![{LABEL}: {markdown(text)}]({quote(badge.name)})", "",
+        *_write_verdict(run, verdict), *_write_proof(run, study, file), "",
+    ]  # fmt: skip
+    write_text(card, "\n".join(lines))
+    return card, badge
+
+
+def _write_verdict(run: RunData, verdict: Sequence[Decision]) -> Iterator[str]:
+    for decision in verdict:
+        yield f"- {markdown(decision.sentence)}"
+        yield from (f"  - {name}: {markdown(text)}" for name, text in decision.answers if name in ("real", "right"))
+    if rows := [*_list_fastest(run)] if any(decision.by for decision in verdict) else []:
+        yield from ("", markdown_table(HEAD, rows, RIGHT).rstrip("\n"))
+    yield ""
+
+
+def _write_proof(run: RunData, study: Study, file: Path) -> Iterator[str]:
+    """Yield how the run was measured, and the hash of its pack."""
+    versions = (run.records.environment.get("versions") or {}).items()
+    about = {
+        "Measured": ", ".join(filter(None, about_run(run.records))),
+        "Versions": ", ".join(f"{name} {version}" for name, version in versions if version),
+    }
+    yield from (f"- {name}: {markdown(text)}" for name, text in about.items() if text)
+    yield f"- Proof: {markdown(file.name)}, sha256 `{sha256_of(file)}`"
+    yield from ("", "```bash", plain(write_command(study)), plain(f"dyno verify {shlex.quote(file.name)}"), "```")
+
+
+def _list_fastest(run: RunData) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each model, size, device and batch: what is fastest there, or what may be."""
+    several = run.frame["device"].nunique() > 1
+    for ranking in rank_goals(run):
+        for batch, rows in ranking.group.groupby("batch", sort=True):
+            ordered = sort_rows(keep_eligible(rows), run.trials)
+            if ordered.empty:
+                continue
+            contest, first = compare_first(ordered, LATENCY, run), ordered.iloc[0]
+            names = [describe_configuration(row) for row in (first, *(row for row, _ in contest.rivals))]
+            name = decisions.name_set(names, contest, run) if contest.rivals else names[0]
+            where = ranking.where + (sized(str(first["size"]), " at size ") if ranking.sizes else "")
+            where += f" on {first['device']}" if several else ""
+            cells = where, str(batch), name, ms(first[LATENCY]), _format_rate(first), _format_gain(first)
+            yield tuple(markdown(cell) for cell in cells)
+
+
+def _format_rate(row: pd.Series) -> str:
+    return "" if missing(row[THROUGHPUT]) else significant(row[THROUGHPUT])
+
+
+def _format_gain(row: pd.Series) -> str:
+    if missing(row["speedup"]):
+        return ""
+    shown = ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
+    return "reference" if row["trial"] == row["reference"] else f"{shown} ({row['verdict']})"
+
+
+def _describe_badge(verdict: Sequence[Decision], run: RunData) -> tuple[str, str]:
+    """Return a badge's text and colour, from the first decision: the speed-up and the winner, or why there is none."""
+    decision = verdict[0] if verdict else None
+    if decision is None or not decision.candidates:
+        return "no winner", NONE
+    rows = run.frame.set_index("trial")
+    names = [describe_configuration(rows.loc[id]) for id in decision.candidates[:2]]
+    colour = COLOURS.get(decision.badge, DOUBTFUL)
+    if len(decision.candidates) > 1:
+        more = len(decision.candidates) - len(names)
+        shown = join_names([*names, *([f"{more} more"] if more else [])])
+        return f"{shown}: {UNSURE.get(decision.badge, decision.badge)}", colour
+    gain = next((figure.value for figure in decision.figures if figure.name == "speed-up"), "")
+    if gain in ("undecided", "unproven"):
+        return f"{names[0]}: {gain}", colour
+    return f"{gain} {names[0]}".strip(), colour
+
+
+def draw_badge(text: str, colour: str) -> str:
+    """Draw a badge with this text and colour as SVG: no font of a certain width is needed, as its text is fitted."""
+    widths = [round(len(each) * LETTER) + 2 * MARGIN for each in (LABEL, text)]
+    title, total = html.escape(f"{LABEL}: {text}"), sum(widths)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{HEIGHT}" role="img" aria-label="{title}">',
+        f"<title>{title}</title>",
+        f'<rect width="{total}" height="{HEIGHT}" rx="3" fill="#3b4048"/>',
+        f'<path d="M{widths[0]} 0h{widths[1] - 3}a3 3 0 0 1 3 3v{HEIGHT - 6}a3 3 0 0 1-3 3H{widths[0]}z" '
+        f'fill="{colour}"/>',
+        '<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">',
+    ]
+    for each, left, width in zip((LABEL, text), (0, widths[0]), widths, strict=True):
+        parts.append(
+            f'<text x="{left + MARGIN}" y="14" textLength="{width - 2 * MARGIN}" '
+            f'lengthAdjust="spacingAndGlyphs">{html.escape(each)}</text>'
+        )
+    return "\n".join([*parts, "</g>", "</svg>", ""])
+
+
+def write_command(study: Study) -> str:
+    """Return the command line of a study that has no two sides."""
+    words = ["dyno", "run", *study.models]
+    for field in dataclasses.fields(study):
+        value = getattr(study, field.name)
+        flags, default = field.metadata.get("flags", ""), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if field.name == "models" or value in (None, default):
+            continue
+        flag = flags.split()[0] if flags else f"--{field.name.replace('_', '-')}"
+        words += _write_option(field.name, flag, value)
+    return shlex.join(words)
+
+
+def _write_option(name: str, flag: str, value: Any) -> list[str]:
+    if name == "runtime":
+        return [word for key in value for word in (flag, f"{key}=PYTHON")]
+    if isinstance(value, Mapping):
+        return [word for key, item in value.items() for word in (flag, f"{key}={_format_word(item)}")]
+    if name in REPEATED:
+        return [word for item in value for word in (flag, str(item))]
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    text = ",".join(map(_format_word, value)) if isinstance(value, tuple) else _format_word(value)
+    return [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+
+
+def _format_word(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)

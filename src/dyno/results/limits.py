@@ -1,0 +1,212 @@
+"""Limits on what a trial may take, `p99=5ms`: how they are read, and whether a trial's row keeps them.
+
+A row is within a limit if the whole 95 % interval of its value is, over it if the whole interval is beyond it, else
+undecided; a value without an interval decides by itself. A percentile of too few samples proves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dyno.formatting import show, significant
+from dyno.results.metrics.accuracy import OVER, UNDECIDED, WITHIN
+from dyno.results.stats import samples_for
+from dyno.table import missing
+from dyno.worker.spec import UserError, check_known
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+UNMEASURED = "unmeasured"
+WORST_FIRST = (OVER, UNMEASURED, UNDECIDED)
+TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}  # two letters of Unicode look like µ
+BYTES = {
+    "B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1024.0, "MiB": 1024.0**2, "GiB": 1024.0**3,
+}  # fmt: skip
+JOULES = {"J": 1.0, "mJ": 1e-3, "uJ": 1e-6, "µJ": 1e-6, "μJ": 1e-6}
+VALUE = re.compile(r"(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*([A-Za-zµμ]+)")
+
+
+@dataclass(frozen=True)
+class LimitedQuantity:
+    """A quantity with a limit: its column in the trial table, that column's unit in SI units, the units of a limit,
+    an example, and the share of samples below it where it is a percentile."""
+
+    column: str
+    scale: float
+    units: Mapping[str, float]
+    example: str
+    percentile: float = 0.0
+
+    def format_value(self, value: float) -> str:
+        """Format a value in SI units."""
+        if self.units is JOULES:
+            return f"{significant(value)} J" if value >= 0.1 else f"{significant(1e3 * value)} mJ"
+        return show(value, "duration" if self.units is TIMES else "bytes")
+
+
+QUANTITIES = {
+    "p50": LimitedQuantity("latency_ms", 1e-3, TIMES, "5ms"),
+    **{f"p{n}": LimitedQuantity(f"latency_model_ms_p{n}", 1e-3, TIMES, "5ms", n / 100) for n in (90, 95, 99)},
+    "size": LimitedQuantity("size_mb", 1e6, BYTES, "20MB"),
+    "memory": LimitedQuantity("memory_mb", 1e6, BYTES, "500MB"),
+    "gpu_memory": LimitedQuantity("gpu_memory_mb", 1e6, BYTES, "2GB"),
+    "energy": LimitedQuantity("energy_j", 1.0, JOULES, "50mJ"),
+    "load": LimitedQuantity("load_s", 1.0, TIMES, "2s"),
+}
+LATENCIES = tuple(name for name in QUANTITIES if name.startswith("p"))  # of the boundary `model`
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most of a quantity that a trial may take, in SI units, and as it was written."""
+
+    name: str
+    most: float
+    text: str
+
+    @property
+    def quantity(self) -> LimitedQuantity:
+        """The quantity that it limits."""
+        return QUANTITIES[self.name]
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.text}"
+
+
+def make_limits(wanted: Mapping[str, str]) -> tuple[Limit, ...]:
+    """Build limits from a study's table: `{"p99": "5ms"}`; raise `UserError` for an unknown name, number or unit."""
+    return tuple(_make_limit(name, str(text).strip()) for name, text in wanted.items())
+
+
+def _make_limit(name: str, text: str) -> Limit:
+    check_known("limit", name, QUANTITIES)
+    quantity = QUANTITIES[name]
+    match = VALUE.fullmatch(text)
+    units = ", ".join(unit for unit in quantity.units if unit.isascii())
+    if match is None or match[2] not in quantity.units:
+        raise UserError(
+            f"limit {name}={text} is not a number with a unit ({units}); write e.g. {name}={quantity.example}"
+        )
+    most = float(match[1]) * quantity.units[match[2]]
+    if not 0 < most < math.inf:
+        raise UserError(f"limit {name}={text} must be more than 0, e.g. {name}={quantity.example}")
+    return Limit(name, most, match[1] + match[2])
+
+
+def check_settings(wanted: Mapping[str, str], boundaries: Sequence[str], energy: bool) -> None:
+    """Raise `UserError` for an invalid limit of a study, and for one on a quantity that it doesn't measure."""
+    for limit in make_limits(wanted):
+        if limit.name == "energy" and not energy:
+            raise UserError(f"the limit {limit} needs the energy measured; add --energy")
+        if limit.name in LATENCIES and "model" not in boundaries:
+            raise UserError(f"the limit {limit} is on latency/model; add model to --boundaries")
+
+
+@dataclass(frozen=True)
+class LimitCheck:
+    """Whether a row keeps a limit: WITHIN, OVER, UNDECIDED or UNMEASURED, and its value with its interval in SI units.
+
+    `samples` are the fewest of a round, where too few for the percentile; `reason` says why there is no value.
+    """
+
+    limit: Limit
+    state: str
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    samples: int = 0
+    reason: str = ""
+
+    @property
+    def share(self) -> float:
+        """The value over the limit."""
+        return self.value / self.limit.most
+
+    @property
+    def text(self) -> str:
+        """The value against the limit, in words: `p99 5.6 ms [5.4, 5.8], 12 % over`."""
+        name, quantity = self.limit.name, self.limit.quantity
+        if self.state == UNMEASURED:
+            return f"{name} was not measured" + (f" ({self.reason})" if self.reason else "")
+        value = f"{name} {quantity.format_value(self.value)}"
+        if self.samples:
+            return f"{value} from {self.samples} samples a round, of {samples_for(quantity.percentile)} needed"
+        if not math.isnan(self.high - self.low):  # the upper end is what matters, however wide it is
+            value += f" [{quantity.format_value(self.low)}, {quantity.format_value(self.high)}]"
+        if self.state == UNDECIDED:
+            return f"{value}, not decided against {self.limit.text}"
+        if self.share >= 2:
+            return f"{value}, {significant(self.share)} times the limit"
+        beyond = abs(100 * (self.share - 1))
+        how_far = f"{beyond:.0f} %" if beyond >= 1 else "less than 1 %"
+        return f"{value}, {how_far} {'over' if self.state == OVER else 'below'}"
+
+
+def check_limits(row: Mapping[str, Any], limits: Sequence[Limit]) -> list[LimitCheck]:
+    """Check a row of the trial table against each limit."""
+    return [_check_limit(row, limit) for limit in limits]
+
+
+def _check_limit(row: Mapping[str, Any], limit: Limit) -> LimitCheck:
+    quantity = limit.quantity
+    value, low, high = (_read_number(row, quantity.column + end) * quantity.scale for end in ("", "_low", "_high"))
+    if limit.name in LATENCIES and row.get("boundary") != "model":
+        value = math.nan
+    if math.isnan(value):
+        reasons = {"energy": str(row.get("energy_missing") or ""), "size": "the engine reads no file"}
+        return LimitCheck(limit, UNMEASURED, reason=reasons.get(limit.name, "").removeprefix("not measured: "))
+    samples = _read_number(row, "samples_model") if quantity.percentile else math.inf
+    if quantity.percentile and samples < samples_for(quantity.percentile) and not low > limit.most:
+        return LimitCheck(limit, UNDECIDED, value, low, high, int(samples))
+    least, most = (value if math.isnan(end) else end for end in (low, high))
+    state = WITHIN if max(value, most) <= limit.most else OVER if min(value, least) > limit.most else UNDECIDED
+    return LimitCheck(limit, state, value, low, high)
+
+
+def _read_number(row: Mapping[str, Any], column: str) -> float:
+    value = row.get(column)
+    return math.nan if missing(value) else float(value)  # type: ignore[arg-type]
+
+
+def check_frame(frame: pd.DataFrame, limits: Sequence[Limit]) -> None:
+    """Raise `UserError` for a limit on a quantity that no trial of a stored run has."""
+    good = [row for row in frame.to_dict("records") if row["status"] == "ok"]
+    for limit in limits:
+        checks = [_check_limit(row, limit) for row in good]
+        if checks and all(check.state == UNMEASURED for check in checks):
+            raise UserError(f"no trial can be judged by the limit {limit}: {checks[0].text}")
+
+
+def name_outcome(checks: Sequence[LimitCheck]) -> str:
+    """Return what a row came to: `within`, else the worst state with the limits it is about; "" without limits."""
+    for state in WORST_FIRST:
+        if names := [check.limit.name for check in checks if check.state == state]:
+            return f"{state} {', '.join(names)}"
+    return WITHIN if checks else ""
+
+
+def describe_misses(row: Mapping[str, Any], limits: Sequence[Limit], states: Sequence[str] = WORST_FIRST) -> str:
+    """Describe the limits that a row isn't shown to keep, as far as they are in one of the states; "" without any."""
+    return "; ".join(check.text for check in check_limits(row, limits) if check.state in states)
+
+
+def find_closest(rows: pd.DataFrame, limits: Sequence[Limit]) -> pd.Series | None:
+    """Return the row that comes closest to keeping all limits: the one whose worst value is the least beyond its limit.
+
+    A row in which a limited quantity was not measured comes after the others. Return None without rows.
+    """
+    if rows.empty:
+        return None
+
+    def rate_row(position: int) -> tuple[int, float, float]:
+        row = rows.iloc[position].to_dict()
+        checks = check_limits(row, limits)
+        shares = [check.share for check in checks if check.state in (OVER, UNDECIDED)]
+        return sum(check.state == UNMEASURED for check in checks), max(shares, default=0.0), row["latency_ms"]
+
+    return rows.iloc[min(range(len(rows)), key=rate_row)]
