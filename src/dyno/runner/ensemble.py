@@ -189,7 +189,7 @@ def job(trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] |
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedTrials:
     """Trials to measure in turns in one round, with the `reference` that they are compared with and their `rivals`.
 
     A reference whose round is stored already measures once more, as a companion, and so does each rival.
@@ -202,7 +202,7 @@ class Comparison:
 
 def measure(
     run: Run,
-    comparisons: Sequence[Comparison],
+    comparisons: Sequence[ComparedTrials],
     number: int,
     file_of: FileOf,
     progress: Progress,
@@ -216,7 +216,7 @@ def measure(
     """
     alone: list[Trial] = []
     while comparisons:
-        groups: dict[str, tuple[Comparison, InterleavedGroup]] = {}
+        groups: dict[str, tuple[ComparedTrials, InterleavedGroup]] = {}
         ended: list[InterleavedJob] = []
 
         def end(member: InterleavedJob, ended: list[InterleavedJob] = ended) -> None:
@@ -263,7 +263,7 @@ def _run_groups(groups: Sequence[InterleavedGroup], progress: Progress) -> None:
 
 def _build_members(
     run: Run,
-    comparison: Comparison,
+    comparison: ComparedTrials,
     number: int,
     file_of: FileOf,
     kind: str,

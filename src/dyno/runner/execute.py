@@ -328,7 +328,7 @@ class Rounds:
 
         Of those that are `done`, the fastest measure once more beside trials that were not ready with them.
         """
-        comparisons: list[ensemble.Comparison] = []
+        comparisons: list[ensemble.ComparedTrials] = []
         groups = ensemble.groups([*trials, *others])
         random.Random(number).shuffle(groups)
         for group in groups:
@@ -349,7 +349,7 @@ class Rounds:
                 reference = ensemble.reference([t for t in runnable if t != reference], self.fits)
             earlier = [trial for trial in runnable if trial in done and trial != reference]
             rivals = list_finalists(self.run.folder, earlier) if earlier else []
-            comparisons.append(ensemble.Comparison(pending, reference, rivals))
+            comparisons.append(ensemble.ComparedTrials(pending, reference, rivals))
         # A first answer doesn't wait for the other batches and sizes.
         for part in [comparisons] if number else [[comparison] for comparison in comparisons]:
             if part and part[0] is not comparisons[0]:
@@ -387,7 +387,7 @@ def _confirm_trials(run: Run, trials: list[Trial], times: int, files: Files, pro
             groups = ensemble.groups([t for t, k in pending if k == number])
             runnable = [[t for t in group if not isinstance(files.of(t, number), Record)] for group in groups]
             comparisons = [
-                ensemble.Comparison(some, ensemble.reference(some, fits))
+                ensemble.ComparedTrials(some, ensemble.reference(some, fits))
                 for some in runnable
                 if len(some) > 1 and some[0].plan.blocks
             ]
