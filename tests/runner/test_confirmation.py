@@ -83,6 +83,22 @@ def test_what_was_selected_in_turns_is_confirmed_in_turns(fake_study: Any, tmp_p
     assert "Measured again after the selection, in 2 fresh processes" in "\n".join(verdict.list_sentences(read))
 
 
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_confirmation_is_timed_where_its_trial_was_selected(fake_study: Any, tmp_path: Path, turns: bool) -> None:
+    """The smallest batch has the lowest latency; as a run takes as long at any, the largest has the most images."""
+    study = fake_study(backends=THREE[:2], confirm=1, turns=turns, block=0.005, batches=(1, 16),
+                       boundaries=("model", "throughput"))  # fmt: skip
+    run(study, tmp_path)
+    timed = {
+        (trial.batch, m.boundary)
+        for trial in trial_result.load_run(tmp_path)
+        for each in trial.confirmations
+        for m in each.record.measurements
+        if m.boundary
+    }
+    assert timed == {(1, "model"), (16, "throughput")}
+
+
 def test_a_study_from_python_confirms_too(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(backends=THREE[:2], confirm=1)
     result = study.run(tmp_path, quiet=True)

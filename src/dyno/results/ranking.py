@@ -282,9 +282,12 @@ def winners(run: RunData) -> Iterator[tuple[str, str]]:
             yield ranking.where, str(ordered.iloc[0]["trial"])
 
 
-def list_finalists(run: RunData) -> list[str]:
-    """Return the ids of the trials to confirm: each winner, its runner-up, and the reference of its speed-up."""
-    ids: list[str] = []
+def list_finalists(run: RunData) -> dict[str, set[str]]:
+    """Return the ids of the trials to confirm, each with the boundaries that it is to be timed at.
+
+    They are each winner, its runner-up, and the reference of its speed-up.
+    """
+    found: dict[str, set[str]] = {}
     for ranking in rank_goals(run):
         for speed in (LATENCY, THROUGHPUT):
             ordered = ranking.ranked(speed)
@@ -292,8 +295,10 @@ def list_finalists(run: RunData) -> list[str]:
             if len(ordered) and (reference := ranking.reference(ordered.iloc[0])) is not None:
                 chosen.append(reference.id)
             if len(set(chosen)) > 1:  # a single trial was not selected by chance
-                ids += chosen
-    return list(dict.fromkeys(ids))
+                boundary = "throughput" if speed == THROUGHPUT else str(ordered.iloc[0]["boundary"])
+                for id in chosen:
+                    found.setdefault(id, set()).add(boundary)
+    return found
 
 
 # CPU contention: other programs' load while a study was measured, and whether a ranking can still be trusted.

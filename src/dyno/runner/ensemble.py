@@ -192,11 +192,13 @@ def job(trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] |
 class ComparedTrials:
     """Trials to measure in turns in one round, with the `reference` that they are compared with and their `rivals`.
 
-    A reference whose round is stored already measures once more, as a companion, and so does each rival.
+    A reference whose round is stored already measures once more, as a companion, and so does each rival. They are timed
+    at the `boundaries`, or without any at those of their plans.
     """
 
     trials: Sequence[Trial]
     reference: Trial | None
+    boundaries: Sequence[str] = ()
     rivals: Sequence[Trial] = ()
 
 
@@ -274,6 +276,8 @@ def _build_members(
     If the reference's round is stored already, it takes part as a companion with round -1, as rivals do.
     """
     reference, ids = comparison.reference, {trial.id for trial in comparison.trials}
+    if comparison.boundaries:
+        options = {**(options or {}), "boundaries": list(comparison.boundaries)}
     order = sorted(comparison.trials, key=lambda trial: reference is None or trial.id != reference.id)
     members = [
         InterleavedJob(

@@ -77,17 +77,15 @@ def _fits(run: Run, trials: Sequence[Trial], pair: UndecidedPair, left: float) -
     return pair.more * seconds <= left
 
 
-def list_finalists(folder: Path, trials: list[Trial]) -> list[Trial]:
-    """Return those of the trials that are winners, runners-up or references, by the rounds of the selection alone.
+def list_finalists(folder: Path) -> dict[str, set[str]]:
+    """Return the ids of winners, runners-up and references by the rounds of the selection alone, with their boundaries.
 
     Because confirmations never enter the selection, an interrupted study finds the same ones when it is run again.
     """
     from dyno.report.tables import trial_table
     from dyno.results import ranking
 
-    chosen = ranking.list_finalists(trial_table.read_trials(folder))
-    by_id = {trial.id: trial for trial in trials}
-    return [by_id[id] for id in chosen if id in by_id]
+    return ranking.list_finalists(trial_table.read_trials(folder))
 
 
 def _find_pending(folder: Path, trials: Sequence[Trial]) -> list[UndecidedPair]:
@@ -188,7 +186,7 @@ def execute(
         if study.until in LOOKS:
             go_on(study, run, todo, rounds.measure_further_round, progress)
         if study.confirmations:
-            _confirm_trials(run, list_finalists(folder, todo), study.confirmations, files, progress, fits)
+            _confirm_trials(run, todo, list_finalists(folder), study.confirmations, files, progress, fits)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 
@@ -348,8 +346,9 @@ class Rounds:
             if pending == [reference]:  # what the others measured beside instead
                 reference = ensemble.reference([t for t in runnable if t != reference], self.fits)
             earlier = [trial for trial in runnable if trial in done and trial != reference]
-            rivals = list_finalists(self.run.folder, earlier) if earlier else []
-            comparisons.append(ensemble.ComparedTrials(pending, reference, rivals))
+            finalists = list_finalists(self.run.folder) if earlier else {}
+            rivals = [trial for trial in earlier if trial.id in finalists]
+            comparisons.append(ensemble.ComparedTrials(pending, reference, rivals=rivals))
         # A first answer doesn't wait for the other batches and sizes.
         for part in [comparisons] if number else [[comparison] for comparison in comparisons]:
             if part and part[0] is not comparisons[0]:
@@ -377,28 +376,45 @@ class Rounds:
         self.progress.done(trial, record)
 
 
-def _confirm_trials(run: Run, trials: list[Trial], times: int, files: Files, progress: Progress, fits: Fits) -> None:
-    """Measure the trials again as in the rounds that selected them, stored apart from those."""
-    repeated = [replace(t, plan=replace(t.plan, rounds=times)) for t in trials]
+def _confirm_trials(
+    run: Run,
+    trials: Sequence[Trial],
+    finalists: Mapping[str, set[str]],
+    times: int,
+    files: Files,
+    progress: Progress,
+    fits: Fits,
+) -> None:
+    """Measure the finalists again as in the rounds that selected them, stored apart from those.
+
+    They are timed where they were selected, at the boundaries under their ids.
+    """
+    repeated = [replace(t, plan=replace(t.plan, rounds=times)) for t in trials if t.id in finalists]
     pending = [(t, k) for t, k in _order_jobs(repeated) if run.record(t, k, CONFIRMATION) is None]
     with progress.running([trial for trial, _ in pending]):
         files.make_files(trial for trial, _ in pending)
         for number in sorted({k for _, k in pending}):
-            groups = ensemble.groups([t for t, k in pending if k == number])
-            runnable = [[t for t in group if not isinstance(files.of(t, number), Record)] for group in groups]
-            comparisons = [
-                ensemble.ComparedTrials(some, ensemble.reference(some, fits))
-                for some in runnable
-                if len(some) > 1 and some[0].plan.blocks
-            ]
-            alone = ensemble.measure(run, comparisons, number, files.of, progress, kind=CONFIRMATION)
-            in_turns = {trial.id for comparison in comparisons for trial in comparison.trials}
-            for trial in (t for group in groups for t in group):
-                if trial in alone or trial.id not in in_turns:
-                    _confirm_alone(run, trial, number, files, progress)
+            comparisons: list[ensemble.ComparedTrials] = []
+            alone: list[Trial] = []
+            for group in ensemble.groups([t for t, k in pending if k == number]):
+                runnable = [t for t in group if not isinstance(files.of(t, number), Record)]
+                wanted = set().union(*(finalists[t.id] for t in group))
+                boundaries = tuple(name for name in group[0].plan.boundaries if name in wanted)
+                if len(runnable) > 1 and group[0].plan.blocks:
+                    comparisons.append(
+                        ensemble.ComparedTrials(runnable, ensemble.reference(runnable, fits), boundaries)
+                    )
+                    alone += [t for t in group if t not in runnable]
+                else:
+                    alone += group
+            alone += ensemble.measure(run, comparisons, number, files.of, progress, kind=CONFIRMATION)
+            for trial in alone:
+                _confirm_alone(run, trial, number, sorted(finalists[trial.id]), files, progress)
 
 
-def _confirm_alone(run: Run, trial: Trial, number: int, files: Files, progress: Progress) -> None:
+def _confirm_alone(
+    run: Run, trial: Trial, number: int, boundaries: list[str], files: Files, progress: Progress
+) -> None:
     """Measure one confirmation of a trial by itself."""
     artifact = files.of(trial, number)
     if isinstance(artifact, Record):
@@ -406,7 +422,7 @@ def _confirm_alone(run: Run, trial: Trial, number: int, files: Files, progress: 
         return
     folder = run.fresh(trial, number, CONFIRMATION)
     progress.start(trial, number, "confirmation")
-    job = ensemble.job(trial, number, files.of, kind=CONFIRMATION)
+    job = ensemble.job(trial, number, files.of, {"boundaries": boundaries}, kind=CONFIRMATION)
     progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
 
 
