@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from dyno.formatting import name_items
 from dyno.results.run_data import RunData
 from dyno.table import TEXT, Column, Row, Table
 from dyno.worker import plugins
@@ -85,7 +86,15 @@ class TableKind:
         """Return the run's table, which may be empty; UserError for a table that is not of a run."""
         if self.make is None:
             raise UserError(f"the table {self.name} is not of a run; `{self.command}` prints it")
-        return self.make(run) or self.of((), ())
+        table = self.make(run) or self.of((), ())
+        items = name_items(*run.frame["size"])
+        return replace(table, columns=tuple(_name_unit(column, items) for column in table.columns))
+
+
+def _name_unit(column: Column, items: str) -> Column:
+    """Return the column with a unit that names what the run's throughput counts."""
+    texts = {name: getattr(column, name).replace("images/s", f"{items}/s") for name in ("unit", "title")}
+    return replace(column, **texts, meaning=column.meaning.replace("images per second", f"{items} per second"))
 
 
 COLUMNS = (
