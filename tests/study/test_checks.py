@@ -133,7 +133,7 @@ def test_a_study_alone_is_spread_over_a_cluster(refused: Any) -> None:
         if command != "run":
             assert refused(*command.split(), *words, "--cluster", "ray").startswith("no such option: --cluster")
     calls: list[Callable[[], object]] = [
-        lambda: dyno.cold_start("fake:n", "fake", on="ray"),
+        lambda: dyno.bench_cold_start("fake:n", "fake", on="ray"),
         lambda: dyno.inspect("fake:n", on="ray"),
         lambda: dyno.evaluate("fake:n", "digits", on="ray"),
     ]

@@ -171,7 +171,7 @@ def cold_start(overrides: options.Overrides, models: ModelAndForms, format: opti
     from dyno.layers import cold_start
     from dyno.report.export import export
 
-    starts = cold_start.cold_start(*models, quiet=False, **overrides)
+    starts = cold_start.bench_cold_start(*models, quiet=False, **overrides)
     print(export([starts.table], format), end="")
     raise typer.Exit(exits.left_out(starts.left_out))
 
@@ -222,7 +222,7 @@ def diff_layers(
     if len(batches) != 1:
         raise UserError("--layers compares one batch; give one, e.g. --batch 1")
     model, *others = models
-    agreement = layers_agreement.agree_layers(
+    agreement = layers_agreement.diff_layers(
         model, *others, batch=batches[0], rtol=rtol, atol=atol, quiet=False, **overrides
     )
     print(export(agreement.tables, format), end="")

@@ -25,6 +25,6 @@ def serve(
     from dyno.serving import session
 
     requests = options.take_options(ServeOptions, overrides)
-    served = session.serve_test(model, out=out or None, options=requests, quiet=False, **overrides)
+    served = session.bench_serve(model, out=out or None, options=requests, quiet=False, **overrides)
     print_load(served, format)
     raise typer.Exit(exit_load(served))
