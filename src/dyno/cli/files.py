@@ -124,7 +124,7 @@ def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, 
     from dyno.report.tables import trial_table
 
     if reason := run_folders.why_no_run(run):
-        raise UserError(f"{run} {reason}")
+        raise UserError(f"{run} {reason}" + ("" if run.exists() else "; give a model or a run folder"))
     if given:
         raise UserError("a run's trial is exported as it was measured; omit every option but -o")
     taken = winner.export_winner(trial_table.read_trials(run), trial, out)

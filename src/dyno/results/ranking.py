@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dyno.formatting import name_items, significant, sized
+from dyno.formatting import counting, name_items, significant, sized
 from dyno.results import stats
 from dyno.results.blocks import are_quiet, average_rounds, block_ratios, log_ratios
 from dyno.results.correctness import INCOMPARABLE, WRONG
@@ -321,7 +321,7 @@ class Contention:
     @property
     def sentence(self) -> str:
         """The effect on the measured times, as a sentence."""
-        during = f"during {self.disturbed} of {self.jobs} jobs"
+        during = f"during {self.disturbed} of {counting(self.jobs, 'job')}"
         busy = f"other programs kept up to {self.processors:.1f} processors busy {during}"
         if self.mostly:
             return f"No winner is named: {busy}, and on a quiet machine the order may be another."
@@ -329,9 +329,8 @@ class Contention:
             doubt = "those latencies are inflated; measure again on a quiet machine"
         elif not self.alone:
             doubt = (
-                "disturbed rounds don't count where two others remain, else absolute latencies are inflated; "
-                "rankings were measured interleaved and hold under this load, "
-                "which may slow engines unequally"
+                "rankings were measured interleaved and hold under this load, which may slow engines unequally; "
+                "absolute latencies may be inflated"
             )
         else:
             doubt = "those latencies are inflated and their order may be wrong; measure again on a quiet machine"

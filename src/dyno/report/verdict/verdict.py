@@ -69,7 +69,7 @@ class Verdict:
         lines += [each.text for each in self.findings if each.kind != NOTE]
         rest = [*self.findings, *(each for decision in self.decisions for each in decision.findings)]
         notes = sum(each.kind == NOTE for each in rest)
-        more = [f"{counting(notes, 'note')} more in the report."] if notes else []
+        more = [f"{counting(notes, 'more note')} in the report."] if notes else []
         return [*(indentation(line) + plain(line) for line in lines), *more]
 
 
