@@ -99,11 +99,12 @@ def _read_docstring(at: str) -> str:
     return found[1] if found else ""
 
 
-def make_app() -> typer.Typer:
-    """Build the application with every command, which imports the modules of all."""
+def make_app(only: str = "") -> typer.Typer:
+    """Build the application: with the named command alone, or with every one, which imports the modules of all."""
     from dyno.cli import application
 
-    return application.make_app(COMMANDS, GROUPS, write_overview)
+    named = {heading: {only: commands[only]} for heading, commands in COMMANDS.items() if only in commands}
+    return application.make_app(named or COMMANDS, GROUPS, write_overview)
 
 
 def main() -> None:
@@ -114,7 +115,7 @@ def main() -> None:
             return
     from dyno.cli import exits
 
-    exits.end(make_app())
+    exits.end(make_app("".join(sys.argv[1:2])))
 
 
 if __name__ == "__main__":
