@@ -122,9 +122,7 @@ class ExplainOptions:
     rounds: int = option(5, "Processes in which each side is measured, in turn.", common=True)
     runs: int = option(50, "Watched runs in each process.", common=True)
     top: int = option(20, "Parts that are listed one by one; 0 is all.", common=True)
-    prescriptions: bool = option(
-        False, "Then measure variants of B that may cure what costs it time.", flags="--try", common=True
-    )
+    prescriptions: bool = option(False, "Then measure variants of B that may be faster.", flags="--try", common=True)
 
 
 @options.takes(ExplainOptions, f"{options.FORMS} seconds warmup timeout")
@@ -185,7 +183,7 @@ class LayerOptions:
 
     layers: bool = option(
         False,
-        "Compare layer by layer, in forms behind the first model such as openvino/int8, or other ONNX files.",
+        "Compare layer by layer: MODEL, then its forms such as openvino/int8, or other ONNX files.",
         common=True,
     )
     top: int = option(20, "Layers that are listed, those with the largest own errors; 0 is all.", common=True)

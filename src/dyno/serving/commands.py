@@ -21,7 +21,7 @@ def serve(
     out: options.Out = "",
     format: options.Format = "text",
 ) -> None:
-    """Find how many requests per second an engine answers in time. At random times, batched, in e.g. --p99 20ms."""
+    """Find how many requests per second an engine answers in time. Give the limit, e.g. --p99 20ms."""
     from dyno.serving import session
 
     requests = options.take_options(ServeOptions, overrides)
