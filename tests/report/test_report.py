@@ -54,7 +54,7 @@ def written(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
     page, run = Page(written), trial_table.read_trials(demo)
-    parts = re.findall(r'<details class="part"[^>]*><summary>([^<:]*)', written.read_text())
+    parts = re.findall(r'<details class="part[^>]*><summary>([^<:]*)', written.read_text())
     assert parts == ["Tables", "Charts", "Warnings and failures", "Every trial", "How this run was measured",
                      "Machine", "How to reproduce"]  # fmt: skip
     for expected in ("Fastest is openvino int8", "Synthetic CPU", "killed by SIGSEGV", "rank 10", "narrow enough",

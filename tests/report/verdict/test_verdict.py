@@ -195,7 +195,7 @@ def test_a_network_without_images_has_no_size_in_any_sentence(tmp_path: Path) ->
     assert "size 0" not in text
     assert "one: most inputs per second with a fp32 at batch 8" in text and "most images" not in text
     every = export(named(trial_table.read_trials(load_run(tmp_path / "run")), "all"))
-    assert "inputs/s" in every and "images/s" not in every
+    assert "inputs/s" in every and "µs/input" in every and "images/s" not in every
 
 
 def test_an_engine_that_names_no_types_is_not_called_untrue(tmp_path: Path) -> None:

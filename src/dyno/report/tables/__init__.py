@@ -87,14 +87,15 @@ class TableKind:
         if self.make is None:
             raise UserError(f"the table {self.name} is not of a run; `{self.command}` prints it")
         table = self.make(run) or self.of((), ())
-        items = name_items(*run.frame["size"])
-        return replace(table, columns=tuple(_name_unit(column, items) for column in table.columns))
+        if name_items(*run.frame["size"]) == "images":
+            return table
+        return replace(table, columns=tuple(map(_count_inputs, table.columns)))
 
 
-def _name_unit(column: Column, items: str) -> Column:
-    """Return the column with a unit that names what the run's throughput counts."""
-    texts = {name: getattr(column, name).replace("images/s", f"{items}/s") for name in ("unit", "title")}
-    return replace(column, **texts, meaning=column.meaning.replace("images per second", f"{items} per second"))
+def _count_inputs(column: Column) -> Column:
+    """Return the column of a run in which some inputs aren't images, by whose number its rates and costs are."""
+    texts = {name: getattr(column, name).replace("image", "input") for name in ("unit", "title", "meaning")}
+    return replace(column, **texts)
 
 
 COLUMNS = (
