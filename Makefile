@@ -14,7 +14,7 @@ RUNS ?= runs
 # into the process, and those that start jobs. Some files stand with another group than the rest of their folder, so that
 # all three end together. They fork what they start from one server.
 LOADING := tests/test_contract.py
-STARTING := $(addprefix tests/,test_api.py test_evaluation.py test_take.py regression/test_calibration.py serving/test_serve_test.py)
+STARTING := $(addprefix tests/,test_api.py test_evaluation.py test_winner.py regression/test_selftest.py serving/test_session.py)
 READING := $(addprefix tests/study/,test_in_memory.py test_input_options.py test_study.py)
 PROGRAM := $(filter-out $(LOADING) $(STARTING),$(wildcard $(addsuffix test_*.py,tests/ tests/regression/ tests/serving/))) tests/data tests/packs tests/videos $(READING)
 ENGINES := $(addprefix tests/,gpu layers report results trtexec worker) $(LOADING)

@@ -35,7 +35,7 @@ from benchmarks.beside import SHARE, company
 from benchmarks.until import studies
 
 from dyno.formatting import markdown_table
-from dyno.regression.calibration import Layout, calibrate
+from dyno.regression.selftest import Layout, selftest
 from dyno.report.self_test import percent, with_range
 from dyno.results.self_test import Rate, SelfTest, Verdicts, read
 from dyno.results.stats import EQUIVALENT, FASTER, SLOWER, UNDECIDED
@@ -175,7 +175,7 @@ def measured(asked: argparse.Namespace) -> Iterator[ConditionSelfTest]:
             minutes = asked.minutes / len(backends) / len(conditions)
             with company(SHARE if condition == BESIDE else 0.0, os.getpid()):
                 since = time.monotonic()
-                test = calibrate(asked.model, backend=backend, device=asked.device, minutes=minutes, layout=layout,
+                test = selftest(asked.model, backend=backend, device=asked.device, minutes=minutes, layout=layout,
                                  keep=False, **fields)  # fmt: skip
                 round_s = (time.monotonic() - since) / len(test.rounds)
             yield ConditionSelfTest(backend, condition, test, round_s, os.getloadavg()[0])

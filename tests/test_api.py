@@ -24,20 +24,20 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "run": (lambda: DYNO.run("study.toml"), "study is 'study.toml'; it must be of type Study"),
     "out": (lambda: DYNO.Study(models="no.onnx").run(5), "out is 5; it must be text or a path"),
     "report": (lambda: DYNO.Result("run").report(5), "out is 5; it must be text or a path"),
-    "take": (lambda: DYNO.Result("run").take(5), "trial is 5; it must be text"),
+    "take": (lambda: DYNO.Result("run").export(5), "trial is 5; it must be text"),
     "confusion": (lambda: DYNO.Result("run").confusion(5), "trial is 5; it must be text"),
     "compare": (lambda: DYNO.compare(None), "there is nothing to compare; give two run folders or models"),
     "compared": (lambda: DYNO.compare("a.onnx", "b.onnx", out=5), "out is 5; it must be text or a path"),
     "evaluate": (lambda: DYNO.evaluate("no.onnx", "digits", out=5), "out is 5; it must be text or a path"),
-    "video": (lambda: DYNO.video("v.mp4", model="m", options=5), "options is 5; it must be of type VideoOptions"),
-    "served": (lambda: DYNO.serve_test("m", options={}), "options is {}; it must be of type ServeOptions"),
-    "cold": (lambda: DYNO.cold_start("no.onnx", batch="8"), "batch is '8'; it must be a whole number"),
+    "video": (lambda: DYNO.bench_video("v.mp4", model="m", options=5), "options is 5; it must be of type VideoOptions"),
+    "served": (lambda: DYNO.bench_serve("m", options={}), "options is {}; it must be of type ServeOptions"),
+    "cold": (lambda: DYNO.bench_cold_start("no.onnx", batch="8"), "batch is '8'; it must be a whole number"),
     "inspect": (lambda: DYNO.inspect("no.onnx", batch=None), "batch is None; it must be a whole number"),
     "profile": (lambda: DYNO.profile("no.onnx", runs=5.5), "runs is 5.5; it must be a whole number"),
     "explain": (lambda: DYNO.explain("no.onnx", top="1"), "top is '1'; it must be a whole number"),
-    "agree": (lambda: DYNO.agree_layers("no.onnx", rtol=None), "rtol is None; it must be a number"),
-    "least": (lambda: DYNO.agree_layers("no.onnx", batch=np.int64(0)), "batch is 0; it must be at least 1"),
-    "calibrate": (lambda: DYNO.calibrate(minutes=None), "minutes is None; it must be a number"),
+    "agree": (lambda: DYNO.diff_layers("no.onnx", rtol=None), "rtol is None; it must be a number"),
+    "least": (lambda: DYNO.diff_layers("no.onnx", batch=np.int64(0)), "batch is 0; it must be at least 1"),
+    "calibrate": (lambda: DYNO.selftest(minutes=None), "minutes is None; it must be a number"),
     "train": (lambda: DYNO.train("digits", model=Path("no.py")), "there is no Python file no.py"),
 }
 
@@ -65,7 +65,7 @@ result: dyno.Result = dyno.Study.from_toml("study.toml", batches=[1]).run(Path("
 try:
     dyno.Study("a.onnx", batches="8")  # wrong: the one error
 except dyno.UserError as error:
-    print(str(error), dyno.run(study).to_pandas(), result.take().file)
+    print(str(error), dyno.run(study).to_pandas(), result.export().file)
 """
 
 

@@ -16,6 +16,7 @@ import pytest
 import typer
 
 import dyno
+import pictures
 import preloaded as forked
 import site_pages
 from dyno import Study
@@ -60,7 +61,7 @@ def lines(block: str) -> list[list[str]]:
 @cache
 def command(words: str) -> Any:
     """The command of that name, a group of them for ""; None for an unknown one."""
-    found: Any = typer.main.get_command(app.app)
+    found: Any = typer.main.get_command(app.make_app())
     for word in words.split():
         found = getattr(found, "commands", {}).get(word)
     return found
@@ -313,6 +314,15 @@ def test_where_something_is_decided_is_a_file_or_a_folder() -> None:
     named = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", text)
     assert len(named) > 20
     assert [path for path in named if not (ROOT / "src/dyno" / path).exists()] == []
+
+
+def test_the_picture_of_the_verdict_is_of_the_readme_s_lines() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    drawn = pictures.draw_verdict(readme)
+    assert drawn == (ROOT / "docs/images/verdict.svg").read_text(encoding="utf-8"), "run python tools/pictures.py"
+    assert drawn.count('class="label"') > 12 and "docs/images/verdict.svg" in readme
+    with pytest.raises(ValueError, match="has no '73\\.4 µs"):
+        pictures.draw_verdict(readme.replace("12.12x [11.92, 12.32] as", "13x as"))
 
 
 def measured(*words: str) -> subprocess.CompletedProcess[str]:

@@ -22,8 +22,8 @@ from decoder_file import write_decoder
 
 ROOT = Path(__file__).resolve().parents[1]
 HOW_TO = (
-    "quickstart", "tutorial", "inputs", "data", "training", "ci", "trtexec", "many-devices", "video", "serve-test",
-    "cold-start", "profile", "explain", "inspect", "agree-layers", "layer-files", "packs",
+    "quickstart", "tutorial", "inputs", "data", "training", "ci", "trtexec", "many-devices", "video", "serving",
+    "cold-start", "profile", "explain", "inspect", "diff-layers", "layer-files", "packs",
 )  # fmt: skip
 PAGES = ("README.md", "AGENTS.md", *(f"docs/{name}.md" for name in HOW_TO))
 FENCE = re.compile(
@@ -41,7 +41,7 @@ SHORT = {
     "--compared": ("4", ("run", "diff")),
     "--iterations": ("5", ("bench stress",)),
     "--duration": ("1s", ("bench serve",)),
-    "--rate": ("10", ("bench serve",)),  # tests/serving/test_serve_test.py searches the highest
+    "--rate": ("10", ("bench serve",)),  # tests/serving/test_session.py searches the highest
     "--threads": (
         "1",
         ("run", "bench serve", "time", "bench stress", "eval", "diff", "data train", "profile", "explain"),

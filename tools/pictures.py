@@ -56,6 +56,62 @@ def video(out: Path, scratch: Path) -> None:
     shutil.copy(next((scratch / "run/charts").glob("*video-timeline*.png")), out / "video-timeline.png")
 
 
+# Lines of the verdict in the README as the picture breaks them, each with parts of it and what these say.
+READ = (
+    ("", "resnet18 at size 64: fastest within the budget top1=1 is onnxruntime int8,",
+     {"resnet18 at size 64": "model, image size", "budget top1=1": "allowed loss: 1 point",
+      "onnxruntime int8": "the winner"}),
+    ("", "73.4 µs at batch 1: 12.12x [11.92, 12.32] as fast as pytorch fp32.",
+     {"73.4 µs at batch 1": "median latency", "12.12x [11.92, 12.32]": "speed-up, 95 % interval",
+      "pytorch fp32": "the reference"}),
+    ("real: ", "yes, in 5 rounds, measured in turns;",
+     {"yes": "proven", "5 rounds, measured in turns": "in fresh processes, side by side"}),
+    ("", "ahead of the runner-up, openvino int8, by 1.05x [1.03, 1.07]",
+     {"openvino int8": "the next best", "1.05x [1.03, 1.07]": "the lead: all of it above 1"}),
+    ("right: ", "outputs agree with those of pytorch fp32, off by 1.6 %;",
+     {"outputs agree": "within INT8's tolerance", "off by 1.6 %": "their difference"}),
+    ("", "top-1 99.44 %, 0.00 points [-0.43, +0.43];",
+     {"top-1 99.44 %": "accuracy", "0.00 points [-0.43, +0.43]": "its change, 95 % interval"}),
+    ("", "ran in the requested type", {"the requested type": "the engine says so: INT8"}),
+    ("next: ", "take it: dyno export runs/demo", {"dyno export runs/demo": "what to type now"}),
+)  # fmt: skip
+LETTER, LINE = 9.0, 50  # pixels of a letter and of a line with its labels
+TONES = ("#0072b2", "#b26a00", "#0b7a55")
+
+
+def verdict(out: Path, scratch: Path) -> None:
+    """The README's verdict with a label at each part."""
+    (out / "verdict.svg").write_text(draw_verdict((ROOT / "README.md").read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def draw_verdict(readme: str) -> str:
+    """Return the picture of how to read the verdict; ValueError for words that the README's verdict hasn't."""
+    printed = " ".join(readme.split())
+    drawn = []
+    for row, (head, text, labels) in enumerate(READ):
+        if head + text not in printed:
+            raise ValueError(f"the README's verdict has no {head + text!r}")
+        x, y = 20 + 7 * LETTER * (row > 1), 34 + LINE * row
+        if head:
+            drawn.append(f'<text class="head" x="20" y="{y}">{head.strip()}</text>')
+        for tone, (part, label) in zip(TONES, labels.items(), strict=False):
+            at = x + LETTER * text.index(part)
+            drawn.append(f'<rect x="{at:g}" y="{y + 5}" width="{LETTER * len(part):g}" height="3" fill="{tone}"/>')
+            drawn.append(f'<text class="label" x="{at:g}" y="{y + 22}" fill="{tone}">{label}</text>')
+        drawn.append(f'<text x="{x:g}" y="{y}" textLength="{LETTER * len(text):g}">{text}</text>')
+    height = 20 + LINE * len(READ)
+    return (
+        f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" role="img">
+<title>How to read the verdict</title>
+<style>text {{ font: 15px "DejaVu Sans Mono", Menlo, Consolas, monospace; white-space: pre; }}
+.head {{ font-weight: bold; }} .label {{ font: 13px "DejaVu Sans", Arial, sans-serif; }}</style>
+<rect x="1" y="1" width="718" height="{height - 2}" rx="8" fill="#fff" stroke="#dde2e9"/>
+"""
+        + "\n".join(drawn)
+        + "\n</svg>\n"
+    )
+
+
 def trimmed(picture: Path, out: Path) -> None:
     """Without the plain border."""
     with Image.open(picture) as opened:
@@ -67,7 +123,7 @@ def trimmed(picture: Path, out: Path) -> None:
 def main() -> None:
     """Write all pictures."""
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/images"
-    for draw in (video, graph):
+    for draw in (verdict, video, graph):
         with tempfile.TemporaryDirectory() as scratch:
             draw(out, Path(scratch))
 

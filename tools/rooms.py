@@ -33,23 +33,23 @@ HOST = {
     "study": "formatting jobs store data results",
     "report": "formatting table results",
     "runner": "formatting jobs store results study report",
-    "take": "formatting jobs store results runner",
+    "winner": "formatting jobs store results runner",
     "devices": "formatting jobs store results study runner",
-    "api": "jobs store results study report runner take devices",
+    "api": "jobs store results study report runner winner devices",
     "evaluation": "formatting table results study report api",
     "cli.options": "jobs study",
     "cli.exits": "formatting jobs store study cli.options",
     "videos": "formatting table jobs store results study report runner api cli.options cli.exits",
     "serving": "formatting table jobs store results study report runner api videos cli.options cli.exits",
-    "layers": "formatting table jobs store results study report runner take cli.options cli.exits",
-    "regression": "formatting table jobs store results study report runner take videos api cli.options cli.exits",
+    "layers": "formatting table jobs store results study report runner winner cli.options cli.exits",
+    "regression": "formatting table jobs store results study report runner winner videos api cli.options cli.exits",
     "trtexec": "jobs results runner",
     "cli.run_folders": "formatting store results report runner cli.options",
     "packs": "formatting table store results study report runner api cli.options cli.exits cli.run_folders",
     "cli.commands": "formatting table jobs store results study report runner devices api evaluation layers regression "
     "trtexec cli.options cli.exits cli.run_folders",
     "training": "formatting jobs store data results study report runner api cli.options cli.exits cli.commands",
-    "cli": "formatting table jobs store data results study report runner take devices api evaluation videos serving "
+    "cli": "formatting table jobs store data results study report runner winner devices api evaluation videos serving "
     "layers training regression packs trtexec",
 }
 WORKER = {

@@ -89,8 +89,9 @@ def commands() -> str:
     from typer.main import get_command
     from typer.testing import CliRunner
 
-    from dyno.cli.app import app
+    from dyno.cli.app import make_app
 
+    app = make_app()
     os.environ |= {"COLUMNS": WIDTH, "TERMINAL_WIDTH": WIDTH, "NO_COLOR": "1", "TERM": "dumb"}
     parts = ["# Commands\n\nWhat each command prints with `--help-all`; `--help` has the common options alone.\n"]
     for words, command in _leaves(get_command(app), ()):

@@ -14,9 +14,9 @@ if typing.TYPE_CHECKING:
     from dyno.api import run as run
     from dyno.evaluation import evaluate as evaluate
     from dyno.layers.agreement import LayerAgreement as LayerAgreement
-    from dyno.layers.agreement import agree_layers as agree_layers
+    from dyno.layers.agreement import diff_layers as diff_layers
     from dyno.layers.cold_start import ColdStarts as ColdStarts
-    from dyno.layers.cold_start import cold_start as cold_start
+    from dyno.layers.cold_start import bench_cold_start as bench_cold_start
     from dyno.layers.explaining import ExplanationResult as ExplanationResult
     from dyno.layers.explaining import explain as explain
     from dyno.layers.inspection import InspectionResult as InspectionResult
@@ -27,16 +27,16 @@ if typing.TYPE_CHECKING:
     from dyno.packs.reproduction import reproduce as reproduce
     from dyno.packs.verification import verify as verify
     from dyno.regression.bisection import bisect as bisect
-    from dyno.regression.calibration import calibrate as calibrate
     from dyno.regression.comparison import Comparison as Comparison
     from dyno.regression.comparison import compare as compare
+    from dyno.regression.selftest import selftest as selftest
     from dyno.results.self_test import SelfTest as SelfTest
     from dyno.serving.session import ServingResult as ServingResult
-    from dyno.serving.session import serve_test as serve_test
+    from dyno.serving.session import bench_serve as bench_serve
     from dyno.training.session import TrainingResult as TrainingResult
     from dyno.training.session import train as train
     from dyno.videos.session import VideoResult as VideoResult
-    from dyno.videos.session import video as video
+    from dyno.videos.session import bench_video as bench_video
     from dyno.worker.spec import UserError as UserError
 
 __version__ = "0.2.0"
@@ -45,8 +45,8 @@ _HOMES = {
     for module, names in {
         "dyno.api": "Result Study load run",
         "dyno.evaluation": "evaluate",
-        "dyno.layers.agreement": "LayerAgreement agree_layers",
-        "dyno.layers.cold_start": "ColdStarts cold_start",
+        "dyno.layers.agreement": "LayerAgreement diff_layers",
+        "dyno.layers.cold_start": "ColdStarts bench_cold_start",
         "dyno.layers.explaining": "ExplanationResult explain",
         "dyno.layers.inspection": "InspectionResult inspect",
         "dyno.layers.profiling": "ProfileResult profile",
@@ -54,12 +54,12 @@ _HOMES = {
         "dyno.packs.reproduction": "reproduce",
         "dyno.packs.verification": "verify",
         "dyno.regression.bisection": "bisect",
-        "dyno.regression.calibration": "calibrate",
+        "dyno.regression.selftest": "selftest",
         "dyno.regression.comparison": "Comparison compare",
         "dyno.results.self_test": "SelfTest",
-        "dyno.serving.session": "ServingResult serve_test",
+        "dyno.serving.session": "ServingResult bench_serve",
         "dyno.training.session": "TrainingResult train",
-        "dyno.videos.session": "VideoResult video",
+        "dyno.videos.session": "VideoResult bench_video",
         "dyno.worker.spec": "UserError",
     }.items()
     for name in names.split()

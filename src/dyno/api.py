@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dyno.results.run_data import RunData
     from dyno.results.trial_result import Results, TrialResult
     from dyno.table import Table
-    from dyno.take import TakeResult
+    from dyno.winner import ExportResult
 
 # A study's stored result, as Python users see it.
 
@@ -90,15 +90,15 @@ class Result:
             raise UserError(f"{self.folder} has no classifier's answers to labelled images")
         return first
 
-    def take(self, trial: str = "", out: str | Path | None = None) -> TakeResult:
+    def export(self, trial: str = "", out: str | Path | None = None) -> ExportResult:
         """Write the winner's file, or that of a trial (its id, or BACKEND/PRECISION), with a script that runs it.
 
         As `dyno export`: `out` is the file (default: MODEL-BACKEND-PRECISION here); returns the paths of both.
         """
-        from dyno import take
+        from dyno import winner
 
         check_types({"trial": trial, "out": out}, {"trial": str | None, "out": OUT})
-        return take.take(self.data, trial, Path(out) if out else None)
+        return winner.export_winner(self.data, trial, Path(out) if out else None)
 
     def report(self, out: str | Path | None = None) -> Path:
         """Write report.html, the charts and results.csv into the folder (default: the run's own); returns the page."""

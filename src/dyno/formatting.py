@@ -212,6 +212,11 @@ def sized(size: str, before: str = ", size ") -> str:
     return "" if size == NO_IMAGE else f"{before}{size}"
 
 
+def name_items(*sizes: str) -> str:
+    """Return what a throughput counts at these sizes: images, or inputs where some aren't images."""
+    return "inputs" if NO_IMAGE in sizes else "images"
+
+
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool]) -> str:
     """Build a table of cells that are Markdown already, padded for reading in a terminal; it ends with a line end."""
     lines = [list(head), *map(list, rows)]

@@ -131,8 +131,20 @@ def test_every_command_explains_itself(call: Any, command: str) -> None:
     assert call(*command.split(), "--help-all")[0] == 0
 
 
+def test_the_overview_has_each_command_s_first_sentence_and_loads_no_library() -> None:
+    code = "import sys; sys.argv = ['dyno', '--help']; from dyno.cli.app import main; main(); "
+    code += "print(sorted({'typer', 'rich', 'numpy', 'dyno.study', 'dyno.worker'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    *lines, loaded = done.stdout.splitlines()
+    assert loaded == "[]" and len(lines) <= 40 and max(map(len, lines)) <= 80
+    made: Any = typer.main.get_command(app.make_app())
+    shown = dict(re.findall(r"^  ([\w-]+) +(\S.*(?:\n {4,}.*)*)$", done.stdout[done.stdout.index("Measure:") :], re.M))
+    sentences = {name: each.help.partition(". ")[0].removesuffix(".") for name, each in made.commands.items()}
+    assert {name: " ".join(text.split()) for name, text in shown.items()} == sentences
+
+
 def test_every_field_of_a_study_is_an_option_with_its_help() -> None:
-    made: Any = typer.main.get_command(app.app)
+    made: Any = typer.main.get_command(app.make_app())
     options = {p.name: p.help for p in made.commands["run"].params}
     fields = [f for f in dataclasses.fields(Study) if f.metadata["flags"] is not None]
     assert len(fields) > 30

@@ -213,11 +213,11 @@ def test_bad_input_is_one_line(refused: Any, net: str, call: Any) -> None:
 
 def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = dyno.agree_layers(net, "onnxruntime", sizes=("16",), channels=1, compared=2, top=1)
+    found = dyno.diff_layers(net, "onnxruntime", sizes=("16",), channels=1, compared=2, top=1)
     assert isinstance(found, dyno.LayerAgreement) and found.close > 0.99 and found.compared[0].errors.runs == 2
     assert len(found.tables[0].rows) == 1 < len(found.to_pandas())  # of the table all layers
     with pytest.raises(UserError, match="top is -1"):
-        dyno.agree_layers(net, "onnxruntime", top=-1)
+        dyno.diff_layers(net, "onnxruntime", top=-1)
 
 
 def test_a_module_in_memory_agrees_by_the_names_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_a_module_in_memory_agrees_by_the_names_of_its_parts(tmp_path: Path, mon
 
     monkeypatch.chdir(tmp_path)
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
-    found = dyno.agree_layers((net, torch.randn(1, 3, 8, 8)), "onnxruntime", compared=2)
+    found = dyno.diff_layers((net, torch.randn(1, 3, 8, 8)), "onnxruntime", compared=2)
     assert [*found.to_pandas()["modules"]] == ["0", "1", "2", "3"] and found.close > 0.99
 
 

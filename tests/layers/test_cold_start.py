@@ -45,7 +45,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_parts_sum_to_the_first_answer(file: Path) -> None:
-    started = dyno.cold_start(str(file), "onnxruntime", "openvino", rounds=2, threads=1)
+    started = dyno.bench_cold_start(str(file), "onnxruntime", "openvino", rounds=2, threads=1)
     assert [(one.title, one.files) for one in started.starts] == [
         ("onnxruntime fp32", WARM), ("onnxruntime fp32", COLD), ("openvino fp32", WARM), ("openvino fp32", COLD),
     ]  # fmt: skip
@@ -81,11 +81,11 @@ def test_the_command(file: Path, call: Any) -> None:
 @pytest.mark.slow
 def test_libraries_without_byte_code_are_said(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = (str(file), "onnxruntime")
-    usual = dyno.cold_start(*asked, rounds=1, threads=1, files="memory")
+    usual = dyno.bench_cold_start(*asked, rounds=1, threads=1, files="memory")
     assert not any("byte-code" in sentence for sentence in usual.sentences)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "nothing"))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    (sentence,) = dyno.cold_start(*asked, rounds=1, threads=1, files="memory").sentences[1:]
+    (sentence,) = dyno.bench_cold_start(*asked, rounds=1, threads=1, files="memory").sentences[1:]
     assert "Python modules have no byte-code" in sentence and "compileall" in sentence
 
 

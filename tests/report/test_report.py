@@ -54,7 +54,7 @@ def written(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
     page, run = Page(written), trial_table.read_trials(demo)
-    parts = re.findall(r'<details class="part"[^>]*><summary>([^<:]*)', written.read_text())
+    parts = re.findall(r'<details class="part[^>]*><summary>([^<:]*)', written.read_text())
     assert parts == ["Tables", "Charts", "Warnings and failures", "Every trial", "How this run was measured",
                      "Machine", "How to reproduce"]  # fmt: skip
     for expected in ("Fastest is openvino int8", "Synthetic CPU", "killed by SIGSEGV", "rank 10", "narrow enough",
@@ -191,11 +191,12 @@ def test_a_phone_shows_the_verdict_without_scrolling(written: Path, tmp_path: Pa
       frame.onload = () => {
         const heads = [...frame.contentDocument.querySelectorAll("table.sortable th")];
         const end = name => heads.find(h => h.textContent.trim() === name).getBoundingClientRect().right;
-        say({speedup: end("speed-up"), verdict: end("verdict")});
+        const letters = Math.min(...heads.map(h => parseFloat(getComputedStyle(h).fontSize)));
+        say({speedup: end("speed-up"), verdict: end("verdict"), accuracy: end("top-1 %"), letters});
       };
       document.body.append(frame);"""
     ends = ask(written, script, tmp_path / "probe.html", "--virtual-time-budget=5000")
-    assert 0 < ends["speedup"] < ends["verdict"] <= 420
+    assert 0 < ends["speedup"] < ends["verdict"] < ends["accuracy"] <= 420 and ends["letters"] >= 12
 
 
 @pytest.mark.slow
@@ -366,6 +367,31 @@ def test_printing_unfolds_all_tables_and_folds_them_again(written: Path, tmp_pat
     """
     found = ask(written, probe, tmp_path / "probe.html")
     assert not all(found["before"]) and all(found["printed"]) and found["after"] == found["before"]
+
+
+@pytest.mark.slow
+def test_paper_is_white_and_nothing_on_it_is_cut(written: Path, tmp_path: Path) -> None:
+    printed_page = tmp_path / "printed.html"
+    text = written.read_text(encoding="utf-8")
+    assert text.count("@media print") == 1
+    printed_page.write_text(text.replace("@media print", "@media all"), encoding="utf-8")
+    script = """
+      dispatchEvent(new Event("beforeprint"));
+      const style = element => getComputedStyle(element), parts = all("details.part");
+      say({page: style(document.body).backgroundColor, tools: style(document.querySelector(".tools")).display,
+           cut: all("main *").filter(e => e.scrollWidth > e.clientWidth + 1 && style(e).overflowX !== "visible").length,
+           right: Math.max(...all("main *").map(e => e.getBoundingClientRect().right)), width: innerWidth,
+           shown: parts.filter(e => e.getClientRects().length).map(e => e.querySelector("summary").textContent)});"""
+    found = ask(
+        printed_page,
+        script,
+        tmp_path / "probe.html",
+        "--window-size=760,900",
+        "--blink-settings=preferredColorScheme=0",
+    )
+    assert found["page"] == "rgb(255, 255, 255)" and found["tools"] == "none"
+    assert found["cut"] == 0 and found["right"] <= found["width"]
+    assert "Machine" in found["shown"] and "Every trial: layers, rounds, build steps, logs" not in found["shown"]
 
 
 def brightness(image: Image.Image) -> float:

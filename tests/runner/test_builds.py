@@ -23,7 +23,7 @@ from dyno.runner.device_lock import launch_in_turn
 from dyno.runner.execute import Files, execute
 from dyno.study import plan
 from dyno.study.plan import expand
-from dyno.take import take
+from dyno.winner import export_winner
 from dyno.worker import registry
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.facts.job import Facts
@@ -121,12 +121,12 @@ def test_the_fastest_build_is_taken(measured: Any, tmp_path: Path, monkeypatch: 
         (folder / "script.py").write_text("")
         return Record("ok", "done", facts=Facts(files=("script.py",)))
 
-    monkeypatch.setattr("dyno.take.launch", script)  # no script is known for this backend
+    monkeypatch.setattr("dyno.winner.launch", script)  # no script is known for this backend
     run, _ = measured("taken", builds=4)
     fastest = {"a": 1, "b": 4}  # as they are drawn
     for trial in run.records:
         kind = trial.spec["options"]["kind"]
-        taken = take(run, trial.id, tmp_path / kind)
+        taken = export_winner(run, trial.id, tmp_path / kind)
         assert f"'build', {fastest[kind]}" in taken.file.read_text()
         assert taken.notes[0].startswith(f"build {fastest[kind]} of 4, the fastest")
 

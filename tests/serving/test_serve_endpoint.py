@@ -243,4 +243,4 @@ def test_what_is_no_address_is_bad_input_before_anything_runs(url: str, refused:
 def test_an_endpoint_takes_the_place_of_backends(tmp_path: Path) -> None:
     options = ServeOptions(p99="1s", endpoint="http://127.0.0.1:1")
     with pytest.raises(UserError, match="takes the place of a backend; omit --backend"):
-        dyno.serve_test("net", backends=("pytorch",), out=tmp_path / "run", options=options)
+        dyno.bench_serve("net", backends=("pytorch",), out=tmp_path / "run", options=options)

@@ -114,7 +114,7 @@ DEVICES = {
 
 
 def test_all_commands_with_a_device_are_listed() -> None:
-    top = typer.main.get_command(app.app).commands
+    top = typer.main.get_command(app.make_app()).commands
     below = {f"{group} {name}": each for group in top for name, each in getattr(top[group], "commands", {}).items()}
     having = {name for name, each in (top | below).items() if any("--device" in one.opts for one in each.params)}
     assert having == COMMANDS.keys()
@@ -133,7 +133,7 @@ def test_a_study_alone_is_spread_over_a_cluster(refused: Any) -> None:
         if command != "run":
             assert refused(*command.split(), *words, "--cluster", "ray").startswith("no such option: --cluster")
     calls: list[Callable[[], object]] = [
-        lambda: dyno.cold_start("fake:n", "fake", on="ray"),
+        lambda: dyno.bench_cold_start("fake:n", "fake", on="ray"),
         lambda: dyno.inspect("fake:n", on="ray"),
         lambda: dyno.evaluate("fake:n", "digits", on="ray"),
     ]
@@ -142,7 +142,7 @@ def test_a_study_alone_is_spread_over_a_cluster(refused: Any) -> None:
             call()
 
 
-@pytest.mark.parametrize("command", sorted(typer.main.get_command(app.app).commands))
+@pytest.mark.parametrize("command", sorted(typer.main.get_command(app.make_app()).commands))
 def test_every_command_refuses_an_unknown_option_in_one_line(refused: Any, command: str) -> None:
     assert refused(command, "--nonsense").startswith("no such option: --nonsense")
 

@@ -1,161 +1,121 @@
-"""The command line: each command is one call into a module; what is heavy is imported when a command needs it."""
+"""The command line: which command is which function, and the overview of them, which loads no library."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import shutil
+import sys
+import textwrap
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-import typer.core
+if TYPE_CHECKING:
+    import typer
 
-from dyno import __version__
-from dyno.cli import commands, exits, files, options, run_folders
-from dyno.layers import commands as layers_commands
-from dyno.regression import commands as regression_commands
-from dyno.serving import commands as serving_commands
-from dyno.study.defaults import DEMO_MINUTES
-from dyno.training import commands as training_commands
-from dyno.videos import commands as video_commands
-from dyno.worker.spec import ROUNDS, UserError
-
-# Groups in which `dyno --help` lists commands.
-MEASURE, RESULTS, FILES, INSPECT = "Measure", "Results", "Files", "Inspect"
+ABOUT = "Find the fastest way to run your model on this machine, and prove it."
 EXAMPLES = (
     "dyno run torchvision:resnet18                # every engine that is installed",
     "dyno run net.py:build --data photos --precision fp32,int8 --budget top1=1",
     "dyno report                                  # the latest run, in the browser",
     "dyno export runs/resnet18 -o best            # its winner, and a script for it",
 )
+GROUPS = {
+    "bench": "Measure a video, requests, cold starts or changing batches.",
+    "runs": "List runs, or remove them.",
+    "data": "Train on class folders, or sort images into them.",
+}
+# Headings of the overview, each with its commands: the function of each, or that of each command of a group.
+COMMANDS: dict[str, dict[str, str | dict[str, str]]] = {
+    "Measure": {
+        "run": "dyno.cli.commands:run",
+        "time": "dyno.cli.commands:time",
+        "eval": "dyno.cli.commands:eval",
+        "compare": "dyno.regression.commands:compare",
+        "demo": "dyno.cli.application:demo",
+        "bench": {
+            "video": "dyno.videos.commands:video",
+            "serve": "dyno.serving.commands:serve",
+            "cold-start": "dyno.layers.commands:cold_start",
+            "stress": "dyno.cli.commands:stress",
+        },
+    },
+    "Results": {
+        "show": "dyno.cli.commands:show",
+        "report": "dyno.cli.commands:report",
+        "runs": {"list": "dyno.cli.run_folders:list_runs", "rm": "dyno.cli.run_folders:remove"},
+    },
+    "Files": {
+        "export": "dyno.cli.files:export",
+        "pack": "dyno.cli.files:pack",
+        "verify": "dyno.cli.files:verify",
+        "reproduce": "dyno.cli.files:reproduce",
+        "data": {"train": "dyno.training.commands:train", "imagenet-val": "dyno.cli.files:imagenet_val"},
+    },
+    "Inspect": {
+        "profile": "dyno.layers.commands:profile",
+        "explain": "dyno.layers.commands:explain",
+        "inspect": "dyno.layers.commands:inspect",
+        "diff": "dyno.cli.commands:diff",
+        "doctor": "dyno.cli.application:doctor",
+        "selftest": "dyno.cli.commands:selftest",
+    },
+}
+WIDEST = 80
 
 
-class Commands(options.LongHelp, typer.core.TyperGroup):
-    """The commands by group; an unknown name is answered with what may have been meant, an old one with the new one."""
+def write_overview() -> str:
+    """Return the help of `dyno` alone: what it is for, examples, and each command with its first sentence.
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """See click's; a `UserError` for an unknown command."""
-        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            raise UserError(exits.no_command(args[0], self.list_commands(ctx), ctx.command_path))
-        return super().resolve_command(ctx, args)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """See click's."""
-        if ctx.parent is None:
-            with formatter.section("Examples"):
-                formatter.write_dl([(line, "") for line in EXAMPLES])
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for name, each in self.commands.items():
-            groups.setdefault(getattr(each, "rich_help_panel", "") or "Commands", []).append(
-                (name, (each.help or "").partition(". ")[0].partition("\n")[0].removesuffix("."))
-            )
-        for heading, rows in groups.items():
-            with formatter.section(heading):
-                formatter.write_dl(rows)
-        if ctx.meta.get(options.ALL):
-            super().format_options(ctx, formatter)
-        formatter.write_paragraph()
-        formatter.write_text(f"{ctx.command_path} COMMAND --help shows its common options, {options.ALL} all.")
+    Sentences are read from the modules' text, since to import the modules takes three times as long as the rest.
+    """
+    width = min(shutil.get_terminal_size().columns, WIDEST) - 2
+    parts = ["Usage: dyno [OPTIONS] COMMAND [ARGS]...", f"  {ABOUT}", _write_section("Examples", EXAMPLES)]
+    for heading, commands in COMMANDS.items():
+        across = max(map(len, commands)) + 2
+        texts = [(name, GROUPS[name] if isinstance(at, dict) else _read_docstring(at)) for name, at in commands.items()]
+        lines = [
+            textwrap.fill(
+                f"{name:{across}}{text.partition('. ')[0].removesuffix('.')}", width - 2,
+                subsequent_indent=" " * across,
+            ).replace("\n", "\n  ")
+            for name, text in texts
+        ]  # fmt: skip
+        parts.append(_write_section(heading, lines))
+    return "\n\n".join([*parts, "dyno COMMAND --help shows its common options, --help-all all."]) + "\n"
 
 
-def group(name: str, panel: str, help: str) -> typer.Typer:
-    """Add a group of commands below that heading of `dyno --help`."""
-    commands = typer.Typer(cls=Commands, no_args_is_help=True, help=help)
-    app.add_typer(commands, name=name, rich_help_panel=panel)
-    return commands
+def _write_section(heading: str, lines: Any) -> str:
+    return "\n".join([f"{heading}:", *(f"  {line}" for line in lines)])
 
 
-def add(function: Callable[..., None], panel: str = "", name: str | None = None, to: typer.Typer | None = None) -> None:
-    """Add a command to a group, or below that heading of `dyno --help`."""
-    (to or app).command(name, cls=options.Command, rich_help_panel=panel or None)(function)
+def _read_docstring(at: str) -> str:
+    """Return the first line of a function's docstring, from the source of its module."""
+    module, _, function = at.partition(":")
+    path = Path(__file__).parents[1].joinpath(*module.split(".")[1:]).with_suffix(".py")
+    found = re.search(
+        rf'^def {function}\(.*?"""(.*?)(?:"""|\n)', path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return found[1] if found else ""
 
 
-app = typer.Typer(
-    name="dyno",
-    cls=Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help", options.ALL]},
-)
+def make_app(only: str = "") -> typer.Typer:
+    """Build the application: with the named command alone, or with every one, which imports the modules of all."""
+    from dyno.cli import application
 
-
-def _print_version(show: bool) -> None:
-    if show:
-        print(f"dyno {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _every_command(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Find the fastest way to run your model on this machine, and prove it."""
-
-
-def demo(
-    out: Annotated[str, typer.Option("--out", "-o", help="Run folder.")] = "runs/demo",
-    rounds: Annotated[
-        int | None,
-        typer.Option(help="Exactly this many rounds.", show_default=f"{ROUNDS}, then more until decided"),
-    ] = None,
-    minutes: Annotated[
-        float, typer.Option(help="Minutes of measuring after which no further round begins, until decided.")
-    ] = DEMO_MINUTES,
-    quick: Annotated[bool, typer.Option("--quick", help="One short round, without torch.compile.")] = False,
-) -> None:
-    """Train, quantise, measure and compare on handwritten digits. No download, and a processor is enough."""
-    from dyno.cli import demo as module
-
-    raise typer.Exit(module.demo(Path(out), rounds=rounds, minutes=minutes, quick=quick))
-
-
-@options.takes("runtime", show_all=True)
-def doctor(
-    overrides: options.Overrides,
-    format: options.Format = "text",
-) -> None:
-    """Check every backend here, and in the Pythons of --python. Each does a real operation."""
-    from dyno.cli import doctor as module
-
-    raise typer.Exit(module.doctor(overrides.get("runtime", {}), format))
-
-
-measures = options.takes_verbose
-add(measures(commands.run), MEASURE)
-add(measures(commands.time), MEASURE)
-add(measures(commands.eval), MEASURE)
-add(measures(regression_commands.compare), MEASURE)
-bench = group("bench", MEASURE, "Measure a video, requests, cold starts or changing batches.")
-add(measures(video_commands.video), to=bench)
-add(measures(serving_commands.serve), to=bench)
-add(measures(layers_commands.cold_start), name="cold-start", to=bench)
-add(measures(commands.stress), to=bench)
-add(measures(demo), MEASURE)
-add(commands.show, RESULTS)
-add(commands.report, RESULTS)
-runs = group("runs", RESULTS, "List runs, or remove them.")
-add(run_folders.list_runs, name="list", to=runs)
-add(run_folders.remove, name="rm", to=runs)
-add(files.export, FILES)
-add(files.pack, FILES)
-add(files.verify, FILES)
-add(measures(files.reproduce), FILES)
-data = group("data", FILES, "Train on class folders, or sort images into them.")
-add(training_commands.train, to=data)
-add(files.imagenet_val, name="imagenet-val", to=data)
-add(measures(layers_commands.profile), INSPECT)
-add(measures(layers_commands.explain), INSPECT)
-add(layers_commands.inspect, INSPECT)
-add(measures(commands.diff), INSPECT)
-add(doctor, INSPECT)
-add(commands.selftest, INSPECT)
+    named = {heading: {only: commands[only]} for heading, commands in COMMANDS.items() if only in commands}
+    return application.make_app(named or COMMANDS, GROUPS, write_overview)
 
 
 def main() -> None:
     """Run the command line; a user's error becomes one line and exit code 2, an interrupt exit code 130."""
-    exits.end(app)
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        with suppress(OSError):  # of a stream that can't be written to; `exits` tells what is wrong
+            print(write_overview(), end="", flush=True)
+            return
+    from dyno.cli import exits
+
+    exits.end(make_app("".join(sys.argv[1:2])))
 
 
 if __name__ == "__main__":

@@ -515,13 +515,13 @@ def selftest(
 ) -> None:
     """Measure how small a difference can be seen on this machine. With false alarms, and a grade."""
     from dyno.formatting import bullet, wrapped
-    from dyno.regression import calibration as module
+    from dyno.regression import selftest as module
     from dyno.report import self_test as report_self_test
     from dyno.report.export import export
     from dyno.report.self_test import tables
 
     try:
-        result = module.calibrate(model, **overrides)
+        result = module.selftest(model, **overrides)
     except KeyboardInterrupt:
         print("dyno: stopped; an unfinished self-test is not stored", file=sys.stderr)
         sys.exit(INTERRUPTED)

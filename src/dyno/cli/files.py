@@ -120,14 +120,14 @@ def export(
 
 def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, object]) -> None:
     """Write the file of a run's trial (its winner), and a script beside it that runs it as it was measured."""
-    from dyno import take
+    from dyno import winner
     from dyno.report.tables import trial_table
 
     if reason := run_folders.why_no_run(run):
-        raise UserError(f"{run} {reason}")
+        raise UserError(f"{run} {reason}" + ("" if run.exists() else "; give a model or a run folder"))
     if given:
         raise UserError("a run's trial is exported as it was measured; omit every option but -o")
-    taken = take.take(trial_table.read_trials(run), trial, out)
+    taken = winner.export_winner(trial_table.read_trials(run), trial, out)
     print(f"{taken.label}: {taken.file} ({taken.bytes / 1e6:.2f} MB)")
     for note in taken.notes:
         print(f"warning: {note}", file=sys.stderr)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
-import re
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,16 +32,6 @@ PANELS: dict[type, str] = {
     study_options.RuntimeOptions: WHERE,
     study_options.ClusterOptions: WHERE,
 }
-# Help has these groups in this order, a command's other groups behind "Options"; an example where all of it is shown.
-GROUPS = ("Arguments", "Options", "", WHAT, ACCURACY, EFFORT, WHERE)
-GROUP_EXAMPLES = {
-    WHAT: "--backend pytorch,onnxruntime --batch 1,8",
-    ACCURACY: "--data photos --budget top1=0.5",
-    EFFORT: "--rounds 5 --seconds 1",
-    WHERE: "--device cuda:0 --out runs/mine",
-}
-METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
-ALL = "--help-all"
 # Options of a study that several commands have, by the names of their fields.
 CONFIGURATION = "backends precisions batches sizes"
 MODEL = "shapes inputs weights pretrained classes channels mean std task seed"
@@ -80,57 +68,6 @@ Wait = Annotated[
 
 F = TypeVar("F", bound=Callable[..., None])
 Options = TypeVar("Options")
-
-
-class LongHelp:
-    """Options by group in the help of a command or a group of them: the common ones, all with `--help-all`."""
-
-    callback: Any
-    get_params: Any
-
-    def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """See click's; `--help-all` is one of the names of its option for help."""
-        ctx.meta[ALL] = ALL in args
-        return super().parse_args(ctx, args)  # type: ignore[misc]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """See click's."""
-        rare = () if ctx.meta.get(ALL) else getattr(self.callback, "rare", ())
-        groups: dict[str, list[Any]] = {}
-        parameters: list[Any] = self.get_params(ctx)
-        for each in parameters:
-            if each.name not in rare and ALL not in each.opts:
-                heading = "Arguments" if each.param_type_name == "argument" else each.rich_help_panel or "Options"
-                groups.setdefault(heading, []).append(each)
-        order = {name: GROUPS.index(name if name in GROUPS else "") for name in groups}
-        for heading in sorted(groups, key=order.__getitem__):
-            example = GROUP_EXAMPLES.get(heading, "")
-            flags = {flag for each in groups[heading] for flag in each.opts}
-            complete = example and flags.issuperset(word for word in example.split() if word.startswith("--"))
-            with formatter.section(f"{heading}, e.g. {example}" if complete else heading):
-                formatter.write_dl([_describe(each, ctx) for each in groups[heading]])
-        count = len([each for each in parameters if each.name in rare])
-        if count:
-            formatter.write_paragraph()
-            formatter.write_text(f"{ALL} shows {count} more options.")
-
-
-class Command(LongHelp, typer.core.TyperCommand):
-    """A command with a short and a long help."""
-
-
-def _describe(parameter: Any, ctx: Any) -> tuple[str, str]:
-    """Return a parameter's flags, without its aliases, and its help."""
-    shown = copy.copy(parameter)
-    long = [flag for flag in parameter.opts if flag.startswith("--")]
-    shown.opts = [flag for flag in parameter.opts if flag not in long[1:]]
-    kind = parameter.type_descriptor.annotation
-    if parameter.metavar is None:
-        shown.metavar = METAVARS.get(next(iter(typing.get_args(kind)), kind), "TEXT")
-    name, help = shown.get_help_record(ctx)
-    if parameter.param_type_name == "argument":
-        name = shown.metavar
-    return name, re.sub(r"\[default: \((.*)\)(?=[\];])", r"[default: \1", help)
 
 
 class Overrides(dict[str, Any]):

@@ -58,7 +58,7 @@ class LayerAgreement:
         return agreement_tables.list_compared_layers(self.compared, self.order, 0).to_pandas()
 
 
-def agree_layers(
+def diff_layers(
     model: Any,
     *others: Any,
     batch: int = 1,

@@ -160,7 +160,7 @@ ROUNDS = 5
 FILES = {"memory": (WARM,), "disk": (COLD,), "both": (WARM, COLD)}
 
 
-def cold_start(
+def bench_cold_start(
     model: Any,
     *others: Any,
     batch: int = 1,

@@ -122,9 +122,7 @@ class ExplainOptions:
     rounds: int = option(5, "Processes in which each side is measured, in turn.", common=True)
     runs: int = option(50, "Watched runs in each process.", common=True)
     top: int = option(20, "Parts that are listed one by one; 0 is all.", common=True)
-    prescriptions: bool = option(
-        False, "Then measure variants of B that may cure what costs it time.", flags="--try", common=True
-    )
+    prescriptions: bool = option(False, "Then measure variants of B that may be faster.", flags="--try", common=True)
 
 
 @options.takes(ExplainOptions, f"{options.FORMS} seconds warmup timeout")
@@ -171,7 +169,7 @@ def cold_start(overrides: options.Overrides, models: ModelAndForms, format: opti
     from dyno.layers import cold_start
     from dyno.report.export import export
 
-    starts = cold_start.cold_start(*models, quiet=False, **overrides)
+    starts = cold_start.bench_cold_start(*models, quiet=False, **overrides)
     print(export([starts.table], format), end="")
     raise typer.Exit(exits.left_out(starts.left_out))
 
@@ -185,7 +183,7 @@ class LayerOptions:
 
     layers: bool = option(
         False,
-        "Compare layer by layer, in forms behind the first model such as openvino/int8, or other ONNX files.",
+        "Compare layer by layer: MODEL, then its forms such as openvino/int8, or other ONNX files.",
         common=True,
     )
     top: int = option(20, "Layers that are listed, those with the largest own errors; 0 is all.", common=True)
@@ -222,7 +220,7 @@ def diff_layers(
     if len(batches) != 1:
         raise UserError("--layers compares one batch; give one, e.g. --batch 1")
     model, *others = models
-    agreement = layers_agreement.agree_layers(
+    agreement = layers_agreement.diff_layers(
         model, *others, batch=batches[0], rtol=rtol, atol=atol, quiet=False, **overrides
     )
     print(export(agreement.tables, format), end="")

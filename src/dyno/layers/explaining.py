@@ -27,7 +27,7 @@ from dyno.study.defaults import one_model
 from dyno.study.model_info import no_such
 from dyno.study.study import Choice, Study
 from dyno.table import Table
-from dyno.take import measured_file
+from dyno.winner import measured_file
 from dyno.worker.facts.job import MODULES, LayerGraph
 from dyno.worker.option_values import at_least
 from dyno.worker.record import refuse_links, write_text

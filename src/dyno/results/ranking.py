@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dyno.formatting import significant, sized
+from dyno.formatting import counting, name_items, significant, sized
 from dyno.results import stats
 from dyno.results.blocks import are_quiet, average_rounds, block_ratios, log_ratios
 from dyno.results.correctness import INCOMPARABLE, WRONG
@@ -56,7 +56,7 @@ class Saturation:
         if self.batch == self.best_batch:
             return f"throughput is highest at batch {self.batch}, of up to {self.largest}"
         share = f"{100 * self.images_per_s / self.best_images_per_s:.0f} %"
-        best = f"{significant(self.best_images_per_s)} images/s at batch {self.best_batch}"
+        best = f"{significant(self.best_images_per_s)} {name_items(self.size)}/s at batch {self.best_batch}"
         return f"throughput saturates at batch {self.batch} ({share} of the best, {best})"
 
 
@@ -326,7 +326,7 @@ class Contention:
     @property
     def sentence(self) -> str:
         """The effect on the measured times, as a sentence."""
-        during = f"during {self.disturbed} of {self.jobs} jobs"
+        during = f"during {self.disturbed} of {counting(self.jobs, 'job')}"
         busy = f"other programs kept up to {self.processors:.1f} processors busy {during}"
         if self.mostly:
             return f"No winner is named: {busy}, and on a quiet machine the order may be another."
@@ -334,26 +334,37 @@ class Contention:
             doubt = "those latencies are inflated; measure again on a quiet machine"
         elif not self.alone:
             doubt = (
-                "disturbed rounds don't count where two others remain, else absolute latencies are inflated; "
-                "rankings were measured interleaved and hold under this load, "
-                "which may slow engines unequally"
+                "rankings were measured interleaved and hold under this load, which may slow engines unequally; "
+                "absolute latencies may be inflated"
             )
         else:
             doubt = "those latencies are inflated and their order may be wrong; measure again on a quiet machine"
         return f"{busy.capitalize()}: {doubt}."
 
 
-def cpu_contention(results: Iterable[TrialResult], compared: bool = True) -> Contention | None:
-    """Return the contention that the records show; None where no job was disturbed.
+NOTICEABLE = 0.1  # share of disturbed jobs below which the others outweigh them
 
-    The trials are `compared` with each other, or are of one configuration alone.
+
+def cpu_contention(results: Iterable[TrialResult], compared: bool = True) -> Contention | None:
+    """Return the contention that the records show, or None where it can't matter.
+
+    It matters where it disturbed at least a tenth of the timed jobs, or at least half of one trial's rounds. The trials
+    are `compared` with each other, or are of one configuration alone.
     """
-    timed = [r for t in results for r in t.good]
-    busy = [(max(r.facts.others_busy.values(), default=0.0), r.facts.contention_threshold, r.turns) for r in timed]
-    over = [(processors, turns) for processors, most, turns in busy if most is not None and processors > most]
-    if not over:
+    timed = [t.good for t in results]
+    over = [[r for r in rounds if _measure_excess(r) > 0] for rounds in timed]
+    jobs, disturbed = sum(map(len, timed)), [r for rounds in over for r in rounds]
+    few = len(disturbed) < NOTICEABLE * jobs
+    if not disturbed or (few and all(2 * len(bad) < len(all_) for bad, all_ in zip(over, timed, strict=True) if bad)):
         return None
-    return Contention(len(timed), len(over), sum(not turns for _, turns in over), max(over)[0], compared)
+    most = max(max(r.facts.others_busy.values()) for r in disturbed)
+    return Contention(jobs, len(disturbed), sum(not r.turns for r in disturbed), most, compared)
+
+
+def _measure_excess(r: Round) -> float:
+    """Return the processors that other programs kept busy, beyond those that a quiet machine may."""
+    limit = r.facts.contention_threshold
+    return 0.0 if limit is None else max(r.facts.others_busy.values(), default=0.0) - limit
 
 
 # How many times faster one trial is than another: paired where they measured in turns, else between processes.

@@ -21,10 +21,10 @@ def serve(
     out: options.Out = "",
     format: options.Format = "text",
 ) -> None:
-    """Find how many requests per second an engine answers in time. At random times, batched, in e.g. --p99 20ms."""
+    """Find how many requests per second an engine answers in time. Give the limit, e.g. --p99 20ms."""
     from dyno.serving import session
 
     requests = options.take_options(ServeOptions, overrides)
-    served = session.serve_test(model, out=out or None, options=requests, quiet=False, **overrides)
+    served = session.bench_serve(model, out=out or None, options=requests, quiet=False, **overrides)
     print_load(served, format)
     raise typer.Exit(exit_load(served))

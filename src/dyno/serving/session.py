@@ -61,7 +61,7 @@ class ServingResult(LoadResult):
     """Requests that were sent to one or several engines."""
 
 
-def serve_test(
+def bench_serve(
     model: Any,
     *,
     out: str | Path | None = None,

@@ -191,7 +191,7 @@ class MeasurementOptions:
     boundaries: Strings = option(BOUNDARIES, f"What is timed: {', '.join(BOUNDARIES)}.", usual="all three")
     turns: bool | None = option(
         None,
-        "What is compared measures in turns: all processes alive, short blocks, one runs and the others are frozen.",
+        "Measure compared trials in turns: one process runs a short block while the others are frozen.",
         usual="yes, unless --samples or --interval is given",
     )
     block: float = option(0.1, "Seconds of a block, in turns.")

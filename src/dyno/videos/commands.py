@@ -39,7 +39,7 @@ def video(
     """Detect objects in a video, and say which stage bounds its speed."""
     from dyno.videos import session
 
-    result = session.video(
+    result = session.bench_video(
         source,
         output,
         model=model,

@@ -164,7 +164,7 @@ class VideoResult(LoadResult):
         write_text(path, json.dumps(words.chrome_trace(figures.of_run(self.data))) + "\n")
 
 
-def video(
+def bench_video(
     source: str | Path,
     output: str | Path = "",
     *,

@@ -133,7 +133,7 @@ def test_without_images_the_best_batch_has_no_size_and_no_pixels(tmp_path: Path)
     (row,) = best.rows
     assert missing(row["megapixels_per_s"]), "they were 0"
     (note,) = best.notes
-    assert note.startswith("digits: most images/s, ") and note.endswith("at batch 1, with pytorch fp32.")
+    assert note.startswith("digits: most inputs/s, ") and note.endswith("at batch 1, with pytorch fp32.")
 
 
 def test_a_size_that_is_none_is_empty_beside_others(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_a_terminal_has_the_same_in_the_same_order_without_notes(
     assert lines[0] == verdicts.decisions[0].sentence and [line.split(":")[0] for line in lines[1:4]] == [
         "  real", "  right", "  next"]  # fmt: skip
     notes = [each.text for part in (verdicts, *verdicts.decisions) for each in part.findings if each.kind == NOTE]
-    assert notes and not set(notes) & set(lines) and lines[-1] == f"{len(notes)} notes more in the report."
+    assert notes and not set(notes) & set(lines) and lines[-1] == f"{len(notes)} more notes in the report."
     others = [line for line in lines[:-1] if not line.startswith("  ")]
     assert set(others) <= set(verdicts.sentences)
     decided = [decision.sentence for decision in verdicts.decisions]

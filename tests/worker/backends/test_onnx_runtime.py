@@ -130,6 +130,20 @@ def test_a_provider_that_is_not_here_is_refused_by_name(digits: Any) -> None:
     assert refuse(digits.trial("onnxruntime", provider="openvino")) == ""
 
 
+def test_a_provider_that_nothing_has_is_an_error_before_anything_runs(digits: Any) -> None:
+    refuse, trial = OnnxRuntime().refuse, digits.trial("onnxruntime", provider="nonsense")
+    with pytest.raises(
+        UserError, match=r"^provider=nonsense: ONNX Runtime has no such provider, .*; known: acl, .*cpu"
+    ):
+        refuse(trial)
+    with pytest.raises(UserError, match=r"did you mean xnnpack\?$"):
+        refuse(digits.trial("onnxruntime", provider="xnpack"))
+    elsewhere = replace(trial, runtime=Runtime(name="other", python="/other/python"))
+    assert refuse(elsewhere) == "", "the plug-ins of another Python are known there only"
+    for name in onnxruntime.get_all_providers():
+        refuse(digits.trial("onnxruntime", provider=name))
+
+
 class Library:
     """ONNX Runtime as far as plug-ins go: a registered one finds a device or none."""
 

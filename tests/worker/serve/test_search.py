@@ -1,4 +1,4 @@
-"""The search for the highest rate that holds, and the options of a serve-test."""
+"""The search for the highest rate that holds, and the options of `dyno bench serve`."""
 
 import dataclasses
 import json

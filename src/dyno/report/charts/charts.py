@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dyno.formatting import NO_IMAGE, bounded, limits, ratio, short, short_bound, show, significant, sized
+from dyno.formatting import NO_IMAGE, bounded, limits, name_items, ratio, short, short_bound, show, significant, sized
 from dyno.report.style import HATCHES, INK, LINES, WIDTH, Chart, color, logarithmic, marker, styled, tip
 from dyno.results import ranking
 from dyno.results.limits import Limit
@@ -35,7 +35,8 @@ Panel = tuple[str, "pd.DataFrame"]
 def scaling_series(run: RunData, axis: str) -> Any:
     """Draw throughput, and FPS from latency, against batch or image size (R35); None without a panel."""
     rows = ranking.list_usable(run.frame).dropna(subset=[LATENCY])
-    columns = {THROUGHPUT: "throughput, images/s", "fps": "FPS, batch after batch, images/s"}
+    unit = f"{name_items(*rows['size'])}/s"
+    columns = {THROUGHPUT: f"throughput, {unit}", "fps": f"FPS, batch after batch, {unit}"}
     return draw_lines(rows.assign(fps=ranking.read_fps(rows)), axis, columns)
 
 
@@ -230,7 +231,7 @@ def _describe_row(r: pd.Series) -> str:
     interval = limits(r["latency_ms_low"], r["latency_ms_high"], lambda v: show(v * 1e-3, "duration"))
     words = [f"{configuration_of(r)}, batch {r['batch']}: {show(r[LATENCY] * 1e-3, 'duration')}{interval}"]
     if r[THROUGHPUT] == r[THROUGHPUT]:
-        words.append(f"{significant(r[THROUGHPUT])} images/s")
+        words.append(f"{significant(r[THROUGHPUT])} {name_items(r['size'])}/s")
     if r["speedup"] == r["speedup"] and r["verdict"] != "reference":
         words.append(f"{ratio(r['speedup'], r['speedup_low'], r['speedup_high'])}, {r['verdict']}")
     return "; ".join(words)
@@ -370,7 +371,7 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
     axes.margins(y=0.12)
     if axes.get_xscale() == "linear":
         axes.set_xlim(left=max(0.0, 1.1 * group[speed].min() - 0.1 * limit))
-    measured = "latency per batch, ms" if speed == LATENCY else "images per second"
+    measured = "latency per batch, ms" if speed == LATENCY else f"{name_items(*group['size'])} per second"
     axes.set_xlabel(f"{measured} (95 % interval between processes)")
     axes.set_ylabel(f"{metric.label}, % (95 % interval)")
 

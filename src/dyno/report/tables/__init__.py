@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from dyno.formatting import name_items
 from dyno.results.run_data import RunData
 from dyno.table import TEXT, Column, Row, Table
 from dyno.worker import plugins
@@ -85,7 +86,16 @@ class TableKind:
         """Return the run's table, which may be empty; UserError for a table that is not of a run."""
         if self.make is None:
             raise UserError(f"the table {self.name} is not of a run; `{self.command}` prints it")
-        return self.make(run) or self.of((), ())
+        table = self.make(run) or self.of((), ())
+        if name_items(*run.frame["size"]) == "images":
+            return table
+        return replace(table, columns=tuple(map(_count_inputs, table.columns)))
+
+
+def _count_inputs(column: Column) -> Column:
+    """Return the column of a run in which some inputs aren't images, by whose number its rates and costs are."""
+    texts = {name: getattr(column, name).replace("image", "input") for name in ("unit", "title", "meaning")}
+    return replace(column, **texts)
 
 
 COLUMNS = (

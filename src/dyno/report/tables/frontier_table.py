@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 LIMITS = ("low", "high")
 SPEEDS = ("latency_ms", "latency_ms_low", "latency_ms_high", "throughput_ips", "throughput_low", "throughput_high")
 NOTE = (
-    "No trial is both faster and more accurate than one of these: by latency at the smallest batch, by images/s at "
-    "all. Intervals "
-    "of speed are between processes; neighbours whose intervals overlap may be in the other order."
+    "No trial is both faster and more accurate than one of these: by latency at the smallest batch, by throughput "
+    "at all. Intervals of speed are between processes; neighbours whose intervals overlap may be in the other order."
 )
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import NO_IMAGE, UNCLEAR, bounded, short_bound, significant, sized
+from dyno.formatting import NO_IMAGE, UNCLEAR, bounded, name_items, short_bound, significant, sized
 from dyno.report.tables import TableKind
 from dyno.report.tables.accuracy_tables import MOST_PAIRS
 from dyno.report.tables.trial_table import FEW, STATISTICS, few, outcome, parenthesised, pick
@@ -154,9 +154,9 @@ LATENCY_ALL = _make_kind(
     {name: f"latency_all_ms_{column}" for name, column in NAMES.items()}, samples="samples_all",
 )  # fmt: skip
 THROUGHPUT = _make_kind(
-    "throughput", "Images per second",
-    "Images per second with batches queued, and of one batch after another, side by side.", 3,
-    {"throughput, images/s": "throughput_ips", "FPS, one batch after another": "fps"},
+    "throughput", "Throughput",
+    "Throughput with batches queued, and of one batch after another, side by side.", 3,
+    {"throughput, per second": "throughput_ips", "FPS, one batch after another": "fps"},
     fps=lambda run: read_fps(run.frame),
 )  # fmt: skip
 SPEEDUP = _make_kind(
@@ -295,10 +295,13 @@ def _make_best_table(run: RunData) -> Table | None:
 
 
 def _find_winners(best: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield for each model the combination with the most images per second and, across sizes, with the most pixels."""
+    """Yield for each model the combination with the highest throughput and, across sizes, with the most pixels."""
     for model in dict.fromkeys(row["model"] for row in best):
         rows = [row for row in best if row["model"] == model]
-        for column, unit in (("images_per_s", "images/s"), ("megapixels_per_s", "megapixels/s")):
+        for column, unit in (
+            ("images_per_s", f"{name_items(*(row['size'] for row in rows))}/s"),
+            ("megapixels_per_s", "megapixels/s"),
+        ):
             if column == "megapixels_per_s" and len({row["size"] for row in rows}) == 1:
                 continue
             r = max(rows, key=lambda row: row[column])

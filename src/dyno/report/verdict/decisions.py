@@ -16,6 +16,7 @@ from dyno.formatting import (
     in_brackets,
     join_names,
     limits,
+    name_items,
     points,
     ratio,
     show,
@@ -32,7 +33,6 @@ from dyno.report.verdict.findings import (
     Figure,
     Finding,
     ms,
-    spread,
 )
 from dyno.results import blocks, remarks, stats
 from dyno.results import limits as results_limits
@@ -394,7 +394,7 @@ def card_figures(ranking: Ranking, gain: Speedup | None, certainty: str, run: Ru
 def _make_latency_figure(winner: pd.Series) -> Figure:
     low, high = winner["latency_ms_low"], winner["latency_ms_high"]
     below = [limits(low, high, ms).strip()] if bounded(low, high) else []
-    rate = [] if missing(winner[THROUGHPUT]) else [f"{significant(winner[THROUGHPUT])} images/s"]
+    rate = [] if missing(winner[THROUGHPUT]) else [f"{significant(winner[THROUGHPUT])} {name_items(winner['size'])}/s"]
     return Figure("latency", ms(winner[LATENCY]), ", ".join([*below, f"batch {winner['batch']}", *rate]))
 
 
@@ -464,7 +464,7 @@ def list_confirmations(ranking: Ranking, contest: Contest, speed: str, run: RunD
     gain = _compute_gain(winner, reference, row, speed) if reference is not None and reference is not winner else None
     if gain is not None and reference is not None:
         shown, name = ratio(gain.value, gain.low, gain.high), reference_name(ranking, reference)
-        unit = "as fast as" if speed == LATENCY else "the images per second of"
+        unit = "as fast as" if speed == LATENCY else f"the {name_items(row['size'])} per second of"
         text += f"; the ratio to {name} is {UNCLEAR}" if shown == UNCLEAR else f", {shown} {unit} {name}"
     yield Finding(NOTE, text + ".")
     yield from _find_disagreements(ranking, contest, speed, trials, own, gain)
@@ -504,7 +504,7 @@ def _find_disagreements(
 
 
 def _list_costs(rounds: Sequence[Round], row: pd.Series, speed: str) -> list[float]:
-    """Return the seconds of each successful round (or build): per batch, or per image where images/s are compared."""
+    """Return the seconds of each successful round (or build): per batch, or per input where throughput is compared."""
     good = [r for r in rounds if r.ok]
     if speed == THROUGHPUT:
         return results_ranking.image_costs(good, row)
@@ -523,9 +523,11 @@ def _compute_gain(winner: TrialResult, reference: TrialResult, row: pd.Series, s
 
 
 def _format_spread(own: list[float], row: pd.Series, speed: str) -> str:
-    latency = speed == LATENCY
-    interval = stats.center(own if latency else [1 / cost for cost in own])
-    return spread(interval, latency) + (f" at batch {row['batch']}" if latency else "")
+    if speed == THROUGHPUT:
+        rate = stats.center([1 / cost for cost in own])
+        return f"{significant(rate.value)} {name_items(row['size'])}/s{limits(rate.low, rate.high, significant)}"
+    latency = stats.center([1e3 * cost for cost in own])
+    return f"{ms(latency.value)}{limits(latency.low, latency.high, ms)} at batch {row['batch']}"
 
 
 CLOSE = 1.005  # lower limit of a lead that is printed as 1.00
@@ -789,7 +791,7 @@ def _describe_rate(ranking: Ranking, contest: Contest, run: RunData) -> str:
     names = [name, *(name_row(ranking, row, THROUGHPUT) for row, _ in contest.rivals)]
     text = f"{name_set(names, contest, run)}; {name} reaches {rate}" if contest.rivals else f"{name}: {rate}"
     limit = f" within {run.conditions}" if run.limits else ""
-    text = f"most images per second{limit} with {text}"
+    text = f"most {name_items(best['size'])} per second{limit} with {text}"
     line = results_ranking.configuration_of(best), best["size"], best["batch"]
     same = [
         s for s in results_ranking.find_saturation(ranking.group) if (s.configuration, s.size, s.best_batch) == line

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import UNCLEAR, limits, points, ratio, show, significant
+from dyno.formatting import UNCLEAR, points, ratio, show
 from dyno.results import ranking, remarks, stats
 from dyno.results.metrics import accuracy, known, quality
 from dyno.results.metrics.accuracy import KEEP, OVER, UNDECIDED, WITHIN
 from dyno.results.notes import KEPT, AnchorDevices, Attempt, RouteAttempt, attempts, center, devices, percent_slower
 from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
-from dyno.results.stats import Interval, Speedup
+from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.files import AVERAGED, IN_SINGLE
 from dyno.worker.tasks.classify import AMBIGUOUS, UNSCORED
@@ -73,13 +73,6 @@ class Decision:
 def ms(value: float) -> str:
     """Format milliseconds as a duration."""
     return show(value * 1e-3, "duration")
-
-
-def spread(interval: Interval, latency: bool) -> str:
-    """Format a latency in seconds or a rate in images/s, with its interval where it has one."""
-    text = (lambda v: show(v, "duration")) if latency else significant
-    unit = "" if latency else " images/s"
-    return f"{text(interval.value)}{unit}{limits(interval.low, interval.high, text)}"
 
 
 # Sentences on a whole run: devices, precisions searched, pixel inputs, routes to ONNX, trials without a score.

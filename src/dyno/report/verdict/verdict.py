@@ -6,7 +6,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 from dyno.formatting import counting, indentation, plain, ratio, sized
@@ -32,7 +31,7 @@ OTHER_NETWORK = (
     "if they are different networks, run one command for each."
 )
 MOST_GROUPS = 8  # model x size pairs with sentences; the rest is in the tables
-SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
+MOST_RATIOS = 3  # batches whose ratio one sentence gives
 # Wider precisions that a lowered one should be faster than, in the order of comparison.
 WIDER = {
     **dict.fromkeys(("tf32", "fp16", "bf16"), ("fp32",)),
@@ -70,7 +69,7 @@ class Verdict:
         lines += [each.text for each in self.findings if each.kind != NOTE]
         rest = [*self.findings, *(each for decision in self.decisions for each in decision.findings)]
         notes = sum(each.kind == NOTE for each in rest)
-        more = [f"{counting(notes, 'note')} more in the report."] if notes else []
+        more = [f"{counting(notes, 'more note')} in the report."] if notes else []
         return [*(indentation(line) + plain(line) for line in lines), *more]
 
 
@@ -193,22 +192,37 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
     several = len({(t.model, t.size) for t in results}) > 1
     for (model, size, name, other_name), slow in list(groups.items())[:MOST_GROUPS]:
         where = f"{model}{sized(size, ' at size ')}: " if several else ""
-        yield Finding(WARNING, f"{where}{name} is {_not_faster(other_name, slow)}.")
+        yield Finding(WARNING, f"{where}{name} is {_describe_no_gain(other_name, slow)}.")
     if len(groups) > MOST_GROUPS:
         more = len(groups) - MOST_GROUPS
         yield Finding(NOTE, f"{more} more configurations gain nothing from their precision; see the tables.")
 
 
-def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> str:
+def _describe_no_gain(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> str:
+    """Compare a lowered precision with the other one, batch by batch, with the first reason that the engine gives."""
     slow = sorted(slow, key=lambda pair: pair[0].batch)
-    gains = [gain for _, gain in slow]
-    sure = all(gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1 for gain in gains)
-    shown = ratio(gains[0].value, gains[0].low, gains[0].high)
-    shown += ", one round only, so unproven" if gains[0].verdict == stats.ONE_ROUND else ""
-    reasons = list(dict.fromkeys("; ".join(remarks.list_reasons(t)) or _explain_silence(gain) for t, gain in slow))
-    at = f"at batch {slow[0][0].batch}, " if len(reasons) > 1 else ""
-    word = "not faster" if sure else "not shown to be faster"
-    return f"{word} than {other} ({_format_batches([t for t, _ in slow])}: {shown}): {at}{reasons[0]}"
+    ratios: dict[str, list[str]] = {}
+    for t, gain in slow:
+        shown = ratio(gain.value, gain.low, gain.high)
+        ratios.setdefault(_choose_relation(gain), []).append(f"batch {t.batch}: {shown}")
+    parts: list[str] = []
+    for relation, each in ratios.items():
+        more = [f"{len(each) - MOST_RATIOS} more"] if len(each) > MOST_RATIOS else []
+        parts.append(f"{relation.format('it' if parts else other)} ({'; '.join([*each[:MOST_RATIOS], *more])})")
+    text = " and ".join(parts)
+    reasons = [(t.batch, "; ".join(remarks.list_reasons(t))) for t, _ in slow]
+    if (given := next(((batch, why) for batch, why in reasons if why), None)) is None:
+        return text + "; the engine reports no reason"
+    at = f"at batch {given[0]}, " if len({why for _, why in reasons}) > 1 else ""
+    return f"{text}: {at}{given[1]}"
+
+
+def _choose_relation(gain: stats.Speedup) -> str:
+    if gain.verdict == stats.ONE_ROUND:
+        return "behind {} after one round, which proves nothing"
+    if gain.verdict == stats.EQUIVALENT:
+        return "no faster than {}"
+    return "slower than {}" if gain.verdict == stats.SLOWER or gain.high < 1 else "not shown to be faster than {}"
 
 
 def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: stats.Rule) -> stats.Speedup | None:
@@ -222,15 +236,6 @@ def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: s
         gain = results_ranking.estimate_speedup(t, wider, "model", clock_of("model", t, wider), rule)
     none = gain.verdict in decisions.NO_GAIN or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
     return gain if none else None
-
-
-def _explain_silence(gain: stats.Speedup) -> str:
-    """Describe why nothing is gained, where the engine gives no reason."""
-    if gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1:
-        return "the engine gives no reason"
-    if gain.high < SLIGHT:
-        return f"it gains {ceil(100 * (gain.high - 1))} % at most, and the engine gives no reason"
-    return "the spread between processes hides any gain"
 
 
 def _describe_outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-import importlib
+import difflib
+import importlib.util
 import math
 import re
 import tempfile
@@ -43,6 +44,12 @@ from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailabl
 ENGINE = "ONNX Runtime"
 SUFFIX = "ExecutionProvider"
 PLUGINS = ("openvino", "webgpu", "mlx", "nv_tensorrt_rtx")  # of onnxruntime-ep-NAME, in the index today
+# Providers that a build may have, as `get_all_providers` of 1.30 and earlier releases lists them.
+KNOWN_PROVIDERS = (
+    "acl", "armnn", "azure", "cann", "coreml", "cpu", "cuda", "dml", "dnnl", "js", "migraphx", "nnapi",
+    "nvtensorrtrtx", "openvino", "qnn", "rknpu", "rocm", "snpe", "tensorrt", "tvm", "vitisai", "vsinpu", "webgpu",
+    "webnn", "xnnpack",
+)  # fmt: skip
 PROVIDERS = ["CPUExecutionProvider"]
 OPTIMIZATION = {
     "all": "ORT_ENABLE_ALL",
@@ -90,6 +97,8 @@ class OnnxRuntime(Backend):
         on_gpu, provider = trial.runtime.device != "cpu", trial.options.get("provider")
         if "streams" in trial.options and on_gpu:
             return "streams are of onnxruntime's CPU provider; on a GPU give slots"
+        if provider is not None and not trial.runtime.python:
+            _check_name(str(provider))
         if provider is not None and on_gpu != (provider in cuda.KINDS):
             needed = "cuda:0" if provider in cuda.KINDS else "cpu, from where it takes host memory"
             return f"provider={provider} is for --device {needed}"
@@ -396,6 +405,22 @@ class Provider:
     devices: tuple[Any, ...] = ()
 
 
+def _shorten(provider: str) -> str:
+    return provider.removesuffix(SUFFIX).lower()
+
+
+def _check_name(provider: str) -> None:
+    """Raise a `UserError` for a provider that no release of ONNX Runtime and no plug-in of this Python has."""
+    short = _shorten(provider)
+    if short in (*KNOWN_PROVIDERS, *PLUGINS) or importlib.util.find_spec(f"onnxruntime_ep_{short}"):
+        return
+    similar = difflib.get_close_matches(short, KNOWN_PROVIDERS, 1)
+    raise UserError(
+        f"provider={provider}: ONNX Runtime has no such provider, and the plug-in onnxruntime_ep_{short} is not "
+        f"installed; " + (f"did you mean {similar[0]}?" if similar else f"known: {', '.join(KNOWN_PROVIDERS)}")
+    )
+
+
 def find_provider(ort: Any, trial: Trial) -> Provider | None:
     """Return the provider that the trial names for a CPU's session; None for the usual one.
 
@@ -405,8 +430,8 @@ def find_provider(ort: Any, trial: Trial) -> Provider | None:
     asked = trial.options.get("provider")
     if asked is None or trial.runtime.device != "cpu":
         return None
-    short = str(asked).removesuffix(SUFFIX).lower()
-    built = {name.removesuffix(SUFFIX).lower(): name for name in ort.get_available_providers()}
+    short = _shorten(str(asked))
+    built = {_shorten(name): name for name in ort.get_available_providers()}
     if short in built:
         return Provider(built[short])
     package = f"onnxruntime_ep_{short}"

@@ -22,7 +22,7 @@ from dyno.worker.nets import darknet, huggingface, local_code, random_weights, s
 from dyno.worker.nets.checkpoint import apply, by_own_names, head_classes, read_checkpoint
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
 from dyno.worker.sessions.torch_support import eager, evaluating, one_thread
-from dyno.worker.spec import NETWORK_FOLDER, Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
+from dyno.worker.spec import NETWORK_FOLDER, Dims, ModelSpec, Preprocess, Unavailable, UserError
 
 # torchvision's detectors: they normalise, resize and suppress inside; the number of boxes differs per image.
 
@@ -353,7 +353,10 @@ def _find_function(model: ModelSpec) -> Callable[..., Any]:
     location, module, attribute = _find_attribute(model.source, model.source_sha256)
     if attribute is None:
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        check_known(f"function of {location}", split_call(model.source.rpartition(":")[2])[0], names)
+        wanted = split_call(model.source.rpartition(":")[2])[0]
+        near = difflib.get_close_matches(wanted, names, 1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}"
+        raise UserError(f"{Path(location).name} has no function {wanted!r}; {hint}")
     if not callable(attribute) or isinstance(attribute, _import_library("torch").nn.Module):
         raise UserError(f"{model.source} is a {type(attribute).__name__}; it must be a function that returns a module")
     function: Callable[..., Any] = attribute

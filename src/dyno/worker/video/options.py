@@ -32,7 +32,7 @@ OPENING = "open the source"  # the stage of a job in which a source that isn't a
 class VideoOptions:
     """Video."""
 
-    confidence: float = option(0.25, "Least score of a box.", common=True)
+    confidence: float = option(0.25, "Lowest score of a box that is kept.", common=True)
     iou: float = option(0.7, "Overlap above which the weaker of two boxes of a class is dropped.")
     most: int = option(300, "Most boxes of a frame.")
     frames: int = option(0, "Stop after this many frames.", "the whole video", common=True)
@@ -55,7 +55,7 @@ class VideoOptions:
         "", f"Follow objects, and count them, by this method: {', '.join(TRACKERS)}.", "boxes alone", common=True
     )
     track_confidence: float = option(
-        0.0, "Least score of a box by which an object is first seen; weaker boxes only carry it on.", "--confidence"
+        0.0, "Lowest score of the box that begins a track; weaker boxes only continue it.", "--confidence"
     )
     codec: str = option("", "Codec to write with: h264, hevc, vp9, av1, mpeg4…", "the container's own")
     live: bool | None = option(

@@ -1,4 +1,4 @@
-"""`dyno.calibrate`: the instrument tests itself on this machine, on processes whose difference is known."""
+"""`dyno.selftest`: the instrument tests itself on this machine, on processes whose difference is known."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CalibrationResult(SelfTest):
         return "\n".join(list_sentences(self))
 
 
-def calibrate(
+def selftest(
     model: str = "",
     *,
     minutes: float = SELF_TEST_MINUTES,

@@ -23,13 +23,13 @@ from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Trial, UserError, from_json
 
 STATE = ".pt"
-MARKS = ("Written by `dyno export`", "Written by `dyno take`")  # of scripts; the second is of earlier versions
+MARK = "Written by `dyno export`"  # of scripts
 TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
-class TakeResult:
-    """What was taken: the trial's id and label, its file (for a module its weights), the script, and notes.
+class ExportResult:
+    """What was exported: the trial's id and label, its file (for a module its weights), the script, and notes.
 
     `bytes` is of the file with what belongs to it, such as an IR's .bin.
     """
@@ -42,7 +42,7 @@ class TakeResult:
     notes: tuple[str, ...] = ()
 
 
-def take(run: RunData, choice: str = "", out: Path | None = None) -> TakeResult:
+def export_winner(run: RunData, choice: str = "", out: Path | None = None) -> ExportResult:
     """Write a trial's file to `out` and a script that runs it beside that, with the same name and .py.
 
     `choice` is a trial's id or its beginning, or BACKEND/PRECISION; "" is the verdict's winner. `out` is by default
@@ -66,10 +66,10 @@ def take(run: RunData, choice: str = "", out: Path | None = None) -> TakeResult:
     with tempfile.TemporaryDirectory() as scratch:
         record = launch(Job("take", trial.runtime, trial, artifact=artifact, options=about), Path(scratch), TIMEOUT_S)
         if record.status != "ok":
-            raise UserError(f"{chosen.label} can't be taken: {record.reason}")
+            raise UserError(f"{chosen.label} can't be exported: {record.reason}")
         _write_files(Path(scratch), record.facts.files, artifact, file, script)
     size = artifact.bytes if artifact else file.stat().st_size
-    return TakeResult(chosen.id, chosen.label, file, script, size, (*notes, *_list_caveats(results, choice)))
+    return ExportResult(chosen.id, chosen.label, file, script, size, (*notes, *_list_caveats(results, choice)))
 
 
 def _write_files(written: Path, names: Sequence[str], artifact: Artifact | None, file: Path, script: Path) -> None:
@@ -89,7 +89,7 @@ def _choose_trial(run: RunData, choice: str) -> TrialResult:
     """Return the chosen trial; raise `UserError` if it did not run."""
     chosen = find_trial(run.records, choice) if choice else _find_winner(run)
     if not chosen.good:
-        raise UserError(f"{chosen.label} did not run ({chosen.status}: {chosen.reason}), so there is nothing to take")
+        raise UserError(f"{chosen.label} did not run ({chosen.status}: {chosen.reason}), so there is nothing to export")
     return chosen
 
 
@@ -173,7 +173,7 @@ def _check_free(file: Path, script: Path, artifact: Artifact | None) -> None:
     if artifact and file.exists() and file.samefile(artifact.path):
         raise UserError(f"{file} is the file that was measured; give another with -o")
     if script.exists():
-        if not any(mark in script.read_text(encoding="utf-8", errors="replace") for mark in MARKS):
+        if MARK not in script.read_text(encoding="utf-8", errors="replace"):
             raise UserError(f"{script} exists already and was not written by `dyno export`; give another name with -o")
     elif artifact is None and _copied_code(script).exists():
         raise UserError(f"{_copied_code(script)} exists already; give another name with -o")

@@ -13,7 +13,7 @@ from benchmarks.until import StudyOutcome, studies
 
 import dyno
 from dyno.jobs.progress import Progress
-from dyno.regression import calibration as module
+from dyno.regression import selftest as module
 from dyno.report import sections
 from dyno.report import self_test as report_self_test
 from dyno.results import stats
@@ -44,12 +44,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command measures few short rounds of the fake backend."""
     given = {name: FAKE[name] for name in ("seconds", "warmup", "block", "threads", "layout")}
-    whole = module.calibrate
+    whole = module.selftest
 
     def short(model: str, **more: Any) -> dyno.SelfTest:
         return whole(model, **{**given, **more})
 
-    monkeypatch.setattr(module, "calibrate", short)
+    monkeypatch.setattr(module, "selftest", short)
     monkeypatch.setattr(registry, "names", lambda: ["fake"])  # the others would be asked by `dyno doctor`
 
 
@@ -63,7 +63,7 @@ def known() -> StoredSelfTest:
 
 @pytest.mark.usefixtures("preloaded")
 def test_it_tells_equal_processes_from_slowed_ones() -> None:
-    found = dyno.calibrate("fake:net", **FAKE)
+    found = dyno.selftest("fake:net", **FAKE)
     assert len(found.rounds) == 5
     assert found.slowdowns == [0.0, 0.5]
     (slowed,) = [one for one in found.verdicts if one.slowdown and one.rounds == 5]
@@ -80,7 +80,7 @@ def test_it_tells_equal_processes_from_slowed_ones() -> None:
 def test_builds_are_part_of_the_noise(drawn_engine: Path, refused: Any) -> None:
     """A run that is taken off the processor takes tens of milliseconds, so most of the short ones aren't."""
     given = {**FAKE, "backend": "drawn_engine:Engine@kind=a@uneven=true@latency_ms=0.1", "rounds": 3}
-    found = dyno.calibrate("fake:net", rebuild=True, **given)
+    found = dyno.selftest("fake:net", rebuild=True, **given)
     assert found.stored.builds and len(found.rounds) == 3
     logs = [pair.log for pair in found.pairs(0.0)]
     assert all(log < -1 for log in logs), "the second of a pair has a build of its own, a slow one"
@@ -193,12 +193,12 @@ def test_a_trial_that_does_not_run_is_one_line(call: Any) -> None:
 @pytest.mark.usefixtures("preloaded")
 def test_few_rounds_and_slow_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(dyno.UserError, match="3 or more"):
-        dyno.calibrate("fake:net", **{**FAKE, "rounds": 2})
+        dyno.selftest("fake:net", **{**FAKE, "rounds": 2})
     later = iter(range(0, 10**9, 100))  # every look at the clock is 100 s after the one before
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(later))))
     monkeypatch.setattr(module, "_measure_round", lambda *_: None)
     with pytest.raises(dyno.UserError, match=r"give --minutes \d+"):
-        dyno.calibrate("fake:net", **{**FAKE, "minutes": 0.1, "rounds": 0})
+        dyno.selftest("fake:net", **{**FAKE, "minutes": 0.1, "rounds": 0})
 
 
 def test_each_round_is_in_one_study_and_looks_begin_with_the_first() -> None:

@@ -167,7 +167,7 @@ def test_an_engine_whose_outputs_are_not_finite_is_not_measured(call: Any, tmp_p
 
 def test_from_python(tmp_path: Path) -> None:
     options = ServeOptions(p50="1s", rate=200, instances=np.int64(1), duration="0.5s")  # type: ignore[arg-type]
-    served = dyno.serve_test(
+    served = dyno.bench_serve(
         "fake:net", channels=1, backends=("fake@latency_ms=1",), threads=1, seconds=0.05, warmup=0.02,
         out=tmp_path / "run", options=options,
     )  # fmt: skip

@@ -133,7 +133,7 @@ def run_alone(script: Path, fed: dict[str, np.ndarray], pictures: list[Path], sc
     "which", ["pytorch", "pytorch@input=uint8", "onnxruntime/int8", "onnxruntime/fp32", "openvino"]
 )
 def test_a_script_answers_as_its_trial_did(run: Result, photos: Path, which: str, tmp_path: Path) -> None:
-    taken = run.take(which, tmp_path / "best")
+    taken = run.export(which, tmp_path / "best")
     found = run.records.trial(taken.trial)
     trial, stored = from_json(Trial, found.job["trial"]), found.outputs()
     pictures = sorted(photos.rglob("*.png"))
@@ -159,7 +159,7 @@ def test_what_was_compiled_is_taken(which: str, photos: Path, tmp_path: Path) ->
         data=str(photos), calibration=str(photos.with_name("others")),
     )  # fmt: skip
     result = ran(study, tmp_path / "run")
-    taken = result.take(which, tmp_path / "best")
+    taken = result.export(which, tmp_path / "best")
     found = result.records.trial(taken.trial)
     made = run_alone(taken.script, feeds(from_json(Trial, found.job["trial"]), 10), [], tmp_path)
     np.testing.assert_allclose(made["output:output"], found.outputs()["output"], rtol=1e-4, atol=1e-5)
@@ -172,11 +172,11 @@ def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(run: Result
     assert f"best.xml ({size / 1e6:.2f} MB)" in out
     done = subprocess.run([sys.executable, "best.py"], capture_output=True, text=True, cwd=tmp_path, timeout=1200)
     assert done.returncode == 0 and "output float32 2x2" in done.stdout, done.stderr
-    made = Path(run.records.trial(run.take("openvino", tmp_path / "again").trial).artifact.path)
+    made = Path(run.records.trial(run.export("openvino", tmp_path / "again").trial).artifact.path)
     shutil.rmtree(made.parent)
     code, out, err = call("export", run.folder, "openvino", "-o", "best")
     assert code == 0 and made.is_file(), err
-    assert run.take().file.name.startswith("net-")
+    assert run.export().file.name.startswith("net-")
 
 
 def test_what_can_not_be_taken_is_one_line(run: Result, refused: Any, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_run_prints_how_its_winner_is_taken(call: Any, tmp_path: Path) -> None
 def test_a_module_of_a_library_is_built_again(model: str, size: str, tmp_path: Path) -> None:
     pytest.importorskip(model.partition(":")[0])
     result = ran(Study(models=(model,), backends=("pytorch",), sizes=(size,), compared=2), tmp_path / "run")
-    taken = result.take(out=tmp_path / "best")
+    taken = result.export(out=tmp_path / "best")
     found = result.records.trial(taken.trial)
     made = run_alone(taken.script, feeds(from_json(Trial, found.job["trial"]), 2), [], tmp_path)
     for name, values in found.outputs().items():
@@ -228,7 +228,7 @@ def test_what_a_function_wrapped_is_built_again(tmp_path: Path) -> None:
     )
     for name in ("wrapped", "program", "running"):
         study = Study(models=(f"{tmp_path}/nets.py:{name}",), backends=("pytorch",), sizes=("8",), compared=2)
-        taken = (result := ran(study, tmp_path / name)).take(out=tmp_path / f"best-{name}")
+        taken = (result := ran(study, tmp_path / name)).export(out=tmp_path / f"best-{name}")
         found = result.records.trial(taken.trial)
         made = run_alone(taken.script, feeds(from_json(Trial, found.job["trial"]), 2), [], tmp_path)
         for output, values in found.outputs().items():
@@ -243,7 +243,7 @@ def test_a_module_with_described_inputs_is_called_as_it_was(where: str, tmp_path
     if where == "memory":
         model = torch.nn.LSTM(6, 5, batch_first=True), torch.randn(3, 7, 6)
     result = ran(Study(models=(model,), backends=("pytorch",), compared=4), tmp_path / "run")
-    taken = result.take(out=tmp_path / "best")
+    taken = result.export(out=tmp_path / "best")
     found = result.records.trial(taken.trial)
     trial, stored = from_json(Trial, found.job["trial"]), found.outputs()
     batches = -(-4 // trial.dims.batch)
@@ -259,4 +259,4 @@ def test_a_module_with_described_inputs_is_called_as_it_was(where: str, tmp_path
 def test_a_backend_without_a_script_says_so(fake_study: Any, tmp_path: Path) -> None:
     result = fake_study().run(tmp_path / "run", quiet=True)
     with pytest.raises(dyno.UserError, match="there is no script for fake; one can be written for onnxruntime"):
-        result.take("fake", tmp_path / "best")
+        result.export("fake", tmp_path / "best")

@@ -1,0 +1,193 @@
+"""The application: help by groups of options, and the commands that `app` lists, each a call into a module."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from dyno import __version__
+from dyno.cli import exits, options
+from dyno.cli.options import ACCURACY, EFFORT, WHAT, WHERE
+from dyno.study.defaults import DEMO_MINUTES
+from dyno.worker.spec import ROUNDS, UserError
+
+# Help has these groups in this order, a command's other groups behind "Options"; an example where all of it is shown.
+GROUPS = ("Arguments", "Options", "", WHAT, ACCURACY, EFFORT, WHERE)
+GROUP_EXAMPLES = {
+    WHAT: "--backend pytorch,onnxruntime --batch 1,8",
+    ACCURACY: "--data photos --budget top1=0.5",
+    EFFORT: "--rounds 5 --seconds 1",
+    WHERE: "--device cuda:0 --out runs/mine",
+}
+METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
+ALL = "--help-all"
+# Commands that measure, which have --verbose.
+MEASURES = "run time eval compare demo video serve cold-start stress reproduce profile explain diff".split()
+WIDEST = 80  # characters of a command's summary
+
+Functions = Mapping[str, "str | Mapping[str, str]"]
+
+
+class LongHelp:
+    """Options by group in the help of a command or a group of them: the common ones, all with `--help-all`."""
+
+    callback: Any
+    get_params: Any
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """See click's; `--help-all` is one of the names of its option for help."""
+        ctx.meta[ALL] = ALL in args
+        return super().parse_args(ctx, args)  # type: ignore[misc]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """See click's."""
+        rare = () if ctx.meta.get(ALL) else getattr(self.callback, "rare", ())
+        groups: dict[str, list[Any]] = {}
+        parameters: list[Any] = self.get_params(ctx)
+        for each in parameters:
+            if each.name not in rare and ALL not in each.opts:
+                heading = "Arguments" if each.param_type_name == "argument" else each.rich_help_panel or "Options"
+                groups.setdefault(heading, []).append(each)
+        order = {name: GROUPS.index(name if name in GROUPS else "") for name in groups}
+        for heading in sorted(groups, key=order.__getitem__):
+            example = GROUP_EXAMPLES.get(heading, "")
+            flags = {flag for each in groups[heading] for flag in each.opts}
+            complete = example and flags.issuperset(word for word in example.split() if word.startswith("--"))
+            with formatter.section(f"{heading}, e.g. {example}" if complete else heading):
+                formatter.write_dl([_describe(each, ctx) for each in groups[heading]])
+        count = len([each for each in parameters if each.name in rare])
+        if count:
+            formatter.write_paragraph()
+            formatter.write_text(f"{ALL} shows {count} more options.")
+
+
+class Command(LongHelp, typer.core.TyperCommand):
+    """A command with a short and a long help."""
+
+
+def _describe(parameter: Any, ctx: Any) -> tuple[str, str]:
+    """Return a parameter's flags, without its aliases, and its help."""
+    shown = copy.copy(parameter)
+    long = [flag for flag in parameter.opts if flag.startswith("--")]
+    shown.opts = [flag for flag in parameter.opts if flag not in long[1:]]
+    kind = parameter.type_descriptor.annotation
+    if parameter.metavar is None:
+        shown.metavar = METAVARS.get(next(iter(typing.get_args(kind)), kind), "TEXT")
+    name, help = shown.get_help_record(ctx)
+    if parameter.param_type_name == "argument":
+        name = shown.metavar
+    return name, re.sub(r"\[default: \((.*)\)(?=[\];])", r"[default: \1", help)
+
+
+class Commands(LongHelp, typer.core.TyperGroup):
+    """A group of commands; an unknown name is answered with what may have been meant, an old one with the new one.
+
+    `write_help` returns the help where that isn't the list of the group's commands.
+    """
+
+    write_help: Callable[[], str] | None = None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See click's; a `UserError` for an unknown command."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            raise UserError(exits.no_command(args[0], self.list_commands(ctx), ctx.command_path))
+        return super().resolve_command(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """See click's."""
+        if self.write_help is None:
+            super().format_help(ctx, formatter)
+            return
+        formatter.write(self.write_help())
+        if ctx.meta.get(ALL):
+            super().format_options(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """See click's."""
+        with formatter.section("Commands"):
+            rows = self.commands.items()
+            formatter.write_dl([(name, each.get_short_help_str(WIDEST).removesuffix(".")) for name, each in rows])
+        if ctx.meta.get(ALL):
+            super().format_options(ctx, formatter)
+        formatter.write_paragraph()
+        formatter.write_text(f"{ctx.command_path} COMMAND --help shows its common options, {ALL} all.")
+
+
+def _print_version(show: bool) -> None:
+    if show:
+        print(f"dyno {__version__}")
+        raise typer.Exit
+
+
+def take_version(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Take `--version` in place of a command."""
+
+
+def demo(
+    out: Annotated[str, typer.Option("--out", "-o", help="Run folder.")] = "runs/demo",
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="Exactly this many rounds.", show_default=f"{ROUNDS}, then more until decided"),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(help="Minutes of measuring after which no further round begins, until decided.")
+    ] = DEMO_MINUTES,
+    quick: Annotated[bool, typer.Option("--quick", help="One short round, without torch.compile.")] = False,
+) -> None:
+    """Train, quantise, measure and compare on handwritten digits. No download, and a processor is enough."""
+    from dyno.cli import demo as module
+
+    raise typer.Exit(module.demo(Path(out), rounds=rounds, minutes=minutes, quick=quick))
+
+
+@options.takes("runtime", show_all=True)
+def doctor(
+    overrides: options.Overrides,
+    format: options.Format = "text",
+) -> None:
+    """Check every backend here, and in the Pythons of --python. Each does a real operation."""
+    from dyno.cli import doctor as module
+
+    raise typer.Exit(module.doctor(overrides.get("runtime", {}), format))
+
+
+def make_app(listed: Mapping[str, Functions], about: Mapping[str, str], write_help: Callable[[], str]) -> typer.Typer:
+    """Build the application of the listed functions by heading, with the help of groups and of the whole."""
+    whole = type("Application", (Commands,), {"write_help": staticmethod(write_help)})
+    app = typer.Typer(
+        name="dyno",
+        cls=whole,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help", ALL]},
+    )
+    app.callback()(take_version)
+    for functions in listed.values():
+        for name, at in functions.items():
+            if isinstance(at, str):
+                _add_command(app, name, at)
+                continue
+            group = typer.Typer(cls=Commands, no_args_is_help=True, help=about[name])
+            app.add_typer(group, name=name)
+            for each, where in at.items():
+                _add_command(group, each, where)
+    return app
+
+
+def _add_command(group: typer.Typer, name: str, at: str) -> None:
+    module, _, function = at.partition(":")
+    found = getattr(importlib.import_module(module), function)
+    group.command(name, cls=Command)(options.takes_verbose(found) if name in MEASURES else found)
