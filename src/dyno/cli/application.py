@@ -142,7 +142,7 @@ def demo(
         typer.Option(help="Exactly this many rounds.", show_default=f"{ROUNDS}, then more until decided"),
     ] = None,
     minutes: Annotated[
-        float, typer.Option(help="Minutes of measuring after which no further round begins, until decided.")
+        float, typer.Option(help="Minutes of measuring after which undecided speeds get no further round.")
     ] = DEMO_MINUTES,
     quick: Annotated[bool, typer.Option("--quick", help="One short round, without torch.compile.")] = False,
 ) -> None:

@@ -49,7 +49,7 @@ def settings(group: type[Group]) -> type[Group]:
 
 MODEL_HELP = (
     "torchvision:NAME, timm:NAME, hf:ORG/NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, "
-    "FILE.xml, FILE.cfg, FILE.pt2, FILE.torchscript, FILE.jit or FILE.engine"
+    "FILE.xml, FILE.tflite, FILE.pte, FILE.cfg, FILE.pt2, FILE.torchscript, FILE.jit or FILE.engine"
 )
 
 
@@ -197,13 +197,13 @@ class MeasurementOptions:
     block: float = option(0.1, "Seconds of a block, in turns.")
     until: str = option(
         "",
-        "decided: after the first rounds more for the winner, against its reference and its runner-up, until it is "
-        "faster, slower or equivalent, or --minutes are over. every-row: for each row against its reference too. "
-        "rounds: no more than --rounds.",
+        "When to stop. decided: the winner is compared with its reference and its runner-up until each is faster, "
+        "slower or equivalent, or --minutes are over. every-row: so is each row with its reference. rounds: after "
+        "--rounds.",
         usual="decided, or rounds where --rounds is given",
     )
     minutes: float = option(
-        10.0, "Minutes of measuring after which no further round begins, until decided.", common=True
+        10.0, "Minutes of measuring after which undecided speeds get no further round.", common=True
     )
     equivalent: float = option(2.0, "Percent by which two speeds may differ and count as equivalent.")
     peak: bool = option(False, "First measure the device's peak arithmetic (TFLOPS), for shares of it in tables.")
