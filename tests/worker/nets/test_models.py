@@ -60,7 +60,7 @@ def test_parse_refuses_what_is_no_source(source):
     [
         ("torchvision:resnt50", "did you mean torchvision:resnet50?"),
         ("timm:vit_tiny_patch16_22", "did you mean timm:vit_tiny_patch16_224?"),
-        ("torchvision.models:resnt50", "did you mean 'resnet50'?"),
+        ("torchvision.models:resnt50", "did you mean resnet50?"),
         ("resnet50", "has no source prefix, such as torchvision:"),
         ("nowhere_at_all:net", "No module named 'nowhere_at_all'"),
         ("missing.py:net", "missing.py doesn't exist"),
@@ -116,8 +116,8 @@ def test_a_python_file_is_a_source(tmp_path, monkeypatch):
     assert models.load(spec(f"{file}:bare", classes=9)).out_features == 2
     assert "must return a torch.nn.Module" in refusal(spec(f"{file}:number"))
     assert "ZeroDivisionError: division by zero" in refusal(spec(f"{file}:broken"))
-    assert "did you mean 'broken'?" in refusal(spec(f"{file}:brokn"))
-    assert refusal(spec(f"{file}:other")).endswith("сеть.py 'other'; known: net, bare, number, broken")
+    assert "did you mean broken?" in refusal(spec(f"{file}:brokn"))
+    assert refusal(spec(f"{file}:other")).endswith("сеть.py has no function 'other'; it has net, bare, number, broken")
     assert "changed since" in refusal(spec(f"{file}:net", source_sha256="0" * 64))
 
 
