@@ -541,7 +541,8 @@ def pending(run: RunData) -> list[UndecidedPair]:
     rounds to other programs.
 
     Until every row is decided, and in a comparison, where each row is a question, it is each trial with its reference.
-    A pair with a failed trial is left out. A backend with its own number of rounds gets others for lost ones alone.
+    A pair with a failed trial is left out. Where `@rounds=` set a backend's
+    number of rounds, only lost ones are made up for.
     """
     rows = run.frame[run.frame["status"] == "ok"]
     good, ranked = set(rows["trial"]), [ranking.ranked(LATENCY) for ranking in rank_goals(run)]
@@ -579,7 +580,7 @@ def _find_close_pairs(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedP
 
 
 def _shares_rounds(run: RunData, *ids: str) -> bool:
-    """Return whether the trials have as many planned rounds as the study, and no backend a number of its own."""
+    """Return whether the trials have the study's number of rounds, not one set for their backend (`@rounds=`)."""
     own = run.records.settings.get("rounds", ROUNDS)
     return all(run.trials[id].planned_rounds in (0, own) for id in ids)
 

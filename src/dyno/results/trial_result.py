@@ -318,7 +318,7 @@ class TrialResult:
 
     @property
     def planned_rounds(self) -> int:
-        """How many rounds its study planned; its backend may have a number of its own."""
+        """Number of planned rounds: the study's, or the one set for its backend (`@rounds=`)."""
         return int((self.spec.get("plan") or {}).get("rounds") or 0)
 
     @property

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 
+from dyno.worker.backends import onnx_runtime
 from dyno.worker.backends.onnx_runtime import OnnxRuntime, describe_fallback, find_provider
 from dyno.worker.makers.precision import OnnxPrecision
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
@@ -130,12 +131,18 @@ def test_a_provider_that_is_not_here_is_refused_by_name(digits: Any) -> None:
     assert refuse(digits.trial("onnxruntime", provider="openvino")) == ""
 
 
-def test_a_provider_that_nothing_has_is_an_error_before_anything_runs(digits: Any) -> None:
+def test_a_provider_that_nothing_has_is_an_error_before_anything_runs(
+    digits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refuse, trial = OnnxRuntime().refuse, digits.trial("onnxruntime", provider="nonsense")
     with pytest.raises(
         UserError, match=r"^provider=nonsense: ONNX Runtime has no such provider, .*; known: acl, .*cpu"
     ):
         refuse(trial)
+    with monkeypatch.context() as later:
+        release = SimpleNamespace(get_all_providers=lambda: ["NonsenseExecutionProvider", "CPUExecutionProvider"])
+        later.setattr(onnx_runtime, "import_library", lambda: release)
+        assert refuse(trial) == "", "a later release has it"
     with pytest.raises(UserError, match=r"did you mean xnnpack\?$"):
         refuse(digits.trial("onnxruntime", provider="xnpack"))
     elsewhere = replace(trial, runtime=Runtime(name="other", python="/other/python"))

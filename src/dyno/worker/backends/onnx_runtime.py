@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import math
+import os
 import re
 import tempfile
 import time
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker import system
 from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
 from dyno.worker.extras import ONNX_RUNTIME_BUILDS, install
 from dyno.worker.facts.engine import STORED, EngineFacts, Probe, precision_truth, sum_operations
@@ -414,6 +416,10 @@ def _check_name(provider: str) -> None:
     short = _shorten(provider)
     if short in (*KNOWN_PROVIDERS, *PLUGINS) or importlib.util.find_spec(f"onnxruntime_ep_{short}"):
         return
+    with suppress(Unavailable):  # a later release may have others
+        os.environ.update(system.SILENCE)
+        if short in map(_shorten, import_library().get_all_providers()):
+            return
     similar = difflib.get_close_matches(short, KNOWN_PROVIDERS, 1)
     raise UserError(
         f"provider={provider}: ONNX Runtime has no such provider, and the plug-in onnxruntime_ep_{short} is not "

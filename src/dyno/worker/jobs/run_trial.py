@@ -214,11 +214,11 @@ def _time_boundaries(
         else:
             sampling = measure.latency(once, trial.plan, watch, blocks, before)
             journal.sampled("latency", boundary, "s", "duration", sampling)
-            if watch and not restore and (seconds := measure.queued(session, watch, trial.plan)) is not None:
-                journal.queued(seconds)
         journal.contended(boundary, contention.busy(), trial.runtime.device, contention.withheld())
         if turns.delays:
             journal.facts(delays={**journal.record.facts.delays, boundary: tuple(turns.delays)})
+        if watch and not before and (seconds := measure.queued(session, watch, trial.plan)) is not None:
+            journal.queued(seconds)
     if "all" in boundaries and (parts := measure.parts(session, feeds, trial.plan)):
         journal.parted(parts)
 

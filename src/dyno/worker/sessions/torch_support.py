@@ -225,9 +225,9 @@ def kernels() -> set[str]:
 
 
 def probe_processor() -> float:
-    """Find out what the C++ compiler can build for this processor; return the seconds that this took, once a machine.
+    """Probe what the C++ compiler can build for this processor; return the seconds that the probe took when it ran.
 
-    Inductor asks it in each process: it compiles a file for each instruction set and starts a Python that imports
+    Inductor does so in each process: it compiles a file for each instruction set and starts a Python that imports
     PyTorch, 27 s on two cores. What can be built is remembered for this PyTorch, compiler and processor, except in jobs
     that show what the user's own processes find.
     """
@@ -242,14 +242,15 @@ def probe_processor() -> float:
 
     def remember(isa: Any, code: str) -> bool:
         key = digest([describe(isa._arch_flags), code, flags])
-        answer = Path(folder) / key
+        answer = Path(folder, key) if folder else None
         with contextlib.suppress(OSError, ValueError):
-            took.append(float(answer.read_text()))
-            return True
+            if answer:
+                took.append(float(answer.read_text()))
+                return True
         began = time.perf_counter()
         can_build = bool(ask(isa, code))
         took.append(time.perf_counter() - began)
-        if can_build and folder:
+        if can_build and answer:
             with contextlib.suppress(OSError):
                 answer.parent.mkdir(parents=True, exist_ok=True)
                 answer.write_text(str(took[-1]))
@@ -267,7 +268,7 @@ def describe_probe(seconds: float) -> list[str]:
     """Return a note on the seconds of `probe_processor`, if they are worth one."""
     if seconds < NOTEWORTHY_S:
         return []
-    return [f"a process outside Dyno also asks g++ what this processor has: {seconds:.0f} s; Dyno's asked once"]
+    return [f"outside Dyno every process also probes what g++ can build for this processor: {seconds:.0f} s here"]
 
 
 def first_line(e: BaseException) -> str:
