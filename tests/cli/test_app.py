@@ -107,6 +107,13 @@ def test_devices_that_are_lost_are_no_bad_input(call: Any, monkeypatch: pytest.M
     )  # fmt: skip
 
 
+def test_a_list_may_be_written_with_commas_or_as_an_option_twice(call: Any) -> None:
+    once = "--backend fake@latency_ms=1,fake@latency_ms=2 --batch 1,2 --mean 0.1,0.2,0.3"
+    twice = "--backend fake@latency_ms=1 --batch 1 --backend fake@latency_ms=2 --batch 2 --mean 0.1 --mean 0.2,0.3"
+    first, second = (call("run", "fake:[]", *words.split(), "--dry-run", "--format", "csv") for words in (once, twice))
+    assert first == second and first[0] == 0 and len(first[1].splitlines()) > 4
+
+
 def test_a_dry_run_lists_and_runs_nothing(call: Any) -> None:
     code, out, err = call("run", "fake:[/x]", "--backend", "fake", "--precision", "fp32,fp8", "--dry-run")
     assert (code, err) == (0, "")

@@ -103,6 +103,27 @@ def test_what_is_ready_is_measured_before_the_last_file_is_made(
         assert len(log_ratios(a, b, "model", keep_disturbed=True)) == min(len(a.rounds), len(b.rounds))
 
 
+def test_a_file_that_takes_long_to_build_is_made_after_the_first_answer(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is known beforehand, so no time passes, and files of other trials come first."""
+    made: list[int] = []
+    slowly, quickly = "fake@latency_ms=1", "fake@latency_ms=3"
+    monkeypatch.setattr("dyno.runner.execute._builds_slowly", lambda trial: trial.options["latency_ms"] == 1)
+    monkeypatch.setattr(
+        Files, "has_file", lambda _, t: t.options["latency_ms"] not in (1, 3) or t.options["latency_ms"] in made
+    )
+    monkeypatch.setattr(Files, "make_files", lambda _, trials: made.extend(t.options["latency_ms"] for t in trials))
+    printed, folder = StringIO(), tmp_path / "run"
+    progress = Progress(console=Console(file=printed, width=500))
+    execute(study(SLOW, slowly, quickly, rounds=2, until="decided"), folder, progress)
+    assert made[:3] == [4, 3, 1]
+    lines = printed.getvalue().splitlines()
+    assert lines[0].startswith("1 trial still without a file") and lines[1].startswith("in round 1")
+    sets = {key: record["facts"]["turns"]["set"] for key, record in stored(folder).items()}
+    assert sets["4", "r0"] == sets["3", "r0"] != sets["1", "r0"]
+
+
 def test_what_compiles_while_it_loads_is_measured_after_the_first_answer(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ BACKENDS = (
     "pytorch@precision=fp32+bf16",  # bf16 only on a processor that computes in it: see `_list_backends`
     "onnxruntime@precision=fp32+int8",
     "openvino@precision=fp32+bf16+int8",
-    "compile@precision=fp32@rounds=3",  # each of its processes takes as long as ten others; aoti would take longer
+    "aoti@precision=fp32",  # compiled once; each process of `compile` would compile again
 )
 # The boundaries that the tables show: a third, "all", would take a third of the measuring.
 EFFORT: dict[str, Any] = {"seconds": 0.4, "warmup": 0.3, "boundaries": ("model", "throughput")}

@@ -173,10 +173,11 @@ class _Option:
         if self.name in REPEATED:
             kind, value, help, metavar = list[str], [], f"{help} May be repeated.", "TEXT"
         elif typing.get_origin(self.hint) is tuple:
-            kind, metavar = str, "A,B,…"
-            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
-        if described or value == "":
-            value = [] if self.name in REPEATED else None
+            kind, metavar = list[str], "A,B,…"
+            described = described or (",".join(map(str, value)) if isinstance(value, tuple) else value)
+            value = []
+        elif described or value == "":
+            value = None
         flags = f"{self.flag}/--no-{self.flag[2:]}" if self.hint == bool | None else self.flag
         option = typer.Option(
             flags, *self.aliases, help=help, rich_help_panel=self.panel, show_default=described or True, metavar=metavar
@@ -191,7 +192,8 @@ class _Option:
         if typing.get_origin(self.hint) is not tuple or self.name in REPEATED:
             return value
         item = typing.get_args(self.hint)[0]
-        return tuple(self._parse_item(item, part.strip()) for part in value.split(",") if part.strip())
+        parts = (part.strip() for text in value for part in text.split(","))  # A,B and written twice are alike
+        return tuple(self._parse_item(item, part) for part in parts if part)
 
     def _parse_item(self, kind: type, text: str) -> Any:
         try:

@@ -205,9 +205,9 @@ def prepare(study: Study, run: Run, planned: list[PlannedTrial], progress: Progr
 @dataclass(frozen=True)
 class Rounds:
     """Measures rounds of a study's trials; `fits` says which of them is the reference that was requested, and `options`
-    are further ones of the jobs of the planned rounds. After `building_s` seconds of making files, the trials that have
-    theirs are measured once, and if that is finite, trials that compile while they load are measured last in the first
-    round: a first answer doesn't wait for the last engine."""
+    are further ones of the jobs of the planned rounds. After `building_s` seconds of making files, or before one that builds
+    slowly, the trials that have theirs are measured once, and if that is finite, trials that compile while they load
+    are measured last in the first round: a first answer doesn't wait for the last engine."""
 
     run: Run
     files: Files
@@ -261,8 +261,9 @@ class Rounds:
         ready: list[Trial] = []
         first: list[Trial] = []
         begun = time.monotonic()
-        for place, trial in enumerate(sorted(trials, key=lambda trial: not self.files.has_file(trial))):
-            is_late = time.monotonic() - begun > self.building_s
+        order = sorted(trials, key=lambda trial: (not self.files.has_file(trial), _builds_slowly(trial)))
+        for place, trial in enumerate(order):
+            is_late = _builds_slowly(trial) or time.monotonic() - begun > self.building_s
             if is_late and not first and not self.files.has_file(trial):
                 left = counting(len(trials) - place, "trial")
                 first = self._measure_first(ready, beside, f"{left} still without a file")
@@ -463,6 +464,10 @@ def _find_record(run: Run, trial: Trial, number: int) -> Record | None:
 
 def _compiles(trial: Trial) -> bool:
     return registry.find(trial.backend).compiles
+
+
+def _builds_slowly(trial: Trial) -> bool:
+    return registry.find(trial.backend).builds_slowly
 
 
 def _is_incomplete(run: Run, trial: Trial, most: int) -> bool:

@@ -161,7 +161,7 @@ class Backend(ABC):
     suffixes of model files that it can run (None: unknown). `profiled` are those of its devices on which its sessions
     can `profile`, and with `loads_onnx` its `load` takes any ONNX file as it is, so that parts of a graph can be run.
     One that isn't `offered` runs only where it is named, such as a scripted one; one that `compiles` takes as long to
-    `load` as others take to build a file.
+    `load` as others take to build a file, and one that `builds_slowly` takes longer than all others for its file.
     What a backend does with its library happens in the worker; `refuse` and `recipe` are pure.
     """
 
@@ -176,6 +176,7 @@ class Backend(ABC):
     loads_onnx: bool = False
     offered: bool = True
     compiles: bool = False
+    builds_slowly: bool = False
 
     def check_options(self, options: Mapping[str, Option]) -> None:
         """Raise a `UserError` for an option that this backend lacks, or a value that is never valid."""

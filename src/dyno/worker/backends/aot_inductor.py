@@ -104,6 +104,7 @@ class AotInductor(PyTorch):
     name = "aoti"
     precisions = ("fp32", "tf32", "fp16", "bf16")
     profiled = ()
+    builds_slowly = True
     options = ("static", "mode", "freeze")
     values: Mapping[str, Check] = {"static": flag, "mode": one_of(*MODES), "freeze": flag}
     files = AotFormat.suffixes

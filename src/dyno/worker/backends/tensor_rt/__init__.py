@@ -53,6 +53,7 @@ class TensorRT(Backend):
     precisions = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
     devices = ("cuda",)
     profiled = ("cuda",)
+    builds_slowly = True
     options = (*settings.NAMES, *settings.RUNNING, *PREPARATION, JOINTS)
     values: Mapping[str, Check] = {**settings.VALUES, **VALUES, JOINTS: flag}
     files = (".onnx", *SUFFIXES)
