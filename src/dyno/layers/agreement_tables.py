@@ -249,9 +249,8 @@ class EngineComparison:
 def _describe_difference(difference: Difference | None) -> str:
     if difference is None:
         return "of another shape"
-    return (
-        f"off by {_format_error(difference.error)} of their size" if math.isfinite(difference.error) else "not finite"
-    )
+    finite = math.isfinite(difference.error)
+    return f"off by {_format_error(difference.error)} of their size" if finite else "not finite"
 
 
 def _format_error(error: float) -> str:
@@ -386,17 +385,13 @@ FINDING_COLUMNS = (
     Column("unmodified_error", "error of the outputs of the unmodified engine", title="outputs"),
     Column("marked_error", "error of the outputs with tensors marked", title="marked", rank=2),
     Column("cut_error", "error of the outputs when the graph is cut around the suspects", title="cut", rank=1),
-    Column(
-        "substituted_error",
-        "error of the outputs with the reference in the suspects' place",
-        title="substituted",
-        rank=1,
-    ),
+    Column("substituted_error", "error of the outputs with the reference in the suspects' place", title="substituted",
+           rank=1),
     Column("verdict", "whether the engine without marks confirms the suspects", kind=TEXT),
     Column("first", "first layer whose output is off by more than the limit", kind=TEXT, title="first that disagrees"),
     Column("suspect_count", "how many layers make most of the error", kind=COUNT, title="suspects"),
     Column("suspects", "these layers", kind=TEXT),
     Column("boundary", "layers between which the error begins where marking hides it", kind=TEXT),
-)
+)  # fmt: skip
 FOUND = ("engine", "reference", "precision", "limit", "layers", "close", "unmodified_error", "marked_error",
          "cut_error", "substituted_error", "suspect_count", "verdict", "first")  # fmt: skip

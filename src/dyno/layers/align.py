@@ -196,11 +196,8 @@ def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     graph, engine = forms[upper].layers, forms[lower].layers
     names = {layer.name: k for k, layer in enumerate(graph)}
     tensors = {port.name: k for k, layer in enumerate(graph) for port in layer.outputs}
-    moved = {
-        layer.inputs[0].name: layer.outputs[0].name
-        for layer in engine
-        if layer.moves and layer.inputs and layer.outputs
-    }
+    moving = [layer for layer in engine if layer.moves and layer.inputs and layer.outputs]
+    moved = {layer.inputs[0].name: layer.outputs[0].name for layer in moving}
     claims: Claims = defaultdict(set)
     for index, layer in enumerate(engine):
         nodes = [_find_index(name, names, tensors) for name in layer.nodes or (layer.name,)]

@@ -206,11 +206,13 @@ class _RegionSplitter:
         return kept
 
     def _list_parts(self, region: Region) -> list[CausePart]:
-        a, b = ([k for k in region.members[form.side.form] if form.ran[k]] for form in (self.a, self.b))
-        moving = [
-            self._make_conversion(form, k) for form, own in ((self.a, a), (self.b, b)) for k in own if form.converts(k)
-        ]
-        a, b = ([k for k in own if not form.converts(k)] for form, own in ((self.a, a), (self.b, b)))
+        a, b, moving = list[int](), list[int](), list[CausePart]()
+        for form, own in ((self.a, a), (self.b, b)):
+            for k in (k for k in region.members[form.side.form] if form.ran[k]):
+                if form.converts(k):
+                    moving.append(self._make_conversion(form, k))
+                else:
+                    own.append(k)
         if called := self._find_call_part(a, b):
             moving.append(called)
             a, b = [k for k in a if k not in called.a], [k for k in b if k not in called.b]
@@ -296,10 +298,7 @@ class _RegionSplitter:
     @property
     def _libraries(self) -> list[str]:
         """Whose layers they are, without versions."""
-        return [
-            next((word for word in (PROVIDERS,) if title.startswith(word)), title.partition(" ")[0])
-            for title in self._pair.titles
-        ]
+        return [PROVIDERS if t.startswith(PROVIDERS) else t.partition(" ")[0] for t in self._pair.titles]
 
 
 def _make_form(pair: FormPair, side: PairSide) -> _TimedForm:

@@ -28,10 +28,10 @@ from dyno.study.model_info import no_such
 from dyno.study.study import Choice, Study
 from dyno.table import Table
 from dyno.winner import measured_file
-from dyno.worker.facts.job import MODULES, LayerGraph
+from dyno.worker.facts.job import LayerGraph
 from dyno.worker.option_values import at_least
 from dyno.worker.record import refuse_links, write_text
-from dyno.worker.spec import Artifact, Trial, UserError, from_json, to_json
+from dyno.worker.spec import Trial, UserError, from_json, to_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -204,10 +204,8 @@ def _find_pair(
 def _read_pair(path: Path) -> FormPair:
     try:
         return pairs.read_pair(path)
-    except OSError as e:
-        raise UserError(f"{path} can't be read: {e.strerror}") from e
-    except ValueError as e:
-        raise UserError(f"{path} can't be read: {e}") from e
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path} can't be read: {getattr(e, 'strerror', e)}") from e
 
 
 def _of_run(
@@ -252,15 +250,6 @@ def _store_pair(pair: FormPair, path: Path) -> None:
 class PairProfiler(profiling.FormProfiler):
     """Profiles two forms in several processes each, in turn."""
 
-    def __init__(self, study: Study, batch: int, progress: Progress, runs: int) -> None:
-        super().__init__(study, batch, progress, runs)
-        self._ran: list[tuple[Trial, Artifact | None]] = []
-
-    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
-        """See `FormProfiler.ran`; the trial and its file are kept for further rounds."""
-        self._ran.append((trial, artifact))
-        return super().ran(trial, artifact)
-
     def pair(self, rounds: int, sources: Sequence[str], precisions: Sequence[str]) -> FormPair:
         """Return the pair of forms that were read, with the times of all rounds.
 
@@ -268,9 +257,9 @@ class PairProfiler(profiling.FormProfiler):
         """
         times = self.again(rounds)
         by_form = dict(zip(self.shown, sources, strict=True))
-        modules = {source: k for k, source in by_form.items() if self.forms[k].form == MODULES}
+        module_of = self.module_of(by_form)
         sides = [
-            PairSide(k, precision, each, self.graph_of.get(k), modules.get(by_form[k]))
+            PairSide(k, precision, each, self.graph_of.get(k), module_of.get(k))
             for k, precision, each in zip(self.shown, precisions, times, strict=True)
         ]
         return FormPair(forms.distinct(self.forms, by_form), sides[0], sides[1], sources[0])
@@ -285,7 +274,7 @@ class PairProfiler(profiling.FormProfiler):
         for number in range(1, rounds):
             order = range(len(found)) if number % 2 == 0 else reversed(range(len(found)))
             for k in order:
-                inside = super().ran(*self._ran[k])
+                inside = self.ran(*self.trials[k])
                 found[k].append(fitted(self.forms[self.shown[k]], inside, self.times[-1]))
         return [tuple(each) for each in found]
 

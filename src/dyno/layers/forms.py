@@ -114,6 +114,7 @@ class FormReader:
         self.graphs: dict[int, GraphFile] = {}
         self._graphs: dict[str, int] = {}  # by the file's hash
         self.left_out: list[str] = []  # of each form that isn't there, which one, and why
+        self.trials: list[tuple[Trial, Artifact | None]] = []  # that engines ran, each with its file
 
     def read_all(self, sides: Sequence[FormRequest]) -> list[FormRequest]:
         """Read these forms, and return those that can be; the others are `left_out`, unless it is all of them.
@@ -152,7 +153,10 @@ class FormReader:
         if self.runs_all:
             self.engine(replace(study, device=runtime.device) if on_device else study, side, trial)
         elif side.choice.name == MODULE:
-            self._add_form(self._launch_job(trial, None, _read_options(study)), "")
+            # The module is read without a look at its inputs before.
+            asked = {"sizes": [list(parse_size(size)) for size in study.sizes],
+                     "overrides": input_options.overrides(study.inputs, study.shapes)}  # fmt: skip
+            self._add_form(self._launch_job(trial, None, asked), "")
         elif on_device:
             self._add_form(self.ran(trial, None), "")
         else:
@@ -163,13 +167,12 @@ class FormReader:
         sources = {k: side.source for k, side in zip(self.shown, sides, strict=True)}
         return {
             "forms": distinct(self.forms, sources), "shown": tuple(self.shown), "graph_of": self.graph_of,
-            "module_of": self.module_of(sides), "graphs": self.graphs, "name": model_name(self._study.models[0]),
+            "module_of": self.module_of(sources), "graphs": self.graphs, "name": model_name(self._study.models[0]),
             "left_out": tuple(self.left_out),
         }  # fmt: skip
 
-    def module_of(self, sides: Sequence[FormRequest]) -> dict[int, int]:
-        """Map each shown form to the index of its module, if that is shown too; `sides` were read, in this order."""
-        sources = {k: side.source for k, side in zip(self.shown, sides, strict=True)}
+    def module_of(self, sources: Mapping[int, str]) -> dict[int, int]:
+        """Map each form to the index of its module, if that is shown too; `sources` are those of the shown forms."""
         modules = {source: k for k, source in sources.items() if self.forms[k].form == MODULES}
         return {k: modules[source] for k, source in sources.items() if source in modules}
 
@@ -187,7 +190,12 @@ class FormReader:
         data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
         dims = Dims(batch, *size, inspection.shapes)
         trial = replace(trial, model=model, precision=precision, dims=dims, data=data)
-        if reason := self._find_refusal(side, trial):
+        kind, reason = registry.format_of(model.file), ""
+        if side.choice.name != ONNX:
+            reason = registry.find(side.choice.name).refuse(trial)
+        elif kind and kind.name != ONNX:
+            reason = f"there is no ONNX graph in {model.file}"
+        if reason:
             raise no_form(trial, reason)
         recipe = self._make_recipe(study, trial)
         artifact = self._make_file(recipe, trial) if recipe else None
@@ -197,16 +205,10 @@ class FormReader:
             return
         self.made(trial, recipe, artifact)
 
-    def _find_refusal(self, side: FormRequest, trial: Trial) -> str:
-        """Return why the form can't be made of the model, or "" if no reason is known."""
-        if side.choice.name != ONNX:
-            return registry.find(side.choice.name).refuse(trial)
-        kind = registry.format_of(trial.model.file)
-        return f"there is no ONNX graph in {trial.model.file}" if kind and kind.name != ONNX else ""
-
     def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
         """Read the form that the trial runs, made by the recipe, and the graph behind it."""
         form = self._add_form(self.titled(self.ran(trial, artifact), trial), "")
+        self.trials.append((trial, artifact))
         behind = self._find_onnx_file(recipe, artifact)
         if behind is not None:
             with suppress(NoForm):  # the engine's own layers are known without it
@@ -249,10 +251,9 @@ class FormReader:
         """Return the index of the form of the engine's graph, which is read once."""
         if file.sha256 not in self._graphs:
             form = self._graph_form(trial, file)
-            form = replace(form, library=f"{form.library} for {trial.backend}")
-            self.forms.append(form)
-            self._graphs[file.sha256] = len(self.forms) - 1
-            self.graphs[len(self.forms) - 1] = _make_graph_file(trial, file)
+            self.graphs[len(self.forms)] = _make_graph_file(trial, file)
+            self._graphs[file.sha256] = len(self.forms)
+            self.forms.append(replace(form, library=f"{form.library} for {trial.backend}"))
         return self._graphs[file.sha256]
 
     def _graph_form(self, trial: Trial, file: Artifact | None) -> LayerGraph:
@@ -266,10 +267,8 @@ class FormReader:
             self._graphs.setdefault(graph, self.shown[-1])
         return self.shown[-1]
 
-    def _launch_job(
-        self, trial: Trial, artifact: Artifact | None, options: Mapping[str, Any] | None = None
-    ) -> LayerGraph:
-        job = Job("layers", trial.runtime, trial, artifact=artifact, options=dict(options or {}))
+    def _launch_job(self, trial: Trial, artifact: Artifact | None, options: dict[str, Any] | None = None) -> LayerGraph:
+        job = Job("layers", trial.runtime, trial, artifact=artifact, options=options or {})
         with tempfile.TemporaryDirectory() as scratch:
             return self.launched(job, Path(scratch) / "job")[1]
 
@@ -280,12 +279,6 @@ class FormReader:
         if record.status != "ok" or record.facts.inside is None:
             raise no_form(job.trial, record.reason)
         return record, record.facts.inside
-
-
-def _read_options(study: Study) -> dict[str, Any]:
-    """Return the user's settings for a module that is read without a look at its inputs before."""
-    sizes = [list(parse_size(size)) for size in study.sizes]
-    return {"sizes": sizes, "overrides": input_options.overrides(study.inputs, study.shapes)}
 
 
 def no_form(trial: Trial, reason: str) -> NoForm:

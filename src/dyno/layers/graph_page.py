@@ -44,13 +44,10 @@ def draw_graph(form: LayerGraph, timeline: Timeline, parts: Mapping[int, int] = 
     total, most = float(timeline.medians.sum()), float(timeline.medians.max(initial=0.0))
     nodes: list[dict[str, Any]] = []
     for at, (step, seconds) in enumerate(zip(timeline.steps, timeline.medians.tolist(), strict=True)):
-        module = step.modules[0] if step.modules else ""
         node = {
-            "id": step.index,
-            "type": step.layer.type.rpartition(".")[2] or step.stack[-1],
-            "name": module,
-            "about": timeline.about(at),
-        }
+            "id": step.index, "type": step.layer.type.rpartition(".")[2] or step.stack[-1],
+            "name": step.modules[0] if step.modules else "", "about": timeline.about(at),
+        }  # fmt: skip
         if step.index in parts:
             node["part"] = parts[step.index]
         if total:

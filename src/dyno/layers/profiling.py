@@ -122,17 +122,15 @@ def engines(requested: Sequence[forms.FormRequest]) -> list[forms.FormRequest]:
     """Return the forms with the usual backend of each file; if forms of the first file are requested, only these."""
     first, *others = requested
     only_forms = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
-    return [_choose_usual(side) if _is_file(side) else side for side in (others if only_forms else requested)]
+    chosen = []
+    for side in others if only_forms else requested:
+        kind = registry.format_of(side.source) if _is_file(side) else None
+        chosen.append(replace(side, choice=Choice(kind.usual(Path(side.source)))) if kind else side)
+    return chosen
 
 
 def _is_file(side: forms.FormRequest) -> bool:
     return not side.precision and not side.named
-
-
-def _choose_usual(side: forms.FormRequest) -> forms.FormRequest:
-    kind = registry.format_of(side.source)
-    assert kind is not None
-    return replace(side, choice=Choice(kind.usual(Path(side.source))))
 
 
 def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
@@ -145,9 +143,9 @@ def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
         device = file_format.device
     name, kind = side.choice.name, device.split(":")[0]
     if name == forms.ONNX or kind not in registry.find(name).profiled:
-        what = (
-            "an ONNX graph doesn't run by itself" if name == forms.ONNX else f"{name} has no times of layers on {kind}"
-        )
+        what = f"{name} has no times of layers on {kind}"
+        if name == forms.ONNX:
+            what = "an ONNX graph doesn't run by itself"
         able = [f"{each} ({', '.join(on)})" for each in registry.names() if (on := registry.find(each).profiled)]
         raise UserError(f"{what}; these have times of layers: {', '.join(able)}")
     if counters and kind != "cuda":

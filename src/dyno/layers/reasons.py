@@ -78,12 +78,8 @@ class _Words:
         """Yield the causes that are proven and large enough, the largest first."""
         large = [s for s in self._w.causes if s.proven and abs(s.difference.value) >= self._least]
         for step in sorted(large, key=lambda s: -abs(s.difference.value)):
-            yield _make_reason(
-                step.cause.key,
-                f"{self._describe_step(step)}: {self._describe_amount(step)}.",
-                step,
-                self._list_names(step),
-            )
+            text = f"{self._describe_step(step)}: {self._describe_amount(step)}."
+            yield _make_reason(step.cause.key, text, step, self._list_names(step))
 
     def alone(self) -> Iterator[Reason]:
         """Yield the part with the largest difference, where that alone is a large share of the whole."""
@@ -130,10 +126,9 @@ class _Words:
         """Yield how much watching slowed each side's layers, where that is noteworthy."""
         for title, side in zip((self._a, self._b), (self._w.a, self._w.b), strict=True):
             if side.excess >= NOTEWORTHY * side.latency[0]:
-                longer = (
-                    f"Watched, the layers of {title} took {side.excess / side.latency[0]:.0%} longer than its latency"
-                )
-                text = f"{longer}: they are scaled down alike, and the intervals hold the other extreme, too."
+                longer = f"took {side.excess / side.latency[0]:.0%} longer than its latency"
+                text = f"Watched, the layers of {title} {longer}: they are scaled down alike, and the intervals hold "
+                text += "the other extreme, too."
                 yield Reason(WATCHED, text, seconds=side.excess)
 
     def _describe_amount(self, step: WaterfallStep) -> str:

@@ -91,10 +91,8 @@ def data_sheet(texts: Sequence[str]) -> Rates:
     found: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")
-        if name not in (*CEILING_TYPES, MEMORY):
-            raise UserError(
-                f"--data-sheet {text}: unknown ceiling {name!r}; give one of {', '.join(CEILING_TYPES)}, {MEMORY}"
-            )
+        if name not in (known := (*CEILING_TYPES, MEMORY)):
+            raise UserError(f"--data-sheet {text}: unknown ceiling {name!r}; give one of {', '.join(known)}")
         if name in found:
             raise UserError(f"--data-sheet has {name} twice; give it once")
         try:

@@ -114,9 +114,8 @@ def _describe_place(whole: Mapping[str, int]) -> str:
 
 def _is_folded(forms: Sequence[LayerGraph], first: int, other: int, region: Region) -> bool:
     """Return whether the region has a batch norm in the first form and none in the other, which folded it."""
-    return any(map(is_norm, _list_layers(forms, region, first))) and not any(
-        map(is_norm, _list_layers(forms, region, other))
-    )
+    before, after = (any(map(is_norm, _list_layers(forms, region, form))) for form in (first, other))
+    return before and not after
 
 
 def _is_blocked(forms: Sequence[LayerGraph], region: Region, first: int, other: int) -> bool:
@@ -270,25 +269,23 @@ def names_cell(name: str) -> Callable[[Row], str]:
     def format_names(row: Row) -> str:
         first, *others = row[f"{name}_names"] or [""]
         parent = "" if "/" in first else first.rpartition(".")[0]
-        shown = [first, *(_strip_parent(parent, each) for each in others[: NAMES - 1])]
+        shown = [each.removeprefix(parent) if parent and each.startswith(f"{parent}.") else each
+                 for each in others[: NAMES - 1]]  # fmt: skip
         more = f" … and {len(others) + 1 - NAMES} more" if len(others) >= NAMES else ""
-        return ", ".join(shown) + more
+        return ", ".join([first, *shown]) + more
 
     return format_names
 
 
-def _strip_parent(parent: str, name: str) -> str:
-    return name.removeprefix(parent) if parent and name.startswith(f"{parent}.") else name
-
-
 def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region) -> Row:
     row: Row = {}
+    present = []
     for position, k in enumerate(shown):
-        layers = [forms[k].layers[i] for i in region.members[k]]
         name = _choose_letter(position)
         row[f"{name}_names"] = _list_names(forms, region, k)
         row[name] = " ".join(row[f"{name}_names"])
-        row[f"parameters_{name}"] = sum(layer.added for layer in layers) or None
+        row[f"parameters_{name}"] = _sum_parameters(forms, region, k) or None
+        present += [k] if row[name] else []
     last = next((forms[k].layers[region.members[k][-1]] for k in reversed(shown) if region.members[k]), Layer())
     # A graph has each operation where it is; a module around others has its own in one place.
     order = sorted(range(len(forms)), key=lambda k: forms[k].form != NODES)
@@ -297,8 +294,6 @@ def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region)
     row["output"] = shape(last.outputs[0]) if last.outputs else ""
     row["flops"] = flops or None
     row["bytes"] = activation_bytes(last)
-    letters = map(_choose_letter, range(len(shown)))
-    present = [k for name, k in zip(letters, shown, strict=True) if row[name]]
     row["remark"] = _what_happened(forms, present, shown[-1], region)
     return row
 
@@ -336,17 +331,15 @@ def _what_happened(forms: Sequence[LayerGraph], there: Sequence[int], last: int,
 
 def describe_coverage(forms: Sequence[LayerGraph], link: align.Link) -> str:
     """Describe how the layers of the upper form found their counterparts, and how many have none."""
-    total = sum(not layer.skipped for layer in forms[link.upper].layers)
-    count = {why: sum(one == why for one in link.how.values()) for why in (NAMED, FLOW, CONSTANT)}
-    alone = total - sum(count.values())
+    upper, lower = forms[link.upper], forms[link.lower]
+    total, count = sum(not layer.skipped for layer in upper.layers), Counter(link.how.values())
+    alone = total - count.total()
     if not total:
         return ""
     words = {NAMED: "by name", FLOW: "by what flows between those", CONSTANT: "computed before the first run"}
-    shares = [f"{n:,} {words[why]}" for why, n in count.items() if n]
+    shares = [f"{count[why]:,} {text}" for why, text in words.items() if count[why]]
     shares += [f"{alone:,} unaligned ({alone / total:.1%})"] if alone else []
-    return (
-        f"{forms[link.upper].library} aligned with {forms[link.lower].library}, {total:,} in all: {', '.join(shares)}."
-    )
+    return f"{upper.library} aligned with {lower.library}, {total:,} in all: {', '.join(shares)}."
 
 
 def describe_conversions(forms: Sequence[LayerGraph], shown: Sequence[int]) -> Table:
@@ -376,14 +369,10 @@ def _make_conversion_row(form: LayerGraph, layer: Layer, writers: dict[str, Laye
     readers = [each.name for each in form.layers for port in each.inputs if written and port.name == written[0].name]
     before = source.outputs[0] if source and source.outputs else read[0] if read else Port("")
     return {
-        "engine": form.library,
-        "layer": layer.name,
-        "writer": source.name if source else (read[0].name if read else ""),
-        "reader": ", ".join(readers) or "output",
-        "before": _format_type(before),
-        "after": _format_type(written[0]) if written else "",
-        "bytes": activation_bytes(layer),
-    }
+        "engine": form.library, "layer": layer.name, "writer": source.name if source else before.name,
+        "reader": ", ".join(readers) or "output", "before": _format_type(before),
+        "after": _format_type(written[0]) if written else "", "bytes": activation_bytes(layer),
+    }  # fmt: skip
 
 
 def _format_type(port: Port) -> str:

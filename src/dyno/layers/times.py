@@ -132,10 +132,8 @@ class Path:
         whole = sum(one.path for one in self.functions) or 1.0
         for one in self.functions:
             shares[one.where] = shares.get(one.where, 0.0) + one.path / whole
-        parts = [
-            f"{100 * share:.0f} % {IN_WORDS.get(where, where)}"
-            for where, share in sorted(shares.items(), key=lambda item: -item[1])
-        ]
+        ordered = sorted(shares.items(), key=lambda item: -item[1])
+        parts = [f"{100 * share:.0f} % {IN_WORDS.get(where, where)}" for where, share in ordered]
         told = ["the critical path is " + ", ".join(parts)]
         if self.slowed > SLOWED:
             most = sum(share for where, share in shares.items() if where != "GPU")
@@ -235,14 +233,12 @@ def profile_table(
     indices of the graph that an engine was made from, and of the module, where they exist. With `ceilings` each layer
     is rated by them.
     """
-    rows = []
+    rows, notes = list[Row](), list[str]()
     for k, each in times.items():
         names = modules_of(forms, k, graph_of.get(k), module_of.get(k))
         rated = roofline.rate_layers(forms, k, graph_of.get(k), each.precision, ceilings) if ceilings else None
         rows += _build_rows(forms[k], names, each, order, top, rated)
-    notes = [
-        note for k in times for note in (*forms[k].notes, *(f"{forms[k].library}: {w}" for w in times[k].warnings))
-    ]
+        notes += [*forms[k].notes, *(f"{forms[k].library}: {warning}" for warning in each.warnings)]
     notes += roofline.list_roofline_notes(rows) if ceilings else []
     columns = (*COLUMNS, *(roofline.RATED_COLUMNS if ceilings else ()))
     return PROFILE.of(columns, rows, notes=tuple(dict.fromkeys(notes)), group=("form",))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -253,8 +253,10 @@ TIMES = (
     Column("a_us", "seconds in A, in microseconds", "µs", title="A, µs"),
     Column("b_us", "seconds in B, in microseconds", "µs", title="B, µs"),
     Column("difference_us", "B less A with its 95 % interval", "µs", title="B − A, µs", cell=_format_difference),
-    Column("difference_us_low", "lower end of the interval", "µs", cell=lambda row: ""),
-    Column("difference_us_high", "upper end of the interval", "µs", cell=lambda row: ""),
+    *(
+        Column(f"difference_us_{end}", f"{end}er end of the interval", "µs", cell=lambda row: "")
+        for end in ("low", "high")
+    ),
     Column("share", "share of the whole difference", "%", PERCENT, title="share, %"),
 )
 
@@ -316,22 +318,18 @@ def by_part(waterfall: Waterfall, top: int) -> Table:
     if rest := order[len(rows) :]:
         steps = [waterfall.steps[k] for k in rest]
         a, b = sum(s.a for s in steps), sum(s.b for s in steps)
-        rows.append({"modules": counting(len(rest), "more part"), "modules_names": [counting(len(rest), "more part")],
-                     "a_us": 1e6 * a, "b_us": 1e6 * b, "difference_us": 1e6 * (b - a),
-                     "share": _compute_share(waterfall, b - a)})  # fmt: skip
+        label = counting(len(rest), "more part")
+        rows.append({"modules": label, "modules_names": [label], "a_us": 1e6 * a, "b_us": 1e6 * b,
+                     "difference_us": 1e6 * (b - a), "share": _compute_share(waterfall, b - a)})  # fmt: skip
     columns = (
         Column("modules", "the model's own modules, else nodes or layers", kind=TEXT, cell=names_cell("modules")),
         Column("cause", "why it takes another time", kind=TEXT),
-        Column(
-            "layers_a", "kinds of its layers in A, and the type that they compute in", kind=TEXT, title="in A", rank=2
-        ),
-        Column(
-            "layers_b", "kinds of its layers in B, and the type that they compute in", kind=TEXT, title="in B", rank=2
-        ),
+        *(Column(f"layers_{side}", f"kinds of its layers in {side.upper()}, and the type that they compute in",
+                 kind=TEXT, title=f"in {side.upper()}", rank=2) for side in "ab"),
         *TIMES,
         Column("kernels_a", "kernels or providers in A", kind=TEXT, title="kernel in A", rank=4),
         Column("kernels_b", "kernels or providers in B", kind=TEXT, title="kernel in B", rank=3),
-    )
+    )  # fmt: skip
     return PARTS.of(columns, rows)
 
 
@@ -349,8 +347,8 @@ def _make_row(waterfall: Waterfall, k: int) -> Row:
 
 def _format_counts(names: Sequence[str]) -> str:
     """Return the names, each with its count: `2 Mul, Conv`."""
-    counted: Callable[[str, int], str] = lambda name, n: f"{n} {name}" if n > 1 else name  # noqa: E731
-    return ", ".join(counted(name.rpartition(".")[2], n) for name, n in Counter(names).items())
+    counts = Counter(names).items()
+    return ", ".join(f"{f'{n} ' if n > 1 else ''}{name.rpartition('.')[2]}" for name, n in counts)
 
 
 # The waterfall from A to B as a chart: both latencies, and between them a bar for each cause.
@@ -369,11 +367,8 @@ def draw_waterfall(waterfall: Waterfall) -> Any:
     with styled() as figure_class:
         figure = figure_class((WIDTH, ROW * (len(steps) + 2) + EDGE), layout="constrained")
         axes = figure.add_subplot()
-        names = [
-            f"A: {waterfall.pair.titles[0]}",
-            *(step.cause.title for step in steps),
-            f"B: {waterfall.pair.titles[1]}",
-        ]
+        a, b = waterfall.pair.titles
+        names = [f"A: {a}", *(step.cause.title for step in steps), f"B: {b}"]
         texts = [_draw_whole(axes, 0, waterfall.gap.a)]
         reached = 1e6 * waterfall.gap.a
         corners = [reached]

@@ -156,14 +156,13 @@ def read_optimised_graph(path: str, source: str, profile: Profile, library: str)
     source_names = {name_of(node) for node in _read_nodes(source)}
     layers, blocked = [], set[str]()
     for layer, kernel in zip(written.layers, list_kernels(written.layers, profile.outer, source), strict=True):
-        moves = _name_operator(layer) in MOVES or (
-            _name_operator(layer) == "Transpose" and layer.name not in source_names
-        )
+        operator = _name_operator(layer)
+        moves = operator in MOVES or (operator == "Transpose" and layer.name not in source_names)
         layer = replace(layer, moves=moves, computes_in=profile.computed_in.get(kernel, "") if kernel else "")
         layer = _as_run(layer, profile.outer[kernel] if kernel else None)
         # Only a reordering ends the layout; an elementwise operator doesn't care for it.
         enters = ".nchwc." in layer.type or any(port.name in blocked for port in layer.inputs)
-        if enters and _name_operator(layer) != "ReorderOutput":
+        if enters and operator != "ReorderOutput":
             blocked |= {port.name for port in layer.outputs}
             layer = replace(layer, outputs=tuple(replace(port, format="nchwc") for port in layer.outputs))
         layers.append(layer)
@@ -187,9 +186,9 @@ def list_kernels(layers: Sequence[Layer], kernels: Iterable[Kernel], source: str
         found.append(own.pop(0) if own else None)
     left = sorted((one for each in pending.values() for one in each), key=lambda each: int(each[1] or 0))
     for k, layer in enumerate(layers):
-        if found[k] is None and layer.outputs and layer.name == f"{_name_operator(layer)} to {layer.outputs[0].name}":
-            name = f"{_name_operator(layer)}_"
-            found[k] = next((each for each in left if each[0] == f"{name}{each[1]}_kernel_time"), None)
+        name = _name_operator(layer)
+        if found[k] is None and layer.outputs and layer.name == f"{name} to {layer.outputs[0].name}":
+            found[k] = next((each for each in left if each[0] == f"{name}_{each[1]}_kernel_time"), None)
             left = [each for each in left if each != found[k]]
     return found
 

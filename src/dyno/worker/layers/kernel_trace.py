@@ -91,9 +91,8 @@ class _Owners:
     """Which call is the innermost at any moment of the host."""
 
     def __init__(self, events: Sequence[Event], rows: Rows) -> None:
-        named = [
-            e for e in events if is_kind(e, ("user_annotation",)) and e["name"].startswith((RUN_RANGE, CALL_RANGE))
-        ]
+        marked = (e for e in events if is_kind(e, ("user_annotation",)))
+        named = (e for e in marked if e["name"].startswith((RUN_RANGE, CALL_RANGE)))
         ranges = [_Range(e["ts"], e["ts"] + e["dur"], e["name"]) for e in named]
         self._ranges = sorted(ranges, key=lambda one: (one.begin, -one.end))
         self._times, self._owners = [-math.inf], [-1]
@@ -192,9 +191,8 @@ def list_functions(events: Sequence[Event], discarded: int) -> tuple[Function, .
 
     They are means over the runs of the trace, without the first `discarded`, in seconds.
     """
-    bounds = sorted(
-        (e["ts"], e["ts"] + e["dur"]) for e in events if is_kind(e, ("user_annotation",)) and e["name"] == RUN_RANGE
-    )
+    marked = (e for e in events if is_kind(e, ("user_annotation",)) and e["name"] == RUN_RANGE)
+    bounds = sorted((e["ts"], e["ts"] + e["dur"]) for e in marked)
     calls, launches = _find_outermost([_make_piece(e) for e in events if is_kind(e, HOST)])
     work = sorted((_make_piece(e) for e in events if is_kind(e, WORK)), key=lambda each: each.begin)
     runs = [

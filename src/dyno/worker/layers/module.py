@@ -177,10 +177,8 @@ class _ModuleWatch:
             if counted.parameters or not (only_calls and call.name in self._outer):
                 calls.append(counted)
         kinds = {name: getattr(part, "original_name", type(part).__name__) for name, part in self._parts}
-        left = [
-            Layer(name=n, type=kinds[n], parameters=count, modules=(n,), skipped=True) for n, count in fresh.items()
-        ]
-        return calls + [layer for layer in left if layer.parameters]
+        left = [(name, count) for name, count in fresh.items() if count]
+        return calls + [Layer(name=n, type=kinds[n], parameters=count, modules=(n,), skipped=True) for n, count in left]
 
     def _own_parameters(self) -> dict[str, int]:
         """Return the parameters of each part itself; one that two parts share counts for the first."""
