@@ -135,13 +135,9 @@ def main(folder: Path) -> int:
         os.sched_setaffinity(0, order["cores"])
     progress = Progress(console=Console(stderr=True, no_color=True, soft_wrap=True))
     try:
-        study = Study.from_toml(folder / order["study"])
+        part = TrialSelection(order["trials"], order["sources"])
         execute(
-            study,
-            folder,
-            progress,
-            retry_failed=order["retry_failed"],
-            only=TrialSelection(order["trials"], order["sources"]),
+            Study.from_toml(folder / order["study"]), folder, progress, retry_failed=order["retry_failed"], only=part
         )
     except UserError as e:
         print(e, file=sys.stderr)

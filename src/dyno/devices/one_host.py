@@ -73,17 +73,12 @@ def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, pr
 def read(folder: Path, places: Sequence[Place], rounds: int) -> list[AnchorDevice]:
     """Return each place's figures from `rounds` stored rounds."""
     company = [read_json(folder / _name_counts_file(number))["company"] for number in range(rounds)]
-    return [
-        of_rounds(
-            place.name,
-            place.card,
-            [
-                (_read_round(folder, place, number).block_medians("latency", "model"), company[number][place.name])
-                for number in range(rounds)
-            ],
-        )
-        for place in places
-    ]
+    found = []
+    for place in places:
+        medians = (_read_round(folder, place, number).block_medians("latency", "model") for number in range(rounds))
+        counts = (own[place.name] for own in company)
+        found.append(of_rounds(place.name, place.card, list(zip(medians, counts, strict=True))))
+    return found
 
 
 def file_name(place: Place) -> str:
@@ -100,9 +95,8 @@ def _measure_rounds(
     """
     with ExitStack() as stack:
         files = {}
-        for place in sorted(
-            places, key=lambda place: place.card
-        ):  # always in one order, so that no two processes wait for each other
+        # Always in one order, so that no two processes wait for each other.
+        for place in sorted(places, key=lambda place: place.card):
             with confined(place):
                 stack.enter_context(held(trial.runtime, progress.waiting))
         for place in places:
@@ -129,9 +123,8 @@ def _measure_rounds(
 def _each_round(members: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
     """Return the turns of each round: each device alone, and all devices at once."""
     numbers = sorted({member.number for member in members})
-    return [
-        turn for number in numbers for turn in list_single_and_joint_turns([p for p in members if p.number == number])
-    ]
+    rounds = [[member for member in members if member.number == number] for number in numbers]
+    return [turn for own in rounds for turn in list_single_and_joint_turns(own)]
 
 
 def _build_member(
@@ -279,18 +272,12 @@ def _measure_apart(
     part = TrialSelection([anchor.trial.id], [anchor.source])
     for together, how in [*((some, ALONE) for some in alone), (beside, BESIDE)]:
         _measure_together(study, part, folder, [place for place in together if not place.gone], how, progress)
-    measured = {ALONE: places, BESIDE: beside}
-    return [
-        AnchorDevice(
-            place.name,
-            place.card,
-            *(
-                _read_medians(_name_folder(folder, place, how)) if place in some else ()
-                for how, some in measured.items()
-            ),
-        )
-        for place in list_left(places)
-    ]
+    found = []
+    for place in list_left(places):
+        alone_s, beside_s = (_read_medians(_name_folder(folder, place, how)) if place in some else ()
+                             for how, some in ((ALONE, places), (BESIDE, beside)))  # fmt: skip
+        found.append(AnchorDevice(place.name, place.card, alone_s, beside_s))
+    return found
 
 
 def _measure_together(

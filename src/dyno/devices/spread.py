@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,37 +55,27 @@ def _parse_cluster(study: Study) -> tuple[str, str]:
     if kind:
         check_known("cluster", kind, ("ray", "slurm"))
     if "=" in study.on and not spec:  # an address that is an empty variable should not mean another cluster
-        raise UserError(
-            f"--cluster {study.on} names nothing; write ray=HOST:PORT or slurm=4, or ray for the one of this host"
-        )
+        advice = "write ray=HOST:PORT or slurm=4, or ray for the one of this host"
+        raise UserError(f"--cluster {study.on} names nothing; {advice}")
     return kind, spec
 
 
-@contextmanager
-def _found_places(study: Study, folder: Path, progress: Progress) -> Iterator[list[Place]]:
+def _found_places(study: Study, folder: Path, progress: Progress) -> AbstractContextManager[list[Place]]:
     """Hold the places over which the study is spread, while the block runs."""
     kind, spec = _parse_cluster(study)
     if kind == "slurm":
-        with slurm_cluster.slurm_places(spec, study.device, folder, progress) as found:
-            yield found
-    else:
-        with expected_places(study) as found:
-            yield found
+        return slurm_cluster.slurm_places(spec, study.device, folder, progress)
+    return expected_places(study)
 
 
-@contextmanager
-def expected_places(study: Study) -> Iterator[list[Place]]:
+def expected_places(study: Study) -> AbstractContextManager[list[Place]]:
     """Hold the places that a plan needs, while the block runs: the same as in a study, but no job is started."""
     kind, spec = _parse_cluster(study)
     if kind == "ray":
-        with ray_cluster.places(spec, study.device) as found:
-            yield found
-    else:
-        yield (
-            slurm_cluster.count_expected(spec, study.device)
-            if kind
-            else places.parse_places(study.device, study.threads)
-        )
+        return ray_cluster.places(spec, study.device)
+    if kind:
+        return nullcontext(slurm_cluster.count_expected(spec, study.device))
+    return nullcontext(places.parse_places(study.device, study.threads))
 
 
 def _run_blocks(study: Study, folder: Path, found: list[Place], progress: Progress, retry_failed: bool) -> None:
@@ -93,9 +83,8 @@ def _run_blocks(study: Study, folder: Path, found: list[Place], progress: Progre
     planned, store = expand(own), Run(folder)
     with store.locked():
         planned = prepare(study, store, planned, progress)
-        open_blocks = [
-            block for block in blocks.split_blocks(planned) if retry_failed or not _is_done(store, block, study)
-        ]
+        every = blocks.split_blocks(planned)
+        open_blocks = [block for block in every if retry_failed or not _is_done(store, block, study)]
         if not open_blocks:
             return
         company = one_host.StudyPlaces(found)
@@ -177,9 +166,8 @@ class BlockScheduler:
             for row in rows:
                 archive(self.run, row, ELSEWHERE)
             self.losses.setdefault(block.id, []).append(f"{place}: the device is no longer one of the study's")
-            self.progress.note(
-                f"{block.label}: begun anew, as {place} is no longer there; what was measured is in {ELSEWHERE}"
-            )
+            gone = f"{place} is no longer there; what was measured is in {ELSEWHERE}"
+            self.progress.note(f"{block.label}: begun anew, as {gone}")
         shutil.rmtree(_name_folder(self.run, block), ignore_errors=True)
 
     def _take_ended(self) -> list[Block]:

@@ -122,9 +122,8 @@ def bisect(
         interpreters: dict[str, Callable[[], str]] = {name: partial(str, path) for name, path in pythons.items()}
     else:
         needed = {version: [f"{library}=={version}", "numpy", *add] for version in versions}
-        interpreters = {
-            version: partial(study_interpreters.python_with, packages) for version, packages in needed.items()
-        }
+        make = study_interpreters.python_with
+        interpreters = {version: partial(make, packages) for version, packages in needed.items()}
     if len(interpreters) < 2:
         raise UserError("bisect needs two or more versions, the good one first")
     folder = folder_for(out, "bisect", [source])
@@ -140,14 +139,10 @@ def _choose_backend(source: str, library: str, chosen: Sequence[str]) -> str:
     default, _ = default_runner(commits.split_commit(source)[0])
     if chosen or not library:
         return chosen[0] if chosen else default
-    users = [name for name in (default, *registry.names()) if _has_requirement(name, library)]
-    if not users:
-        raise UserError(f"no backend needs {library}; give --backend")
-    return users[0]
-
-
-def _has_requirement(name: str, library: str) -> bool:
-    return any(library in either.split("|") for either in registry.find(name).requires)
+    for name in (default, *registry.names()):
+        if any(library in either.split("|") for either in registry.find(name).requires):
+            return name
+    raise UserError(f"no backend needs {library}; give --backend")
 
 
 @dataclass

@@ -26,7 +26,7 @@ from dyno.results.ranking import cpu_contention
 from dyno.results.rounds import LATENCIES
 from dyno.results.self_test import read_summary
 from dyno.results.trial_result import Results, TrialResult, clock_of
-from dyno.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, missing
+from dyno.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, missing, with_limits
 from dyno.worker.spec import UserError
 
 TOLERATED, NO_CHANGE, LOST, GAINED = "slower, tolerated", "no change shown", "less accurate", "more accurate"
@@ -51,11 +51,9 @@ def _metric_columns(metric: Metric) -> Iterator[Column]:
     for run in "ab":
         yield Column(f"{metric.column}_{run}", f"{metric.label} of {run.upper()}", "%", PERCENT)
     meaning = f"{metric.label} of B less A's on the same images"
-    yield Column(metric.diff, meaning, "points", POINTS, "change, points", 2, True)
-    yield from (Column(f"{metric.diff}_{end}", f"{end} limit of its 95 % interval", "points", POINTS) for end in ENDS)
+    yield from with_limits(Column(metric.diff, meaning, "points", POINTS, "change, points", 2))
 
 
-ENDS = ("low", "high")
 RATIO_SHOWN = Column("ratio", "latency of B over A's: above 1 is slower", kind=FINE, title="B / A", interval=True)
 COLUMNS = (
     *pick(*IDENTITY),
@@ -63,8 +61,7 @@ COLUMNS = (
     *pick("status", "reason", "boundary"),
     Column("latency_a_ms", "of A, over its processes", "ms", title="A ms", rank=1),
     Column("latency_b_ms", "of B, over its processes", "ms", title="B ms"),
-    RATIO_SHOWN,
-    *(Column(f"ratio_{end}", f"{end} limit of its 95 % interval", kind=FINE) for end in ENDS),
+    *with_limits(RATIO_SHOWN),
     Column("verdict", "slower, faster, equivalent, undecided, two sessions, wrong outputs …", kind=TEXT, cell=verdict),
     Column("p_value", "of no difference, adjusted for all pairs"),
     Column("measured", "in turns, one after the other, or in two sessions", kind=TEXT),
@@ -88,12 +85,8 @@ COLUMNS = (
 PRINTED = (*IDENTITY, "latency_a_ms", "latency_b_ms", "ratio", "verdict",
            *(m.diff for m in metrics.known().values() if m.diff in m.printed_columns), "accuracy", "close",
            "failed")  # fmt: skip
-COMPARE = TableKind(
-    "compare",
-    "Two runs",
-    "A row per trial that two runs share: ratio of latencies, accuracy, agreement, and what became worse.",
-    command="dyno compare A B",
-)
+COMPARE = TableKind("compare", "Two runs", "A row per trial that two runs share: ratio of latencies, accuracy, "
+                    "agreement, and what became worse.", command="dyno compare A B")  # fmt: skip
 
 
 def compare_runs(a: Results, b: Results, rules: GateRules | None = None) -> Table:
@@ -106,8 +99,11 @@ def compare_runs(a: Results, b: Results, rules: GateRules | None = None) -> Tabl
     `notes` are sentences on possible explanations of a difference. UserError when nothing can be compared.
     """
     rules = rules or GateRules()
-    if not any(x.good for x, _ in pair_trials(a, b)):
-        raise UserError(_why_nothing(a, b, pair_trials(a, b)))
+    shared = pair_trials(a, b)
+    if not shared:
+        raise UserError(f"{a.folder} and {b.folder} share no trial; {_some_trials(a)} against {_some_trials(b)}")
+    if not any(x.good for x, _ in shared):
+        raise UserError(f"nothing to compare: no trial that both runs have succeeded in {a.folder}")
     table = _make_table(a, b, rules, (_check_outputs(a), _check_outputs(b)))
     refused = [r["verdict"] for r in table.rows if r["verdict"].startswith(INCOMPARABLE)]
     if len(refused) == len(table.rows):
@@ -179,9 +175,8 @@ def _apply_gate(
     elif elsewhere:
         reason = f"A was measured on another machine ({elsewhere}); measure it again here with --remeasure"
     elif contention and contention.mostly:
-        reason = (
-            f"other programs kept up to {contention.processors:.1f} processors busy, and it wasn't measured in turns"
-        )
+        busy = f"other programs kept up to {contention.processors:.1f} processors busy"
+        reason = f"{busy}, and it wasn't measured in turns"
     elif SLOWER not in row["failed"] and high >= 1 + rules.tolerance:
         reason = f"{BEYOND}: the interval reaches {slowdown(high - 1)}, and {100 * rules.tolerance:g} % are allowed"
     else:
@@ -206,7 +201,11 @@ def pair_trials(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]
     """
     ids = {t.id: t for t in b}
     own_ids = {t.id for t in a}
-    left, right = (_by_name(t for t in run if not (t.id in ids and t.id in own_ids)) for run in (a, b))
+    left, right = defaultdict[str, list[TrialResult]](list), defaultdict[str, list[TrialResult]](list)
+    for run, by_name in ((a, left), (b, right)):
+        for t in run:
+            if not (t.id in ids and t.id in own_ids):
+                by_name[_name_trial(t)].append(t)
     matched = []
     for t in a:
         name = _name_trial(t)
@@ -217,21 +216,8 @@ def pair_trials(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]
     return matched
 
 
-def _by_name(trials: Iterator[TrialResult]) -> Mapping[str, list[TrialResult]]:
-    by_name: dict[str, list[TrialResult]] = defaultdict(list)
-    for t in trials:
-        by_name[_name_trial(t)].append(t)
-    return by_name
-
-
 def _name_trial(t: TrialResult) -> str:
     return json.dumps([t.pair or t.configuration, t.group, t.spec["dims"].get("shapes")], sort_keys=True)
-
-
-def _why_nothing(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> str:
-    if shared:
-        return f"nothing to compare: no trial that both runs have succeeded in {a.folder}"
-    return f"{a.folder} and {b.folder} share no trial; {_some_trials(a)} against {_some_trials(b)}"
 
 
 def _some_trials(run: Results) -> str:
@@ -328,9 +314,8 @@ def _compare_speeds(
         if e is not None:
             row |= {"ratio": s.value, "ratio_low": s.low, "ratio_high": s.high, "p_value": s.p,
                     "verdict": TWO_SESSIONS if place in unknown else verdict, "measured": s.measured}  # fmt: skip
-            row["smallest"] = 100 * smallest_slowdown(
-                e.error, e.freedom, stats.ALPHA / max(count, 1) / rule.looks, rule.margin
-            )
+            level = stats.ALPHA / max(count, 1) / rule.looks
+            row["smallest"] = 100 * smallest_slowdown(e.error, e.freedom, level, rule.margin)
     return rows
 
 

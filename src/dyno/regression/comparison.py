@@ -170,17 +170,14 @@ def measured(study: Study, folder: Path, rules: GateRules, progress: Progress) -
         raise UserError("one round can't show how much rounds differ, so slower=… needs --rounds 2 or more")
     execute(study, folder, progress)
     comparison = Comparison(tables.of_sides(load_run(folder), rules), folder)
-    suspects = [r for r in comparison.rows if _is_suspect(r) and min(r["rounds_a"], r["rounds_b"]) < 2 * study.rounds]
+    suspects = [r for r in comparison.rows if SLOWER in r["failed"] or r["undecided"].startswith(tables.BEYOND)]
+    suspects = [r for r in suspects if min(r["rounds_a"], r["rounds_b"]) < 2 * study.rounds]
     if not (rules.gate and suspects):
         return comparison
     progress.note(f"measured again before it is judged: {', '.join(map(describe_where, suspects))}")
     ids = {r[name] for r in suspects for name in ("trial_a", "trial_b")}
     execute(replace(study, rounds=2 * study.rounds), folder, progress, only=TrialSelection(ids))
     return Comparison(tables.of_sides(load_run(folder), rules), folder)
-
-
-def _is_suspect(r: Row) -> bool:
-    return SLOWER in r["failed"] or r["undecided"].startswith(tables.BEYOND)
 
 
 def _load_run(source: Any) -> Results | None:
@@ -249,9 +246,8 @@ def _at_commits(model: str, span: str) -> tuple[str, str]:
     """Return the model at both commits of `A..B`; without B, the second is the file in its current state."""
     before, dots, after = span.partition("..")
     if not (before and dots) or after.startswith(".") or commits.split_commit(model)[1]:
-        raise UserError(
-            f"--commits {span!r} is not A..B, two commits of {model}; write main..HEAD, or main.. for the file as it is"
-        )
+        advice = "write main..HEAD, or main.. for the file as it is"
+        raise UserError(f"--commits {span!r} is not A..B, two commits of {model}; {advice}")
     sources = [commits.fix_commit(f"{model}@{commit}") if commit else model for commit in (before, after)]
     for commit, source in zip((before, after), sources, strict=True):
         if commit and not commits.split_commit(source)[1]:
@@ -353,12 +349,7 @@ def exit_code(table: Table) -> int:
 #
 # Both are small enough for the standard library: JUnit's format is a dozen lines of `xml.etree` here.
 
-HEADINGS = {GOOD: "no regression", REGRESSION: "regression"}
-
-
-def outcome(table: Table) -> str:
-    """Return the comparison's outcome in one or two words."""
-    return HEADINGS.get(exit_code(table), "undecided")
+HEADINGS = {GOOD: "no regression", REGRESSION: "regression", UNDECIDED: "undecided"}
 
 
 def format_junit(table: Table, sentences: Sequence[str], path: Path) -> None:
@@ -387,7 +378,7 @@ def format_junit(table: Table, sentences: Sequence[str], path: Path) -> None:
 
 def format_summary(table: Table, sentences: Sequence[str], path: Path) -> None:
     """Append the comparison in Markdown, as `$GITHUB_STEP_SUMMARY` takes it."""
-    title = f"### Dyno: {outcome(table)} in {counting(len(table.rows), 'pair')}"
+    title = f"### Dyno: {HEADINGS[exit_code(table)]} in {counting(len(table.rows), 'pair')}"
     text = "\n".join([title, "", export([table], "markdown").strip(), "", *map(bullet, sentences), "", ""])
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:  # other steps of the same build have written there

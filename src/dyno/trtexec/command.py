@@ -95,14 +95,10 @@ def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES)
     if boundary == "model":
         arguments.append("--noDataTransfers")
     return [
-        *arguments,
-        "--useSpinWait",
-        f"--warmUp={1e3 * plan.get('warmup_s', 1.0):.0f}",
-        f"--duration={plan.get('seconds', 3.0):g}",
-        f"--iterations={plan.get('min_samples', 30)}",
-        f"--percentile={PERCENTILES}",
-        f"--exportTimes={times}",
-    ]
+        *arguments, "--useSpinWait", f"--warmUp={1e3 * plan.get('warmup_s', 1.0):.0f}",
+        f"--duration={plan.get('seconds', 3.0):g}", f"--iterations={plan.get('min_samples', 30)}",
+        f"--percentile={PERCENTILES}", f"--exportTimes={times}",
+    ]  # fmt: skip
 
 
 def make_spec(shapes_by_input: Mapping[str, Sequence[int]]) -> str:
@@ -125,11 +121,8 @@ def read_build(trial: TrialResult) -> list[str]:
     source, converted = str(model.get("source", "")), f"{trial.model}.{'fp32' if same else trial.precision}.onnx"
     onnx = source.removeprefix("file:") if same and source.endswith(".onnx") else converted
     profile = _choose_profile(trial, made_by.profiles)
-    arguments = [
-        name_tool(trial),
-        f"--onnx={onnx}",
-        f"--saveEngine={PurePath(find_engine(trial) or 'model.engine').name}",
-    ]
+    engine = PurePath(find_engine(trial) or "model.engine").name
+    arguments = [name_tool(trial), f"--onnx={onnx}", f"--saveEngine={engine}"]
     arguments += _list_precision_flags(trial, 11 if rtx else major)
     for number, name in enumerate(("min", "opt", "max") if profile else ()):
         arguments.append(f"--{name}Shapes={make_spec({key: ranges[number] for key, ranges in profile.items()})}")

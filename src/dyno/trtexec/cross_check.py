@@ -269,13 +269,9 @@ def list_differences(trial: TrialResult, report: TrtexecReport) -> str:
     device = read_medians(trial).device
     if device and report.device and device != report.device:
         return f"Not compared: trtexec ran on {report.device}, Dyno on {device}."
-    return _other_shapes(command.read_shapes(trial), report.shapes)
-
-
-def _other_shapes(ours: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]) -> str:
+    ours, theirs, spec = command.read_shapes(trial), report.shapes, command.make_spec
     if not ours or not theirs or ours == theirs:
         return ""
-    spec = command.make_spec
     return f"Not compared: trtexec ran {spec(theirs)}, Dyno {spec(ours)}; give both the same shapes."
 
 
@@ -341,9 +337,8 @@ def _explain_launch(mine: TrialMedians, report: TrtexecReport, left: float) -> G
     """
     if mine.enqueue is None or left <= 0:
         return None
-    return GapPart(
-        "launch", _compute_share(left, mine.enqueue), "at most one enqueue, which trtexec hides by queueing ahead"
-    )
+    why = "at most one enqueue, which trtexec hides by queueing ahead"
+    return GapPart("launch", _compute_share(left, mine.enqueue), why)
 
 
 def _latency_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
@@ -450,18 +445,13 @@ def measure(trial: TrialResult, boundary: str = "model") -> log.TrtexecReport:
 
     It holds the GPU lock, as Dyno's own jobs do.
     """
-    with held(Runtime(device=trial.device), _print_waiting):
-        return _measure_trial(trial, boundary)
 
+    def print_waiting(owner: str) -> None:
+        print(f"trtexec is waiting for process {owner}, another dyno on this GPU", file=sys.stderr)
 
-def _print_waiting(owner: str) -> None:
-    print(f"trtexec is waiting for process {owner}, another dyno on this GPU", file=sys.stderr)
-
-
-def _measure_trial(trial: TrialResult, boundary: str) -> log.TrtexecReport:
     plan = trial.spec.get("plan") or {}
     measuring_s = float(plan.get("warmup_s", 1.0)) + float(plan.get("seconds", 3.0))
-    with tempfile.TemporaryDirectory() as scratch:
+    with held(Runtime(device=trial.device), print_waiting), tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         arguments = command.read_timing(trial, boundary, str(folder / command.TIMES))
         telemetry = Telemetry(trial.device)

@@ -159,11 +159,6 @@ class Video:
         """Return the bound if that stage took only a `share` of its time, and of its processor time."""
         return _find_lowest(self.limits(self.facts.streams, {name: share}))
 
-    @property
-    def heaviest(self) -> Stage:
-        """The stage that takes the most processor time."""
-        return max(self.stages, key=lambda stage: stage.cpu_under_load)
-
     def latencies(self, to: str) -> np.ndarray:
         """Return the seconds from the start of reading a frame until its boxes are `known`, or it is `written`."""
         began = self.arrays["frame_began"]
@@ -176,24 +171,15 @@ class Video:
         frames, whole = max(1, len(self.arrays["frame_known"])), self.facts.seconds
         starved = began[1:] - handed[:-1]
         waiting = self.arrays[f"{name}_waiting"]
-        alone, cpu = mean_interval(self.arrays[f"alone_{name}"]), self.facts.cpu.get(name, 0.0)
-        return Stage(
-            name,
-            alone,
-            mean_interval(ended - began, len(began) / frames),
-            cpu,
-            self._estimate_cpu_under_load(name, cpu),
-            float((ended - began).sum() / whole),
-            float(starved.sum() / whole),
-            float((handed - ended).sum() / whole),
-            float(waiting.mean()) if len(waiting) else 0.0,
-        )
-
-    def _estimate_cpu_under_load(self, name: str, cpu: float) -> float:
-        """Return the processor time of a frame with every processor at work; an engine's was measured by itself."""
-        if name == SHARED and self.facts.cpu_inference:
-            return max(cpu, self.facts.cpu_inference)
-        return cpu * self.crowding(self.facts.processors)
+        cpu = self.facts.cpu.get(name, 0.0)
+        cpu_under_load = cpu * self.crowding(self.facts.processors)
+        if name == SHARED and self.facts.cpu_inference:  # which was measured by itself
+            cpu_under_load = max(cpu, self.facts.cpu_inference)
+        parts = ended - began, starved, handed - ended
+        working, empty, blocked = (float(seconds.sum() / whole) for seconds in parts)
+        alone, beside = mean_interval(self.arrays[f"alone_{name}"]), mean_interval(ended - began, len(began) / frames)
+        queue = float(waiting.mean()) if len(waiting) else 0.0
+        return Stage(name, alone, beside, cpu, cpu_under_load, working, empty, blocked, queue)
 
 
 def section_interval(samples: np.ndarray, estimate: Callable[[np.ndarray], float], least: int) -> Interval:

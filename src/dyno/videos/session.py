@@ -150,12 +150,10 @@ class VideoResult(LoadResult):
     @property
     def refused(self) -> str:
         """Why the source, or the boxes in the networks' outputs, can't be read; "" if they can."""
-        worst = [trial.worst for trial in self.records]
-        refused = all(
-            w is not None and w.status == "failed" and (w.record.stage == OPENING or UNREAD in w.record.reason)
-            for w in worst
-        )
-        return worst[0].record.reason if worst and worst[0] is not None and refused else ""
+        worst = [trial.worst.record if trial.worst else None for trial in self.records]
+        failed = [r for r in worst if r is not None and r.status == "failed"]
+        refused = [r.reason for r in failed if r.stage == OPENING or UNREAD in r.reason]
+        return refused[0] if refused and len(refused) == len(worst) else ""
 
     def save(self, path: Path) -> None:
         """Write the pipeline's trace: a track for each stage and each frame of each engine's typical round."""
@@ -186,9 +184,8 @@ def bench_video(
     check_types({"options": options}, {"options": VideoOptions | None})
     study, several = study_of_own_jobs(model, 1, settings)
     (name,) = study.models
-    job_spec = VideoJobSpec(
-        _make_absolute(source), str(output or ""), str(boxes or ""), options or VideoOptions(), several
-    )
+    written = str(output or ""), str(boxes or "")
+    job_spec = VideoJobSpec(_make_absolute(source), *written, options or VideoOptions(), several)
     _check_options(job_spec, study)
     if save and not str(save).endswith(TRACE):
         raise UserError(f"{str(save)!r} can't be saved; end its name in {TRACE} (Perfetto)")
@@ -215,7 +212,11 @@ def bench_video(
 def _make_absolute(source: str | Path) -> str:
     """Return a path made absolute, because jobs may run elsewhere; anything else unchanged."""
     text = str(source)
-    return text if text == STDIN or ":" in text.split("/")[0] else str(Path(text).absolute())
+    return str(Path(text).absolute()) if _is_path(text) else text
+
+
+def _is_path(source: str) -> bool:
+    return source != STDIN and ":" not in source.split("/")[0]
 
 
 def _check_options(job_spec: VideoJobSpec, study: Study) -> None:
@@ -226,8 +227,7 @@ def _check_options(job_spec: VideoJobSpec, study: Study) -> None:
         raise UserError("raw frames don't say how large they are; give --frame-size WIDTHxHEIGHT")
     if job_spec.options.streams > 1 and (job_spec.source == STDIN or job_spec.source.startswith("camera:")):
         raise UserError(f"{job_spec.source} can be read only once; omit --streams")
-    path = Path(job_spec.source)
-    local = job_spec.source != STDIN and ":" not in job_spec.source.split("/")[0]
+    path, local = Path(job_spec.source), _is_path(job_spec.source)
     if local and not path.exists():
         raise UserError(f"{path} does not exist; give a video, an image, a folder of images, a URL, camera:0 or -")
     for written in filter(None, (job_spec.output, job_spec.boxes)):

@@ -150,9 +150,7 @@ VIDEO_COLUMNS = (
     Column("bound_fps", "what the stages allow at most", "1/s", title="bound, fps", rank=4),
     Column("bound_by", "the stage that bounds the whole, or the processors", kind=TEXT, title="bound by", rank=2),
     Column("reached", "share of the bound", "%", rank=4),
-    duration("p50_s", "from a frame's reading to its boxes", rank=6),
-    duration("p95_s", "from a frame's reading to its boxes", rank=6),
-    duration("p99_s", "from a frame's reading to its boxes", rank=6),
+    *(duration(f"p{100 * q:g}_s", "from a frame's reading to its boxes", rank=6) for q in PERCENTILES),
     *with_limits(Column("speedup", "fps over the reference's", kind=RATIO, rank=1)),
     Column("verdict", "end to end, against the reference", kind=TEXT, rank=1),
 )
@@ -414,13 +412,8 @@ def make_comparison_table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> 
     rows += [{"label": b.trial.label, "part": WHOLE, "verdict": OTHER_VIDEO} for a, b in pairs if (a, b) not in same]
     order = [b.trial.label for _, b in pairs]
     rows.sort(key=lambda row: order.index(row["label"]))
-    return COMPARED.of(
-        COMPARISON_COLUMNS,
-        rows,
-        notes=tuple(_write_sentences(rows)),
-        group=("label",),
-        printed=printed(COMPARISON_COLUMNS),
-    )
+    notes, shown = tuple(_write_sentences(rows)), printed(COMPARISON_COLUMNS)
+    return COMPARED.of(COMPARISON_COLUMNS, rows, notes=notes, group=("label",), printed=shown)
 
 
 def _make_shot_key(one: VideoRun) -> tuple[int, ...]:

@@ -52,8 +52,7 @@ def _describe_rates(video: Video) -> str:
     several = f"{facts.streams} streams at once, the first of " if facts.streams > 1 else ""
     return (
         f"{several}{counting(facts.frames, 'frame')} of {facts.width} x {facts.height} in "
-        f"{show(facts.seconds, 'duration')}"
-        f"{ended}: {_format_rate(video.rate)} end to end{realtime}; inference alone "
+        f"{show(facts.seconds, 'duration')}{ended}: {_format_rate(video.rate)} end to end{realtime}; inference alone "
         f"{_format_rate(video.inference_rate)}, and {_format_rate(video.inference_beside)} beside the other stages."
     )
 
@@ -80,9 +79,8 @@ def _describe_bounds(video: Video) -> Iterator[str]:
     stage, processors = video.by_stage, video.by_processors
     yield (
         f"The slowest stage, {stage.name}, allows {_format_rate(stage.rate)}: {_format_share(stage, video)} of that "
-        "was reached. "
-        f"{_format_processors(video)} at {show(video.cpu_under_load, 'duration')} of processor time per frame "
-        f"{'allows' if video.facts.processors == 1 else 'allow'} {_format_rate(processors.rate)}: "
+        f"was reached. {_format_processors(video)} at {show(video.cpu_under_load, 'duration')} of processor time per "
+        f"frame {'allows' if video.facts.processors == 1 else 'allow'} {_format_rate(processors.rate)}: "
         f"{_format_share(processors, video)}."
     )
     slowdown = video.cpu_under_load / (sum(s.cpu for s in video.stages) or math.inf)
@@ -96,7 +94,7 @@ def _describe_bounds(video: Video) -> Iterator[str]:
 def _describe_changes(video: Video) -> Iterator[str]:
     bound = video.bound
     if bound.name == PROCESSORS:
-        stage = video.heaviest
+        stage = max(video.stages, key=lambda each: each.cpu_under_load)
         share = stage.cpu_under_load / video.cpu_under_load
         what = (
             f"The processors bound the whole: the stages share them, and {stage.name} takes "

@@ -98,11 +98,7 @@ class Node:
         self._folder, self._held = _own_folder()
         write_files(files, self._folder)
         self._sent = _list_stamps(self._folder)
-        for name, value in own.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        places.set_variables(own)
         with suppress(PermissionError):  # what a child inherits; Ray gives way to all other programs
             os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
         if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:

@@ -18,17 +18,9 @@ from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
 from dyno.devices import places as devices
+from dyno.devices.clusters import node as nodes
 from dyno.devices.clusters import slurm_job
-from dyno.devices.clusters.node import (
-    NodeDescription,
-    NodeLost,
-    RemoteHost,
-    check_device,
-    distinct,
-    gpu,
-    processors,
-    same_dyno,
-)
+from dyno.devices.clusters.node import NodeDescription, NodeLost, RemoteHost
 from dyno.devices.clusters.slurm_job import ANSWER, ASK, BEAT_S, DRIVER, LEFT, OVER, Mail
 from dyno.devices.places import Place
 from dyno.jobs.progress import Progress
@@ -68,9 +60,8 @@ def parse(spec: str) -> SlurmRequest:
     items = [item.strip() for item in spec.split(",")] if spec.strip() else []
     jobs = items.pop(0) if items and "=" not in items[0] else "1"
     if not (jobs.isascii() and jobs.isdecimal() and int(jobs)):
-        raise UserError(
-            f"--cluster slurm needs a whole number of jobs of at least 1, not {jobs!r}; write e.g. {EXAMPLE}"
-        )
+        needed = "a whole number of jobs of at least 1"
+        raise UserError(f"--cluster slurm needs {needed}, not {jobs!r}; write e.g. {EXAMPLE}")
     given: dict[str, str] = {}
     for item in items:
         name, _, value = (part.strip() for part in item.partition("="))
@@ -269,10 +260,10 @@ class Queue:
 
     def _look_at(self, host: SlurmHost, wait_s: float) -> None:
         """See whether the job has started, or never will."""
-        now, (state, reason) = time.monotonic(), self._find_state(host)
+        now, (state, reason) = time.monotonic(), self._states.get(host.id, ("", ""))
         try:
             if answer := host.answer():
-                host.about = same_dyno(host.name, answer[0])
+                host.about = nodes.same_dyno(host.name, answer[0])
                 self._first = self._first or now
                 self._waiting.remove(host)
                 return
@@ -290,9 +281,6 @@ class Queue:
         elif self._first and now - self._first > wait_s:
             self._leave_out(host, f"{host.name} did not start in time" + (f" ({reason})" if reason else ""))
 
-    def _find_state(self, host: SlurmHost) -> tuple[str, str]:
-        return self._states.get(host.id, ("", ""))
-
     def _leave_out(self, host: SlurmHost, why: str) -> None:
         self._waiting.remove(host)
         host.gone = True
@@ -304,7 +292,7 @@ class Queue:
         """Show what the jobs are waiting for, as Slurm reports it, whenever that changes."""
         words = []
         for host in self._waiting:
-            state, reason = self._find_state(host)
+            state, reason = self._states.get(host.id, ("", ""))
             if state in WAITING:
                 words.append(f"{host.name} waits in the queue ({state.lower() if reason in ('', 'None') else reason})")
         if words and words != self._said:
@@ -319,7 +307,7 @@ END_S = 20.0  # that jobs have to end by themselves
 
 def count_expected(spec: str, device: str) -> list[Place]:
     """Return the expected places, as far as a plan needs to know them, without starting a job."""
-    check_device(device)
+    nodes.check_device(device)
     parse(spec)
     return [Place("slurm", "cuda:0" if device == "cuda" else "cpu", "", threads=system.physical_cores())]
 
@@ -331,7 +319,7 @@ def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> It
     `folder` is the study's run folder, used by no other program, on a file system that the nodes share. Raises
     `UserError`, one line.
     """
-    check_device(device)
+    nodes.check_device(device)
     wanted, submitit = parse(spec), _import_submitit()
     base = folder.resolve() / SLURM
     refuse_links(base.parent, [SLURM])
@@ -467,9 +455,9 @@ def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
         assert about is not None
         if device == "cuda":
             unique = about.card.rpartition(", ")[2]
-            places.append(gpu(about, unique[:12] if unique.startswith("GPU-") else f"cuda:{about.gpu}", host))
+            places.append(nodes.gpu(about, unique[:12] if unique.startswith("GPU-") else f"cuda:{about.gpu}", host))
             continue
-        places.append(processors(about, about.cores, host))
+        places.append(nodes.processors(about, about.cores, host))
         for cpu in places[-1].cores:
             if (other := owners.setdefault((about.host, cpu), host)) is not host:
                 raise UserError(
@@ -477,7 +465,7 @@ def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
                     "job there; leave cpus-per-task out, so that each has a host for itself"
                 )
     # The jobs of one host in their own order: the next command's may start in another.
-    return distinct(sorted(places, key=lambda place: (place.name, place.cores)))
+    return nodes.distinct(sorted(places, key=lambda place: (place.name, place.cores)))
 
 
 def _end_jobs(jobs: Sequence[SlurmHost], mail: Path) -> None:

@@ -204,11 +204,8 @@ def read_tags(decoded: Any) -> tuple[int, int, int]:
 
 def has_plane_format(decoded: Any) -> bool:
     """Return whether `Planes` can be made of such a frame: pixels, their range and their matrix are the usual ones."""
-    return (
-        has_known_colours(decoded)
-        and decoded.format.name == PIXELS
-        and all(plane.line_size > 0 for plane in decoded.planes)
-    )
+    usual = has_known_colours(decoded) and decoded.format.name == PIXELS
+    return usual and all(plane.line_size > 0 for plane in decoded.planes)
 
 
 def has_known_colours(decoded: Any) -> bool:
@@ -283,9 +280,8 @@ def find_accelerator(device: str) -> Any:
 
 def suits_accelerator(context: Any) -> bool:
     """Return whether frames of a codec's context can be `Surface`s: eight bits, 4:2:0, of even height and width."""
-    return (
-        context.format is not None and context.format.name == PIXELS and not (context.width % 2 or context.height % 2)
-    )
+    usual = context.format is not None and context.format.name == PIXELS
+    return usual and not (context.width % 2 or context.height % 2)
 
 
 class Surface(Picture):
@@ -349,9 +345,9 @@ SHARE, MOST_THREADS = 4, 8  # of the processors that a codec's own threads take,
 SHARE_OF_LANES = 4, 8  # of the processors that preparing and post-processing take each: beside a GPU, and beside a CPU
 
 
-def codec_threads() -> int:
+def codec_threads(share: int = SHARE) -> int:
     """Return a codec's number of threads: the stages are threads already, and a codec's cost processor time."""
-    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // SHARE))
+    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // share))
 
 
 def lanes_beside(on_cpu: bool) -> int:
@@ -359,8 +355,7 @@ def lanes_beside(on_cpu: bool) -> int:
 
     On a CPU the engine takes the processors.
     """
-    share = SHARE_OF_LANES[on_cpu]
-    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // share))
+    return codec_threads(SHARE_OF_LANES[on_cpu])
 
 
 @dataclass
