@@ -25,7 +25,7 @@ from dyno.store import good_record
 from dyno.study.plan import PlannedTrial, TrialSelection, expand
 from dyno.study.study import Study
 from dyno.worker.record import Record, read_json, write_json
-from dyno.worker.spec import FIXED, ROUNDS, SCHEMA, Artifact, Job, Plan, Trial, UserError, digest
+from dyno.worker.spec import FIXED, ROUNDS, SCHEMA, Job, Plan, Trial, UserError, digest
 
 # The anchor trial on devices of this host, in turns: each alone, and all of them at once, in the same processes.
 
@@ -104,10 +104,14 @@ def _measure_rounds(
                 files[place.name] = Files(progress, trial.plan.build_timeout_s).of(trial, 0)
         if lost := {name: file.reason for name, file in files.items() if isinstance(file, Record)}:
             return lost
-        rounds = {
-            number: [_build_member(trial, folder, place, number, files[place.name]) for place in places]
-            for number in numbers
-        }
+        rounds: dict[int, list[InterleavedJob]] = {number: [] for number in numbers}
+        for number, own in rounds.items():
+            for place in places:
+                file = files[place.name]
+                # Rounds of a job count from 1 here: in round 0 it would answer all images.
+                job = Job("run", trial.runtime, trial, number + 1, artifact=None if isinstance(file, Record) else file)
+                own_folder, where = _name_anchor_folder(folder, place, number), partial(confined, place)
+                own.append(InterleavedJob(job, own_folder, number, where=where))
         members = [member for own in rounds.values() for member in own]
         name = f"{numbers} {trial.id}"
         InterleavedGroup(members, name, progress, lambda _: None, turns=_each_round, apart=True).run()
@@ -125,14 +129,6 @@ def _each_round(members: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]
     numbers = sorted({member.number for member in members})
     rounds = [[member for member in members if member.number == number] for number in numbers]
     return [turn for own in rounds for turn in list_single_and_joint_turns(own)]
-
-
-def _build_member(
-    trial: Trial, folder: Path, place: Place, number: int, file: Artifact | Record | None
-) -> InterleavedJob:
-    # Rounds of a job count from 1 here: in round 0 it would answer all images.
-    job = Job("run", trial.runtime, trial, number + 1, artifact=file if isinstance(file, Artifact) else None)
-    return InterleavedJob(job, _name_anchor_folder(folder, place, number), number, where=partial(confined, place))
 
 
 def _find_failure(member: InterleavedJob) -> str:

@@ -122,7 +122,9 @@ class BlockScheduler:
     def _start_blocks(self, waiting: list[Block]) -> None:
         if not self.running:  # else a block that runs says why its place is lost
             places.list_left(self.places)
-        begun = self._count_begun()
+        # Of each place so far, so that none stays idle if blocks run one at a time.
+        notes = (read_json(path) for path in (self.run.folder / PLACEMENTS).glob("*.json"))
+        begun = Counter(str(note.get("place", "")) for note in notes)
         for place in sorted(self.places, key=lambda place: begun[place.name]):
             busy = {one.place.machine for _, one in self.running.values()}
             if place.gone or place.name in self.running or place.machine in busy.intersection(self.in_turn):
@@ -131,11 +133,6 @@ class BlockScheduler:
             if block is not None:
                 waiting.remove(block)
                 self._begin_block(block, place)
-
-    def _count_begun(self) -> Counter[str]:
-        """Count the blocks that each place has had so far, so that none stays idle if blocks run one at a time."""
-        notes = (read_json(path) for path in (self.run.folder / PLACEMENTS).glob("*.json"))
-        return Counter(str(note.get("place", "")) for note in notes)
 
     def _begun_at(self, block: Block) -> str:
         """Return the place that the block belongs to, or "" if it can go anywhere."""

@@ -105,7 +105,8 @@ def placed(
                 place_layer(index, reached)
                 continue
             reached |= {one for reader in flow.after[index] for one in behind.get(reader, ())}
-            if _can_begin(layers[index]):
+            # An engine's layer may begin with these, and rarely ends with one.
+            if layers[index].flops or layers[index].type == DEQUANTISES:
                 place_layer(index, {min(reached)} if reached else set())
             else:
                 behind[index] = reached
@@ -120,11 +121,6 @@ def placed(
         if index not in placements and index not in flow.constant and (reached := find_claims(flow.before[index])):
             place_layer(index, {max(reached)})
     return placements, how
-
-
-def _can_begin(layer: Layer) -> bool:
-    """Return whether an engine's layer may begin with this layer, and rarely ends with it."""
-    return bool(layer.flops) or layer.type == DEQUANTISES
 
 
 def _find_neighbours(flow: Flow, claims: Mapping[int, set[int]]) -> tuple[list[set[int]], list[set[int]]]:
@@ -287,13 +283,9 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     leaves = {place: pairs[k] for place, k in enumerate(ran) if k in pairs}
     whole, _ = placed([calls[k] for k in ran], leaves, Flow([calls[k] for k in ran], complete=False))
     kept = {k: own for k, own in pairs.items() if k in outer} | {ran[place]: own for place, own in whole.items()}
-    return Link(upper, lower, kept, _of_calls(kept, claims, how), sure, outer)
-
-
-def _of_calls(pairs: Mapping[int, set[int]], claims: Mapping[int, set[int]], how: Mapping[int, str]) -> dict[int, str]:
-    """Return how each call was found: by name where one of the nodes that claim it was, else by data flow."""
+    # A call is found by its name where one of the nodes that claim it was, else by data flow.
     named = {call for node, own in claims.items() if how.get(node) == NAMED for call in own}
-    return {call: NAMED if call in named else FLOW for call in pairs}
+    return Link(upper, lower, kept, {call: NAMED if call in named else FLOW for call in kept}, sure, outer)
 
 
 def _parse_call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:

@@ -104,15 +104,12 @@ class ExplanationResult:
         """Return the tables and sentences in one of the table formats."""
         if format == "html":
             return self.html
-        if format == "json":
-            return export(self.tables, format, about={"reasons": to_json(self.reasons), **self._describe_pair()})
-        return with_sentences(self.tables, self.sentences, format)
-
-    def _describe_pair(self) -> dict[str, Any]:
-        found = self.waterfall
-        shares = {"attributed": found.attributed, "named": found.named} if found.gap.proven else {}
-        tried = {"tried": self.tried.sentences} if self.tried else {}
-        return {"a": self.pair.titles[0], "b": self.pair.titles[1], **shares, **tried}
+        if format != "json":
+            return with_sentences(self.tables, self.sentences, format)
+        found, (a, b) = self.waterfall, self.pair.titles
+        about: dict[str, Any] = {"reasons": to_json(self.reasons), "a": a, "b": b}
+        about |= {"attributed": found.attributed, "named": found.named} if found.gap.proven else {}
+        return export(self.tables, format, about=about | ({"tried": self.tried.sentences} if self.tried else {}))
 
 
 def check_saved(path: Path) -> None:
@@ -153,7 +150,8 @@ def explain(
     paths = files.named(save)
     for path in paths:
         check_saved(path)
-    if len(sides) == 2 and _nothing_at(model):
+    # A model with a colon is a source, and no path.
+    if len(sides) == 2 and isinstance(model, (str, Path)) and ":" not in str(model) and not Path(model).exists():
         raise UserError(no_such(str(model)))
     progress = Progress(quiet=quiet)
     if prescriptions:
@@ -172,16 +170,14 @@ def explain(
     return found
 
 
-def _nothing_at(model: Any) -> bool:
-    """Return whether the model is a path (it has no source prefix) that does not exist."""
-    return isinstance(model, (str, Path)) and ":" not in str(model) and not Path(model).exists()
-
-
 def _find_pair(
     model: Any, sides: Sequence[Any], batch: int, rounds: int, runs: int, settings: dict[str, Any], progress: Progress
 ) -> FormPair:
     if not sides and Path(str(model)).suffix == STORED:
-        return _read_pair(Path(model))
+        try:
+            return pairs.read_pair(Path(model))
+        except (OSError, ValueError) as e:
+            raise UserError(f"{model} can't be read: {getattr(e, 'strerror', e)}") from e
     if len(sides) not in (1, 2) or (len(sides) == 1 and forms.is_form(sides[0])):
         raise UserError("give a model and the two forms to explain, a run folder and two of its trials, two models, or "
                         "a file that `dyno explain --save FILE.json` wrote")  # fmt: skip
@@ -199,13 +195,6 @@ def _find_pair(
     for side in chosen:
         reading.read(side)
     return reading.pair(rounds, [side.source for side in chosen], [side.precision for side in chosen])
-
-
-def _read_pair(path: Path) -> FormPair:
-    try:
-        return pairs.read_pair(path)
-    except (OSError, ValueError) as e:
-        raise UserError(f"{path} can't be read: {getattr(e, 'strerror', e)}") from e
 
 
 def _of_run(
@@ -236,15 +225,11 @@ def _of_run(
     pair = reading.pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
     a, b = (center(each.medians("model")).value for each in found)
     whole = replace(pair, a=replace(pair.a, stored=a), b=replace(pair.b, stored=b), notes=tuple(notes))
-    _store_pair(whole, pairs.of_run(folder, *(each.id for each in found)))
-    return whole
-
-
-def _store_pair(pair: FormPair, path: Path) -> None:
-    """Store the pair in its run, whose report then has it; a run that can't be written to goes without."""
-    with suppress(OSError):
+    path = pairs.of_run(folder, *(each.id for each in found))
+    with suppress(OSError):  # a run that can't be written to goes without
         path.parent.mkdir(exist_ok=True)
-        pairs.write_pair(path, pair)
+        pairs.write_pair(path, whole)
+    return whole
 
 
 class PairProfiler(profiling.FormProfiler):

@@ -81,6 +81,7 @@ def graph_figure(graphs: Sequence[Mapping[str, Any]]) -> str:
     if not shown:
         return ""
     counts = ", ".join(f"{each['title']}, {counting(len(each['nodes']), 'layer')}" for each in shown)
+    content = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")  # so that nothing ends the element
     return (
         f'<details class="layer-graph"><summary>{html.escape(f"Graph of the layers: {counts}")}</summary>\n'
         '<p class="tools"><input type="search" placeholder="conv, layer1.0 …" aria-label="Show layers that contain '
@@ -88,7 +89,7 @@ def graph_figure(graphs: Sequence[Mapping[str, Any]]) -> str:
         'data-do="whole">the whole graph</button></p>\n<div class="graphs"></div>\n'
         '<p class="about">The more time a layer takes, the darker it is. Select one to see what is known of it'
         f"{', and its counterpart' if len(shown) > 1 else ''}; drag to move, turn the wheel to zoom.</p>\n"
-        f'<script type="application/json">{_inside_script(shown)}</script>\n</details>'
+        f'<script type="application/json">{content}</script>\n</details>'
     )
 
 
@@ -96,11 +97,6 @@ def graph_scripts() -> str:
     """Return the style and scripts that a page with such figures needs once, at its end."""
     elements = "\n".join(f"<script>\n{_read_file(name)}</script>" for name in SCRIPTS)
     return f"<style>{_read_file(GRAPH_STYLE)}</style>\n{elements}"
-
-
-def _inside_script(content: Any) -> str:
-    """Encode JSON so that nothing in it ends the element around it."""
-    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _read_file(name: str) -> str:

@@ -50,7 +50,8 @@ class _Words:
 
     def __init__(self, waterfall: Waterfall) -> None:
         self._w, self._gap = waterfall, waterfall.gap
-        self._a, self._b = _shorten_titles(waterfall.pair.titles)
+        bare = [VERSION.sub("", title) for title in waterfall.pair.titles]
+        self._a, self._b = bare if bare[0] != bare[1] else waterfall.pair.titles  # without versions, if they differ
         whole = abs(self._gap.difference.value) if self._gap.proven else self._gap.a
         self._least, self._large = NOTEWORTHY * whole, BY_ITSELF * whole
 
@@ -149,6 +150,8 @@ class _Words:
         are_a = "is" if count_a == 1 else "are"
         times = f"{_format_seconds(step.a)} in {a} and {_format_seconds(step.b)} in {b}"
         lack_b = "has no separate counterpart" if count_b == 1 else "have no separate counterparts"
+        before = next((self._w.parts[k].before for k in self._sort_parts(step)), "")
+        longest = f", the longest before {before}" if before else ""
         texts = {
             causes.NARROWER: f"{count} of the model {run} in a narrower type in {b} ({self._format_kinds(parts)})",
             causes.WIDER: f"{count} of the model {run} in a wider type in {b} ({self._format_kinds(parts)})",
@@ -158,8 +161,7 @@ class _Words:
             causes.SAME: f"{count} of the model {take} another time with the same kernel ({of_b})",
             causes.FUSED: f"{counting(count_a, 'layer')} of {a} {are_a} fused or left out in {b} ({of_a})",
             causes.SPLIT: f"{counting(count_b, 'layer')} of {b} {lack_b} in {a} ({of_b})",
-            causes.CONVERSION: f"Conversions of types and layouts, {count_a} in {a} and {count_b} in {b}"
-            f"{self._describe_largest(step)}",
+            causes.CONVERSION: f"Conversions of types and layouts, {count_a} in {a} and {count_b} in {b}{longest}",
             causes.CALLS: f"The model's own code and calling its parts, {times}",
             causes.UNALIGNED: f"{count_a} layers of {a} and {count_b} of {b}, whose counterparts are not known",
             causes.INTERRUPTED: f"Interruptions by other programs, {times}; measure again when the machine is quiet",
@@ -168,10 +170,6 @@ class _Words:
             causes.BETWEEN: f"Time outside the layers, {times}",
         }
         return texts[step.cause]
-
-    def _describe_largest(self, step: WaterfallStep) -> str:
-        before = [self._w.parts[k].before for k in self._sort_parts(step)[:1]]
-        return f", the longest before {before[0]}" if any(before) else ""
 
     def _sort_parts(self, step: WaterfallStep) -> list[int]:
         return sorted(step.parts, key=lambda k: -abs(self._w.steps[k].difference.value))
@@ -192,12 +190,6 @@ class _Words:
     def _list_names(self, step: WaterfallStep) -> tuple[str, ...]:
         """Return a name for each part of the step, the largest difference first."""
         return tuple(dict.fromkeys(name for k in self._sort_parts(step) for name in self._w.parts[k].names[:1]))
-
-
-def _shorten_titles(titles: Sequence[str]) -> list[str]:
-    """Return the titles without versions, where they still differ."""
-    plain = [VERSION.sub("", title) for title in titles]
-    return plain if len({*plain}) == len(plain) else list(titles)
 
 
 def _make_reason(key: str, text: str, step: WaterfallStep, names: Sequence[str] = ()) -> Reason:

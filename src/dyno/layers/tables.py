@@ -85,11 +85,10 @@ def _find_reasons(
         whole[name] += differences.get(id(r), 0)
         sharing[name] += _count_shared(forms, r, other) - _count_shared(forms, r, first)
     alike = [whole.pop(name) for name in [*whole] if whole[name] == sharing[name]]
-    for shared, words in (
-        (sum(n for n in alike if n > 0), "are stored once for several layers that have the same values"),
-        (sum(n for n in alike if n < 0), "are stored anew for each layer that has these values"),
-    ):
-        if shared:
+    once = "are stored once for several layers that have the same values"
+    anew = "are stored anew for each layer that has these values"
+    for sign, words in ((1, once), (-1, anew)):
+        if shared := sum(n for n in alike if sign * n > 0):
             yield f"{abs(shared):,} {words}"
             left -= shared
     where = _describe_place(whole)
@@ -233,7 +232,10 @@ def align_forms(forms: Sequence[LayerGraph], shown: Sequence[int], graph_of: Map
     `graph_of` has the index of the graph that an engine was made from.
     """
     links = align.find_pivots(forms, graph_of)
-    regions = [r for r in align.find_regions(forms, links) if any(_has_layer(forms, r, k) for k in shown)]
+    regions = [
+        r for r in align.find_regions(forms, links)
+        if any(not layer.skipped or layer.parameters for k in shown for layer in _list_layers(forms, r, k))
+    ]  # fmt: skip
     rows = [_make_row(forms, shown, region) for region in regions]
     names = [_choose_letter(k) for k in range(len(shown))]
     columns = [
@@ -253,10 +255,6 @@ def align_forms(forms: Sequence[LayerGraph], shown: Sequence[int], graph_of: Map
     notes += [line for each in links if (line := describe_coverage(forms, each))]
     notes += [note for k in shown for note in forms[k].notes]
     return ALIGNED.of(columns, rows, notes=tuple(dict.fromkeys(notes)))
-
-
-def _has_layer(forms: Sequence[LayerGraph], region: Region, form: int) -> bool:
-    return any(not layer.skipped or layer.parameters for i in region.members[form] if (layer := forms[form].layers[i]))
 
 
 def _choose_letter(position: int) -> str:

@@ -180,16 +180,13 @@ def _list_samples(processes: Sequence[Times]) -> list[np.ndarray]:
     Of one process they are its repeats, which are resampled quantity by quantity; of several one array of their
     medians, with a row for each process.
     """
-    each = [(t.unprofiled[:, None], np.column_stack([t.layers, t.layers.sum(axis=1)]), _find_busy_seconds(t)[:, None])
-            for t in processes]  # fmt: skip
+    # Where no kernels were seen, no GPU waits: it works for ever.
+    busy = [t.gpu.busy if t.gpu and t.gpu.busy.size else np.array([np.inf]) for t in processes]
+    each = [(t.unprofiled[:, None], np.column_stack([t.layers, t.layers.sum(axis=1)]), own[:, None])
+            for t, own in zip(processes, busy, strict=True)]  # fmt: skip
     if len(each) == 1:
         return [*each[0]]
     return [np.array([np.concatenate([np.median(part, axis=0) for part in parts]) for parts in each])]
-
-
-def _find_busy_seconds(times: Times) -> np.ndarray:
-    """Return the seconds of a watched run in which a GPU ran kernels; infinite where none were seen: no GPU waits."""
-    return times.gpu.busy if times.gpu and times.gpu.busy.size else np.array([np.inf])
 
 
 def _resample_medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarray:

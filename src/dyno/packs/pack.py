@@ -99,7 +99,9 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     folder = Path(run)
     results = self_test.attach(load_run(folder))
     folders = [folder.absolute(), folder.resolve(), Path.cwd(), Path.home()]
-    redaction = Redaction(folders, _list_hosts(folder), names=with_names)
+    notes = (read_table(path, [], {"host": str}) or {} for path in sorted((folder / PLACEMENTS).glob("*.json")))
+    hosts = [note["host"] for note in notes if note.get("host")]  # on which blocks of the run were measured
+    redaction = Redaction(folders, hosts, names=with_names)
     name = redaction.redact_value(results.name)
     file = Path(out) if out else Path(f"{name}{SUFFIX}")
     for path in (file, *(card_paths(file) if card else ())):
@@ -151,12 +153,6 @@ def _copy_arrays(path: Path, target: Path, redaction: Redaction) -> None:
         save_arrays(target, {**arrays, **{name: np.asarray(text, "U") for name, text in texts.items()}})
     else:
         target.write_bytes(path.read_bytes())
-
-
-def _list_hosts(folder: Path) -> list[str]:
-    """Return the hosts on which blocks of the run were measured."""
-    notes = (read_table(path, [], {"host": str}) or {} for path in sorted((folder / PLACEMENTS).glob("*.json")))
-    return [note["host"] for note in notes if note.get("host")]
 
 
 def _list_files(folder: Path) -> Iterator[Path]:

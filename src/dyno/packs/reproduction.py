@@ -387,11 +387,8 @@ def _list_decisions(run: RunData) -> Iterator[tuple[Key, str, list[TrialResult]]
 def _find_differences(theirs: Results, ours: Results) -> dict[str, tuple[Any, Any]]:
     runs = theirs, ours
     versions = [r.environment.get("versions") or {} for r in runs]
-    a, b = ({**r.environment, **own, "threads": _list_threads(r)} for r, own in zip(runs, versions, strict=True))
+    counts = [{t.facts.threads for t in r if t.good and t.facts.threads is not None} for r in runs]
+    a, b = ({**r.environment, **own, "threads": ", ".join(map(str, sorted(threads)))}
+            for r, own, threads in zip(runs, versions, counts, strict=True))  # fmt: skip
     names = dict.fromkeys((*ENVIRONMENT, "threads", *versions[0], *versions[1]))
     return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
-
-
-def _list_threads(results: Results) -> str:
-    counts = {t.facts.threads for t in results if t.good and t.facts.threads is not None}
-    return ", ".join(map(str, sorted(counts)))

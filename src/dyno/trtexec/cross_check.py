@@ -17,7 +17,7 @@ import numpy as np
 
 from dyno.jobs.telemetry import Telemetry
 from dyno.results import stats, timeline
-from dyno.results.rounds import GPU, HOST, Round
+from dyno.results.rounds import GPU, HOST
 from dyno.results.trial_result import TrialResult
 from dyno.runner.device_lock import held
 from dyno.trtexec import command, log
@@ -78,6 +78,7 @@ def read_medians(trial: TrialResult) -> TrialMedians:
         return stats.over_rounds(samples).median if samples else None
 
     images = trial.value("throughput", "throughput")
+    names = (str(one.arrays("telemetry.npz", ("gpu_name",)).get("gpu_name", "")) for one in trial.good)
     return TrialMedians(
         model=compute_median("latency", "model", GPU),
         model_host=compute_median("latency", "model", HOST),
@@ -89,12 +90,8 @@ def read_medians(trial: TrialResult) -> TrialMedians:
         rate=images / trial.batch if images else None,
         graph=bool(trial.facts.options.get("graph", True)),
         clock=_find_clock(trial),
-        device=next(filter(None, map(_gpu_name, trial.good)), ""),
+        device=next(filter(None, names), ""),
     )
-
-
-def _gpu_name(one: Round) -> str:
-    return str(one.arrays("telemetry.npz", ("gpu_name",)).get("gpu_name", ""))
 
 
 def _find_clock(trial: TrialResult) -> float | None:

@@ -120,11 +120,6 @@ class Video:
         seconds = sum(s.cpu_under_load * shares.get(s.name, 1.0) for s in self.stages)
         return rates | {PROCESSORS: self.facts.processors / seconds if seconds > 0 else math.inf}
 
-    @cached_property
-    def by_processors(self) -> Bound:
-        """The limit of the shared processors: their number over a frame's processor time while all are at work."""
-        return Bound(PROCESSORS, self.limits(self.facts.streams)[PROCESSORS])
-
     def find_percentile(self, q: float, to: str = "known") -> float | None:
         """Return a percentile of the latencies; None with too few frames. The median needs one frame alone."""
         samples = self.latencies(to)

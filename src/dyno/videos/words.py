@@ -76,7 +76,9 @@ def _set_up(video: Video) -> Iterator[str]:
 
 
 def _describe_bounds(video: Video) -> Iterator[str]:
-    stage, processors = video.by_stage, video.by_processors
+    stage = video.by_stage
+    # The number of the processors over a frame's processor time while all are at work.
+    processors = Bound(PROCESSORS, video.limits(video.facts.streams)[PROCESSORS])
     yield (
         f"The slowest stage, {stage.name}, allows {_format_rate(stage.rate)}: {_format_share(stage, video)} of that "
         f"was reached. {_format_processors(video)} at {show(video.cpu_under_load, 'duration')} of processor time per "

@@ -59,7 +59,7 @@ def parse(spec: str) -> SlurmRequest:
     """Parse the words after `slurm=`, e.g. `4,partition=gpu`; raise `UserError`, one line, for invalid ones."""
     items = [item.strip() for item in spec.split(",")] if spec.strip() else []
     jobs = items.pop(0) if items and "=" not in items[0] else "1"
-    if not (jobs.isascii() and jobs.isdecimal() and int(jobs)):
+    if not _is_count(jobs):
         needed = "a whole number of jobs of at least 1"
         raise UserError(f"--cluster slurm needs {needed}, not {jobs!r}; write e.g. {EXAMPLE}")
     given: dict[str, str] = {}
@@ -73,16 +73,18 @@ def parse(spec: str) -> SlurmRequest:
         given[name] = value
     cluster = given.pop("cluster", CLUSTERS[0])
     check_known("cluster of --cluster slurm", cluster, CLUSTERS)
-    minutes = {name: _parse_minutes(name, given.pop(name, str(usual))) for name, usual in MINUTES.items()}
+    minutes = {}
+    for name, usual in MINUTES.items():
+        if not _is_count(value := given.pop(name, str(usual))):
+            raise UserError(f"{name} of --cluster slurm must be a whole number of minutes, not {value!r}")
+        minutes[name] = int(value)
     if given and cluster == "local":
         raise UserError(f"cluster=local runs the jobs on this host, where {', '.join(given)} has no meaning; omit it")
     return SlurmRequest(int(jobs), cluster, minutes, given)
 
 
-def _parse_minutes(name: str, value: str) -> int:
-    if not (value.isascii() and value.isdecimal() and int(value)):
-        raise UserError(f"{name} of --cluster slurm must be a whole number of minutes, not {value!r}")
-    return int(value)
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and int(text) > 0
 
 
 # A job of Slurm as a host: asked through files, and taken for lost when it or Slurm says so, or nothing is heard.

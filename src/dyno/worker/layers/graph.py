@@ -238,10 +238,15 @@ def list_program_parts(model: ModelSpec, dims: Dims) -> Any:
 
 def _name_classes(module: Any) -> Any:
     """Name the classes like those of the original; torch's own would all be called InterpreterModule."""
-    wrapped = module.type_name().startswith(WRAPPED)
+
+    def list_inner_modules(self: Any, *args: Any, **keywords: Any) -> Any:
+        """Return the `named_modules` inside Dyno's wrapper, which runs nothing itself."""
+        return self.model.named_modules(*args, **keywords)
+
+    wrapped, aten = module.type_name().startswith(WRAPPED), import_torch().ops.aten
     kinds = {part: part.type_name() for part in module.modules() if hasattr(part, "type_name")}
     for part, kind in kinds.items():
-        inside = {"named_modules": _inner_modules} if wrapped and part is module else {}
+        inside = {"named_modules": list_inner_modules} if wrapped and part is module else {}
         name = kinds[part.model] if inside else kind
         if name:
             part.__class__ = type(name.rpartition(".")[2], (type(part),), inside)
@@ -251,23 +256,12 @@ def _name_classes(module: Any) -> Any:
             delattr(part, key)
             part.register_buffer(key, value, persistent=False)
         if hasattr(part, "finalize"):
-            _replace_views(part.graph)
+            for node in part.graph.nodes:
+                if node.target is aten.view.default:  # which refuses results of attention's unfused form
+                    node.target = aten.reshape.default
             part.finalize()  # its code was older than its graph where a part of it is called twice
     module.check_input_constraints = False  # at every call, which costs time
     return module
-
-
-def _replace_views(graph: Any) -> None:
-    """Make views accept the results of attention's unfused form, in which its operations are counted."""
-    aten = import_torch().ops.aten
-    for node in graph.nodes:
-        if node.target is aten.view.default:
-            node.target = aten.reshape.default
-
-
-def _inner_modules(self: Any, *args: Any, **keywords: Any) -> Any:
-    """Return the `named_modules` inside Dyno's wrapper, which runs nothing itself."""
-    return self.model.named_modules(*args, **keywords)
 
 
 def _check_same(program: Any, found: Any, example: Callable[[], tuple[Any, Any]]) -> None:

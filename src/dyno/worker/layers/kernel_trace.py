@@ -8,7 +8,7 @@ so that a kernel belongs to the innermost call in which its operator began.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class TracedRun:
     """
 
     seconds: list[float]
-    by_kernel: dict[tuple[int, str], float] = field(default_factory=dict)
+    by_kernel: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     busy: float = 0.0
     calls: float = 0.0
     kernels: int = 0
@@ -64,7 +64,9 @@ def read(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun]:
         if run >= 0:
             work[run].append(event)
             if row >= 0:
-                _add_event(runs[run], row, event)
+                seconds, key = event["dur"] * 1e-6, (row, shorten_kernel(event["name"]))
+                runs[run].seconds[row] += seconds
+                runs[run].by_kernel[key] += seconds
     calls: list[list[Event]] = [[] for _ in runs]
     for event in (e for e in events if is_kind(e, HOST) and WAITS not in e["name"]):
         run, _ = owners.at(event["ts"])
@@ -74,12 +76,6 @@ def read(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun]:
         each.busy, each.calls = covered(own), covered(made)
         each.kernels = sum(e["cat"] == "kernel" for e in own)
     return runs
-
-
-def _add_event(run: TracedRun, row: int, event: Event) -> None:
-    seconds, name = event["dur"] * 1e-6, shorten_kernel(event["name"])
-    run.seconds[row] += seconds
-    run.by_kernel[row, name] = run.by_kernel.get((row, name), 0.0) + seconds
 
 
 def is_kind(event: Event, kinds: Sequence[str]) -> bool:
@@ -149,10 +145,10 @@ def covered(events: Iterable[Event]) -> float:
 
 def labels(runs: Sequence[TracedRun], count: int) -> list[str]:
     """Return the kernels of each row, the slowest first."""
-    total: dict[tuple[int, str], float] = {}
+    total: dict[tuple[int, str], float] = defaultdict(float)
     for run in runs:
         for key, seconds in run.by_kernel.items():
-            total[key] = total.get(key, 0.0) + seconds
+            total[key] += seconds
     names: list[list[str]] = [[] for _ in range(count)]
     for row, name in sorted(total, key=lambda key: -total[key]):
         names[row].append(name)
@@ -249,7 +245,9 @@ class _CriticalPath:
             if each.stream in last:
                 self._before[id(each)] = last[each.stream]
             last[each.stream] = each
-        self._walk_back(end)
+        moment, running = end, None
+        while moment > begin:
+            moment, running = self._from_work(running, moment) if running else self._from_host(moment)
         for call in calls:
             self._add_piece(CALL, call)
             if waited := self._waited_for(call, call.end):
@@ -265,14 +263,8 @@ class _CriticalPath:
         self.calls[where, piece.name] += 1
         self.time[where, piece.name] += piece.end - piece.begin
 
-    def _walk_back(self, moment: float) -> None:
-        """Walk from that moment, at which the host is, to the beginning."""
-        running: _Piece | None = None
-        while moment > self._begin:
-            moment, running = self._from_work(running, moment) if running else self._from_host(moment)
-
     def _from_host(self, moment: float) -> tuple[float, _Piece | None]:
-        place = _find_before(self._begins, moment)
+        place = bisect_left(self._begins, moment) - 1  # of the last call that begins before
         if place < 0:
             return self._add_part(BETWEEN, OUTSIDE, moment, self._begin), None
         call = self._calls[place]
@@ -303,9 +295,3 @@ class _CriticalPath:
                 return last
             place -= 1
         return None
-
-
-def _find_before(begins: Sequence[float], moment: float) -> int:
-    """Return the index of the last one that begins before the moment, -1 for none."""
-    place = bisect_right(begins, moment) - 1
-    return place - 1 if place >= 0 and begins[place] >= moment else place

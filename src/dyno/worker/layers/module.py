@@ -51,7 +51,7 @@ def watched(module: Any, run: Callable[[], Any]) -> LayerGraph:
             run()
         finally:
             watch.end()
-    if isinstance(module, torch.fx.GraphModule) and not watch.parts_ran:
+    if isinstance(module, torch.fx.GraphModule) and not watch.called_parts:
         raise UserError(f"it is a program of torch.export, {UNSEEN}")
     return LayerGraph(
         form=MODULES,
@@ -162,10 +162,9 @@ class _ModuleWatch:
             hook.remove()
 
     @property
-    def parts_ran(self) -> bool:
-        """Whether any part with parameters was called; the module itself is none."""
-        called = {call.name for call in self._calls if call.name}
-        return any(count and name in called for name, count in self._own_parameters().items())
+    def called_parts(self) -> set[str]:
+        """The parts with parameters that were called; the module itself is none."""
+        return {call.name for call in self._calls if call.name and self._own_parameters()[call.name]}
 
     def rows(self) -> list[Layer]:
         """Return the calls, then the parts that never ran; later calls share the parameters of their part's first."""

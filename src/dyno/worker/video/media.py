@@ -494,7 +494,8 @@ class Preparation:
         cv2.resize(image, (width, height), canvas[top : top + height, left : left + width],
                    interpolation=cv2.INTER_LINEAR)  # fmt: skip
         if self._last:
-            np.copyto(target, self._apply_table(cv2, canvas).reshape(target.shape))
+            values = canvas if self._raw else np.asarray(cv2.LUT(canvas, self._table))
+            np.copyto(target, values.reshape(target.shape))
             return
         for channel, plane in enumerate(cv2.split(canvas)):
             if not self._raw and target.dtype == np.float32:
@@ -507,6 +508,3 @@ class Preparation:
 
     def settle(self, feed: Any) -> None:
         """Return when the batch is there: of one that is prepared elsewhere the work is only queued."""
-
-    def _apply_table(self, cv2: Any, canvas: np.ndarray) -> np.ndarray:
-        return canvas if self._raw else np.asarray(cv2.LUT(canvas, self._table))
