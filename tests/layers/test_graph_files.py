@@ -8,7 +8,7 @@ import pytest
 
 from browser import ask
 from dyno.layers import graph_files, graph_page
-from dyno.layers.graph_files import Mark, marks, timelines
+from dyno.layers.graph_files import Mark, build_timelines, iter_marks
 from dyno.layers.times import Times
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, LayerGraph
 from made_layers import form, layer
@@ -34,7 +34,7 @@ SECONDS = {
 
 def found(*shown: int):
     times = {k: Times(np.ones(1), np.ones(6), SECONDS[k]) for k in (0, 1)}
-    return timelines(FORMS, {1: 2}, {0: 0, 1: 0}, times, shown)
+    return build_timelines(FORMS, {1: 2}, {0: 0, 1: 0}, times, shown)
 
 
 def test_layers_are_under_the_modules_around_all_of_them() -> None:
@@ -53,7 +53,7 @@ def test_layers_are_under_the_modules_around_all_of_them() -> None:
 
 def test_a_call_lasts_as_long_as_what_it_calls() -> None:
     module, _ = found(0, 1)
-    assert [*marks(module.steps, [4, 1, 2, 3, 5], 100)] == [
+    assert [*iter_marks(module.steps, [4, 1, 2, 3, 5], 100)] == [
         Mark("(model)", 100), Mark("a", 100), Mark("a.0", 100), Mark("a.0", 104, ends=True, step=0),
         Mark("a.1", 104), Mark("a.1", 105, ends=True, step=1), Mark("a", 107, ends=True, step=2),
         Mark("b", 107), Mark("b", 110, ends=True, step=3), Mark("(model)", 115, ends=True, step=4),
@@ -83,14 +83,14 @@ def test_the_tree_map_s_areas_are_shares_of_the_time() -> None:
         ("Gemm", "41.7"), ("Convolution", "33.3"), ("Add", "16.7"), ("Reorder", "8.3"),
     ]  # fmt: skip
     assert "time by operator" in graph_page.draw_tree_maps(
-        timelines([ENGINE], {}, {}, {0: Times(np.ones(1), np.ones(3), SECONDS[1])}, [0])
+        build_timelines([ENGINE], {}, {}, {0: Times(np.ones(1), np.ones(3), SECONDS[1])}, [0])
     )
 
 
 def test_names_are_escaped() -> None:
     hostile = form(MODULES, layer("<i>", "<b>"), library="<P>")
     times = {0: Times(np.ones(1), np.ones(3), np.ones((3, 1)))}
-    assert not re.search("<P>|<i>[^<]|<b>", graph_page.draw_tree_maps(timelines([hostile], {}, {}, times, [0])))
+    assert not re.search("<P>|<i>[^<]|<b>", graph_page.draw_tree_maps(build_timelines([hostile], {}, {}, times, [0])))
 
 
 def test_a_node_says_which_layer_runs_it() -> None:
@@ -102,7 +102,7 @@ def test_a_node_says_which_layer_runs_it() -> None:
     ]
     assert notes[3].facts["E: layer"] == "last" and "E: stands for" not in notes[3].facts
     without = [form(LAYERS, ENGINE.layers[0], library="E"), GRAPH]
-    lines = timelines(without, {0: 1}, {}, {}, [0])
+    lines = build_timelines(without, {0: 1}, {}, {}, [0])
     assert graph_files.list_node_notes(without, 1, {0: lines[0]})[3].lines == [f"E: {graph_files.UNKNOWN}"]
 
 
@@ -131,7 +131,7 @@ TAKEN = np.array([[1e-6, 0.0, 6e-6, 3e-6]] * 3)
 
 def graph_of(form: LayerGraph, parts: dict[int, int] | None = None, *, timed: bool = True):
     times = {0: Times(np.ones(1), np.ones(3), TAKEN)} if timed else {}
-    (timeline,) = timelines([form], {}, {0: 0} if form.form == MODULES else {}, times, [0])
+    (timeline,) = build_timelines([form], {}, {0: 0} if form.form == MODULES else {}, times, [0])
     return graph_page.draw_graph(form, timeline, parts or {})
 
 

@@ -82,7 +82,7 @@ def diff_layers(
     (top,), (rtol, atol) = at_least(0, top=top), at_least(0, float, rtol=rtol, atol=atol)
     check_known("order", order, ORDERS)
     study = one_model(model, settings)
-    asked = [_make_runnable(side, place > 0) for place, side in enumerate(forms.sides(study, others))]
+    asked = [_make_runnable(side, place > 0) for place, side in enumerate(forms.list_forms(study, others))]
     if len(asked) < 2:
         raise UserError("layers are compared with something: give a form, such as openvino or onnxruntime/int8, or "
                         "another ONNX file")  # fmt: skip

@@ -306,16 +306,17 @@ def _build_row(each: EngineComparison, layer: LayerError, errors: Mapping[str, f
     }
     return {
         "engine": each.name, "reference": each.reference, "modules": " ".join(names), "modules_names": names,
-        "layer": node.name, "type": node.type, "tensor": layer.tensor, "error": finite(layer.total.error),
-        "own_error": finite(layer.own.error), "growth": finite(layer.total.error / before) if before else None,
-        "effect": finite(layer.effect), "close": 100 * layer.total.close, "own_close": 100 * layer.own.close,
+        "layer": node.name, "type": node.type, "tensor": layer.tensor, "error": keep_finite(layer.total.error),
+        "own_error": keep_finite(layer.own.error),
+        "growth": keep_finite(layer.total.error / before) if before else None,
+        "effect": keep_finite(layer.effect), "close": 100 * layer.total.close, "own_close": 100 * layer.own.close,
         "max_abs": layer.total.max_abs, "max_rel": layer.total.max_rel, "nonfinite": layer.total.nonfinite,
         "reference_nonfinite": layer.total.reference_nonfinite, "share": share,
         "suspect": "yes" if suspect else "no", "remark": ", ".join(text for text, holds in remarks.items() if holds),
     }  # fmt: skip
 
 
-def finite(value: float | None) -> float | None:
+def keep_finite(value: float | None) -> float | None:
     """Return the value where it is finite, else None; a separate column counts the values that aren't."""
     return value if value is not None and math.isfinite(value) else None
 
@@ -340,7 +341,7 @@ def _build_finding(each: EngineComparison) -> Row:
         "layers": len(each.compared), "runs": errors.runs, "parts": errors.parts, "unmatched": errors.unmatched,
         "mismatched": errors.mismatched, "reference_layers": errors.reference_layers,
         "close": 100 * errors.unmodified.close if errors.unmodified else None,
-        **{f"{name}_error": finite(apart.error) if apart else None for name, apart in tested.items()},
+        **{f"{name}_error": keep_finite(apart.error) if apart else None for name, apart in tested.items()},
         "first": each.name_layer(each.first.tensor) if each.first else "",
         "suspect_count": len(each.suspects) if each.verdict else None, "suspects": ", ".join(each.suspects),
         "boundary": " to ".join(each.name_layer(name) or "end" for name in errors.boundary), "verdict": each.verdict,

@@ -43,7 +43,7 @@ class Flow:
             writer.update({port.name: index for port in layer.outputs})
 
 
-def between(
+def extend_claims(
     graph: Flow,
     engine: Flow,
     claims: Mapping[int, set[int]],
@@ -71,7 +71,7 @@ def between(
     return extended
 
 
-def placed(
+def place_layers(
     layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow, ends: Collection[int] = ()
 ) -> tuple[Claims, dict[int, str]]:
     """Return the claims with those of unclaimed layers added, and how each was found.
@@ -211,8 +211,8 @@ def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     def can_hold(node: int, layer: int) -> bool:
         return bool(engine[layer].computes_in) or not (says and graph[node].flops)
 
-    extended = between(inner, outer, claims, unnamed, can_hold)
-    pairs, how = placed(graph, extended, inner, _find_ends(engine, tensors))
+    extended = extend_claims(inner, outer, claims, unnamed, can_hold)
+    pairs, how = place_layers(graph, extended, inner, _find_ends(engine, tensors))
     for node in extended.keys() - claims.keys():
         how[node] = FLOW
     sure = frozenset((node, layer) for node, own in claims.items() for layer in own)
@@ -271,7 +271,7 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
             for one, counterpart in _pair_calls(chosen, indices):
                 claims[counterpart].add(one)
     sure = frozenset((call, node) for node, own in claims.items() for call in own)
-    claims, how = placed(graph, claims, Flow(graph))
+    claims, how = place_layers(graph, claims, Flow(graph))
     if "" not in by_name:  # work of the model's code outside its submodules
         alone = {k for k, node in enumerate(graph) if node.modules == ("",)}
         claims = {k: called for k, called in claims.items() if k not in alone}
@@ -281,7 +281,7 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     outer = frozenset(k for k, call in enumerate(calls) if call.name in inner or not call.name)
     ran = [k for k, call in enumerate(calls) if k not in outer and not call.skipped]
     leaves = {place: pairs[k] for place, k in enumerate(ran) if k in pairs}
-    whole, _ = placed([calls[k] for k in ran], leaves, Flow([calls[k] for k in ran], complete=False))
+    whole, _ = place_layers([calls[k] for k in ran], leaves, Flow([calls[k] for k in ran], complete=False))
     kept = {k: own for k, own in pairs.items() if k in outer} | {ran[place]: own for place, own in whole.items()}
     # A call is found by its name where one of the nodes that claim it was, else by data flow.
     named = {call for node, own in claims.items() if how.get(node) == NAMED for call in own}

@@ -65,12 +65,12 @@ class CausePart:
     before: str = ""
 
 
-def parts(pair: FormPair) -> list[CausePart]:
+def split_regions(pair: FormPair) -> list[CausePart]:
     """Return the pair's layers as parts, region by region in the model's order."""
     return _RegionSplitter(pair).all()
 
 
-def linked(pair: FormPair) -> list[Link]:
+def link_forms(pair: FormPair) -> list[Link]:
     """Align the forms by the graphs behind them; without a direct one, align two modules by their calls' names."""
     links = align.find_pivots(pair.forms, pair.graph_of)
     reached = {each.upper for each in links} | {each.lower for each in links}
@@ -91,7 +91,7 @@ def _by_calls(pair: FormPair) -> Link:
     return Link(pair.a.form, pair.b.form, found, dict.fromkeys(found, NAMED), sure)
 
 
-def gathered(found: Sequence[Region], form: int) -> list[Region]:
+def merge_own_code(found: Sequence[Region], form: int) -> list[Region]:
     """Merge, for each module, the regions in which only its own code runs, between calls of its parts, into one.
 
     The time of that code is one figure; it is there and not with one of the parts.
@@ -177,9 +177,9 @@ class _RegionSplitter:
     def __init__(self, pair: FormPair) -> None:
         self._pair = pair
         self.a, self.b = (_make_form(pair, side) for side in pair.sides)
-        found = align.find_regions(pair.forms, linked(pair))
+        found = align.find_regions(pair.forms, link_forms(pair))
         for form in (self.a, self.b):
-            found = gathered(found, form.side.form) if form.modules else found
+            found = merge_own_code(found, form.side.form) if form.modules else found
         self._regions = found
 
     def all(self) -> list[CausePart]:
@@ -304,10 +304,10 @@ class _RegionSplitter:
 def _make_form(pair: FormPair, side: PairSide) -> _TimedForm:
     form = pair.forms[side.form]
     names = modules_of(pair.forms, side.form, side.graph, side.module)
-    return _TimedForm(side, form.layers, names, medians(side), modules=form.form == MODULES)
+    return _TimedForm(side, form.layers, names, compute_medians(side), modules=form.form == MODULES)
 
 
-def medians(side: PairSide) -> np.ndarray:
+def compute_medians(side: PairSide) -> np.ndarray:
     """Return the seconds of each layer: the median over processes of the median over repeats."""
     return np.array(np.median([np.median(each.layers, axis=0) for each in side.processes], axis=0))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.jobs.progress import Progress
 from dyno.layers import forms
-from dyno.layers.profiling import engines
+from dyno.layers.profiling import choose_engines
 from dyno.report.tables import TableKind
 from dyno.results import stats
 from dyno.runner.device_lock import launch_in_turn
@@ -178,7 +178,7 @@ def bench_cold_start(
         raise UserError("this system can't drop files from its cache; give --files memory")
     study, progress = one_model(model, settings), Progress(quiet=quiet)
     reading = ColdStartReader(study, batch, progress)
-    sides = engines(forms.sides(study, others))
+    sides = choose_engines(forms.list_forms(study, others))
     if any(side.choice.name == forms.ONNX for side in sides):
         raise UserError("an ONNX graph doesn't run by itself; name a backend, such as onnxruntime")
     reading.read_all(sides)

@@ -147,7 +147,7 @@ def explain(
     """
     batch, rounds = at_least(1, batch=batch, rounds=rounds)
     (runs,), (top,) = at_least(5, runs=runs), at_least(0, top=top)
-    paths = files.named(save)
+    paths = files.list_paths(save)
     for path in paths:
         check_saved(path)
     # A model with a colon is a source, and no path.
@@ -163,7 +163,7 @@ def explain(
         return found
     first(found)
     study = one_model(model, settings)
-    tried = cures.try_cures(found.waterfall, forms.sides(study, sides), study, batch, rounds, progress)
+    tried = cures.try_cures(found.waterfall, forms.list_forms(study, sides), study, batch, rounds, progress)
     found = replace(found, tried=tried)
     for path in paths:
         found.save(path)
@@ -185,10 +185,10 @@ def _find_pair(
         return _of_run(Path(model), sides, rounds, runs, settings, progress)
     study = one_model(model, settings)
     if len(sides) == 1:  # both in the form that they already have
-        asked = [forms.first(source) for source in (study.models[0], Study(models=tuple(sides)).models[0])]
+        asked = [forms.request_own_form(source) for source in (study.models[0], Study(models=tuple(sides)).models[0])]
     else:
-        asked = forms.sides(study, sides)
-    chosen = profiling.engines(asked)[-2:]
+        asked = forms.list_forms(study, sides)
+    chosen = profiling.choose_engines(asked)[-2:]
     for side in chosen:
         profiling.check(side, study.device)
     reading = PairProfiler(study, batch, progress, runs)
@@ -247,7 +247,7 @@ class PairProfiler(profiling.FormProfiler):
             PairSide(k, precision, each, self.graph_of.get(k), module_of.get(k))
             for k, precision, each in zip(self.shown, precisions, times, strict=True)
         ]
-        return FormPair(forms.distinct(self.forms, by_form), sides[0], sides[1], sources[0])
+        return FormPair(forms.number_titles(self.forms, by_form), sides[0], sides[1], sources[0])
 
     def again(self, rounds: int) -> list[tuple[Times, ...]]:
         """Return the times of each form by process: the first ones, then those of further rounds.
@@ -260,11 +260,11 @@ class PairProfiler(profiling.FormProfiler):
             order = range(len(found)) if number % 2 == 0 else reversed(range(len(found)))
             for k in order:
                 inside = self.ran(*self.trials[k])
-                found[k].append(fitted(self.forms[self.shown[k]], inside, self.times[-1]))
+                found[k].append(reorder_times(self.forms[self.shown[k]], inside, self.times[-1]))
         return [tuple(each) for each in found]
 
 
-def fitted(first: LayerGraph, inside: LayerGraph, times: Times) -> Times:
+def reorder_times(first: LayerGraph, inside: LayerGraph, times: Times) -> Times:
     """Return the times of a form in another process, with its layers in the order of the first process.
 
     Engines number the conversions that they insert anew each time, so these are identified by the layers that write

@@ -16,8 +16,8 @@ import numpy as np
 from dyno.jobs.progress import Progress
 from dyno.layers import forms, graph_files, graph_page
 from dyno.layers.forms import FormRequest, GraphFile
-from dyno.layers.graph_files import Note, Timeline, timelines
-from dyno.layers.roofline import Ceilings, LayerWork, counted
+from dyno.layers.graph_files import Note, Timeline, build_timelines
+from dyno.layers.roofline import Ceilings, LayerWork, count_work
 from dyno.layers.times import Times
 from dyno.report import style
 from dyno.report.style import INK, LINES, WIDTH, color, logarithmic, marker, styled
@@ -46,7 +46,7 @@ def draw_roofline(
 
     A point's area is the layer's share of the time. Layers without products aren't in it: they have no operations.
     """
-    work = {k: counted(forms, k, graph_of.get(k), each.precision) for k, each in times.items()}
+    work = {k: count_work(forms, k, graph_of.get(k), each.precision) for k, each in times.items()}
     points = {k: found for k, each in times.items() if (found := _compute_points(each, work[k]))}
     if not points:
         return None
@@ -157,7 +157,7 @@ KINDS: dict[str, OutputFileKind] = {
 }  # fmt: skip
 
 
-def named(save: str | Path | Sequence[str | Path]) -> list[Path]:
+def list_paths(save: str | Path | Sequence[str | Path]) -> list[Path]:
     """Return the files that `save` names: one or several."""
     return [Path(path) for path in ([save] if isinstance(save, (str, Path)) else save)]
 
@@ -244,7 +244,7 @@ def _draw_roofline(found: FormsResult, path: Path) -> None:
 
 def make_timelines(found: FormsResult) -> list[Timeline]:
     """Return the timelines of the requested forms."""
-    return timelines(found.forms, found.graph_of, found.module_of, found.times, found.shown)
+    return build_timelines(found.forms, found.graph_of, found.module_of, found.times, found.shown)
 
 
 def _write_graphs(found: FormsResult, lines: Mapping[int, Timeline], path: Path) -> list[Path]:

@@ -53,15 +53,18 @@ class GraphFile:
     runtime: Runtime
 
 
-def sides(study: Study, others: Sequence[Any]) -> list[FormRequest]:
+def list_forms(study: Study, others: Sequence[Any]) -> list[FormRequest]:
     """Return the study's model as it is, then the others: forms of it, or other models as they are."""
     source = study.models[0]
-    found = [first(source), *(_parse_form(str(o), source) or first(Study(models=(o,)).models[0]) for o in others)]
+    found = [
+        request_own_form(source),
+        *(_parse_form(str(o), source) or request_own_form(Study(models=(o,)).models[0]) for o in others),
+    ]
     check_weights(study, [side.source for side in found])
     return found
 
 
-def first(source: str) -> FormRequest:
+def request_own_form(source: str) -> FormRequest:
     """Return a model in the form that it already has."""
     kind = registry.format_of(source)
     if kind is None:
@@ -166,7 +169,7 @@ class FormReader:
         """Return the fields of a `FormsResult`; `sides` were read, in this order."""
         sources = {k: side.source for k, side in zip(self.shown, sides, strict=True)}
         return {
-            "forms": distinct(self.forms, sources), "shown": tuple(self.shown), "graph_of": self.graph_of,
+            "forms": number_titles(self.forms, sources), "shown": tuple(self.shown), "graph_of": self.graph_of,
             "module_of": self.module_of(sources), "graphs": self.graphs, "name": model_name(self._study.models[0]),
             "left_out": tuple(self.left_out),
         }  # fmt: skip
@@ -290,7 +293,7 @@ def no_form(trial: Trial, reason: str) -> NoForm:
     return NoForm(f"{trial.model.name}{form}: {reason}")
 
 
-def distinct(forms: Sequence[LayerGraph], sources: Mapping[int, str]) -> tuple[LayerGraph, ...]:
+def number_titles(forms: Sequence[LayerGraph], sources: Mapping[int, str]) -> tuple[LayerGraph, ...]:
     """Return the forms with distinct titles: numbered, and with the model's name if there are several models."""
     titles: Counter[str] = Counter()
     named = list(forms)

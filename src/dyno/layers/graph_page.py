@@ -14,7 +14,7 @@ from typing import Any
 from dyno.formatting import counting, show
 from dyno.layers import pairs, reasons
 from dyno.layers.align import Flow
-from dyno.layers.graph_files import Timeline, timelines
+from dyno.layers.graph_files import Timeline, build_timelines
 from dyno.layers.pairs import PairSide
 from dyno.layers.waterfall import Estimates, Waterfall, draw_waterfall, list_waterfall_tables, make_waterfall
 from dyno.report.export import export
@@ -279,7 +279,7 @@ def explained_graphs(waterfall: Waterfall) -> str:
 
 def _build_graph(waterfall: Waterfall, side: PairSide, times: Estimates, parts: dict[int, int]) -> dict[str, object]:
     modules = {side.form: side.module} if side.module is not None else {}
-    (bare,) = timelines(waterfall.pair.forms, waterfall.pair.graph_of, modules, {}, [side.form])
+    (bare,) = build_timelines(waterfall.pair.forms, waterfall.pair.graph_of, modules, {}, [side.form])
     seconds = times.layers[:1, [step.index for step in bare.steps]]
     form = waterfall.pair.forms[side.form]
     return draw_graph(form, replace(bare, seconds=seconds, own=True), parts)

@@ -51,8 +51,8 @@ def inspect(
     (batch,) = at_least(1, batch=batch)
     study = one_model(model, settings)
     reading = forms.FormReader(study, batch, Progress(quiet=quiet))
-    sides = forms.sides(study, others)
-    paths = files.named(save)
+    sides = forms.list_forms(study, others)
+    paths = files.list_paths(save)
     files.check(paths, sides, timed=False)
     sides = reading.read_all(sides)
     if not any(reading.forms[k].layers for k in reading.shown):

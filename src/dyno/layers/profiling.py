@@ -98,11 +98,11 @@ def profile(
     if sheet and not roofline:
         raise UserError("--data-sheet needs measured ceilings beside it; add --roofline")
     study = one_model(model, settings)
-    sides = engines(forms.sides(study, others))
+    sides = choose_engines(forms.list_forms(study, others))
     for side in sides:
         check(side, study.device, counters)
     reading = FormProfiler(study, batch, Progress(quiet=quiet), runs, hardware.find_tool() if counters else "")
-    paths = files.named(save)
+    paths = files.list_paths(save)
     files.check(paths, sides, timed=True, rated=roofline)
     sides = reading.read_all(sides)
     profiled = ProfileResult(
@@ -118,7 +118,7 @@ def profile(
     return profiled
 
 
-def engines(requested: Sequence[forms.FormRequest]) -> list[forms.FormRequest]:
+def choose_engines(requested: Sequence[forms.FormRequest]) -> list[forms.FormRequest]:
     """Return the forms with the usual backend of each file; if forms of the first file are requested, only these."""
     first, *others = requested
     only_forms = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)

@@ -135,7 +135,7 @@ class LayerWork:
         return max(moving, computing), ARITHMETIC if computing >= moving else MEMORY
 
 
-def counted(forms: Sequence[LayerGraph], k: int, graph: int | None, precision: str) -> list[LayerWork]:
+def count_work(forms: Sequence[LayerGraph], k: int, graph: int | None, precision: str) -> list[LayerWork]:
     """Count the work of each layer of form `k`; an engine's operations are those of the nodes of its graph."""
     form = forms[k]
     if form.form == MODULES or graph is None:
@@ -315,7 +315,7 @@ def rate_layers(
 ) -> RooflineRating:
     """Rate form `k` under the ceilings; `graph` is the one that an engine was made from."""
     flops = _sum_known(layer.flops for layer in forms[k if graph is None else graph].layers)
-    return RooflineRating(counted(forms, k, graph, precision), ceilings, flops)
+    return RooflineRating(count_work(forms, k, graph, precision), ceilings, flops)
 
 
 def list_roofline_notes(rows: Iterable[Row]) -> list[str]:

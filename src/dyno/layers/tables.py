@@ -191,7 +191,7 @@ def list_layers(form: LayerGraph) -> Table:
     for layer in form.layers:
         output = layer.outputs[0] if layer.outputs else Port("")
         rows.append({
-            "name": layer.name or MODEL, "type": layer.type, "output": shape(output), "dtype": output.dtype,
+            "name": layer.name or MODEL, "type": layer.type, "output": format_shape(output), "dtype": output.dtype,
             "format": output.format, "parameters": layer.added or None, "flops": layer.flops or None,
             "bytes": activation_bytes(layer), "computes_in": layer.computes_in, "kernel": layer.tactic,
             "nodes": " ".join(layer.nodes) if form.form == LAYERS else "",
@@ -221,7 +221,7 @@ def _choose_remark(layer: Layer) -> str:
     return ""
 
 
-def shape(port: Port) -> str:
+def format_shape(port: Port) -> str:
     """Format a shape as 1x64x56x56; an unknown dimension is ?."""
     return "x".join(str(n) if n >= 0 else "?" for n in port.shape)
 
@@ -289,7 +289,7 @@ def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region)
     order = sorted(range(len(forms)), key=lambda k: forms[k].form != NODES)
     counted = next((k for k in order if region.members[k] and forms[k].form != LAYERS), None)
     flops = sum(forms[counted].layers[i].flops or 0 for i in region.members[counted]) if counted is not None else 0
-    row["output"] = shape(last.outputs[0]) if last.outputs else ""
+    row["output"] = format_shape(last.outputs[0]) if last.outputs else ""
     row["flops"] = flops or None
     row["bytes"] = activation_bytes(last)
     row["remark"] = _what_happened(forms, present, shown[-1], region)

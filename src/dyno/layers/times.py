@@ -12,7 +12,7 @@ from dyno.formatting import counting, show
 from dyno.layers import align, roofline
 from dyno.layers.align import Flow
 from dyno.layers.roofline import Ceilings, RooflineRating
-from dyno.layers.tables import MODEL, names_cell, shape
+from dyno.layers.tables import MODEL, format_shape, names_cell
 from dyno.report.tables import TableKind
 from dyno.results.remarks import Launch
 from dyno.results.stats import Interval, median_interval
@@ -278,7 +278,7 @@ def _build_row(form: LayerGraph, layer: Layer, names: list[str], seconds: np.nda
         "form": form.library, "modules": " ".join(names), "modules_names": names,
         "layer": layer.name if form.form != MODULES else "", "type": layer.type, "seconds": value,
         **limited("time_us", interval, 1e6),
-        "output": shape(layer.outputs[0] if layer.outputs else Port("")), "computes_in": layer.computes_in,
+        "output": format_shape(layer.outputs[0] if layer.outputs else Port("")), "computes_in": layer.computes_in,
         "kernel": layer.tactic, "remark": "only changes type or layout" if layer.moves else "",
     }  # fmt: skip
 
@@ -288,10 +288,10 @@ def modules_of(forms: Sequence[LayerGraph], k: int, graph: int | None, owner: in
 
     Where no module is known these are the nodes of the graph; a conversion that the engine inserted has neither.
     """
-    return [modules or nodes for modules, nodes in origins(forms, k, graph, owner)]
+    return [modules or nodes for modules, nodes in find_origins(forms, k, graph, owner)]
 
 
-def origins(
+def find_origins(
     forms: Sequence[LayerGraph], k: int, graph: int | None, owner: int | None
 ) -> list[tuple[list[str], list[str]]]:
     """Return the modules that each layer of the form came from, in the order of their calls, and the graph's nodes.
@@ -304,8 +304,8 @@ def origins(
     if form.form != NODES and graph is None:
         return [([], [*layer.nodes]) for layer in form.layers]
     pivot = k if form.form == NODES or graph is None else graph
-    nodes = {i: [i] for i in range(len(form.layers))} if pivot == k else turned(align.link_layers(forms, pivot, k))
-    calls = turned(align.link_layers(forms, owner, pivot)) if owner is not None else {}
+    nodes = {i: [i] for i in range(len(form.layers))} if pivot == k else invert_link(align.link_layers(forms, pivot, k))
+    calls = invert_link(align.link_layers(forms, owner, pivot)) if owner is not None else {}
     constant = Flow(forms[pivot].layers).constant
 
     def list_modules(node: int) -> list[str]:
@@ -322,7 +322,7 @@ def origins(
     return origin_of
 
 
-def turned(link: align.Link) -> dict[int, list[int]]:
+def invert_link(link: align.Link) -> dict[int, list[int]]:
     """Return the upper form's counterparts of each lower layer; those of modules around others only where sure."""
     by_lower: dict[int, list[int]] = {}
     for upper, own in sorted(link.pairs.items()):

@@ -1,8 +1,8 @@
 """From the latency of A to that of B in steps, a step for each cause and each part, with intervals; it closes exactly.
 
 A layer's time is the median over processes of its median over repeats, as is the latency. Where a form's layers add up
-to more than its latency, watching slowed them, and all are scaled down alike (`scaled`); what they leave of it is a
-separate step. So all steps add up to the difference of the latencies.
+to more than its latency, watching slowed them, and all are scaled down alike (`scale_layers`); what they leave of it is
+a separate step. So all steps add up to the difference of the latencies.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def make_waterfall(pair: FormPair) -> Waterfall:
     left_out = find_rejected(np.log(sides[1] / sides[0]))
     rounds = [number for number in range(sides.shape[1]) if number not in left_out]
     a, b = (_make_estimates([side.processes[number] for number in rounds]) for side in pair.sides)
-    return Waterfall(pair, tuple(causes.parts(pair)), a, b, tuple(sorted(left_out)))
+    return Waterfall(pair, tuple(causes.split_regions(pair)), a, b, tuple(sorted(left_out)))
 
 
 def _make_estimates(processes: Sequence[Times]) -> Estimates:
@@ -165,7 +165,7 @@ def _make_estimates(processes: Sequence[Times]) -> Estimates:
     medians = np.hstack([_resample_medians(samples, rng) for samples in _list_samples(processes)])
     latency, layers, sums, working = medians[:, 0], medians[:, 1:-2], medians[:, -2], medians[:, -1]
     watched = float(layers[0].sum())
-    layers, even = scaled(latency, layers), lowered(latency, layers)
+    layers, even = scale_layers(latency, layers), lower_layers(latency, layers)
     left = np.maximum(0.0, latency - layers.sum(axis=1))
     left[left < TINY] = 0.0  # rounding, where the layers were scaled down
     interrupted = np.clip(sums - layers.sum(axis=1), 0.0, left)
@@ -196,14 +196,14 @@ def _resample_medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarr
     return np.array([np.median(each, axis=0) for each in drawn])
 
 
-def scaled(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
+def scale_layers(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """Return the layers' seconds [draws, layers], scaled by one factor where their sum exceeds the latency [draws]."""
     factors = np.minimum(1.0, latency / np.maximum(layers.sum(axis=1), TINY))
     found: np.ndarray = layers * factors[:, None]
     return found
 
 
-def lowered(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
+def lower_layers(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """Return the layers' seconds [draws, layers], lowered where their sum exceeds the latency [draws].
 
     The same time is taken off each layer, enough for them to add up to the latency; no layer falls below 0. It is the
@@ -234,7 +234,7 @@ PARTS = TableKind("explained", "Part by part", "What each part of the model take
                   command="dyno explain")  # fmt: skip
 
 
-def signed(value: float) -> str:
+def format_signed(value: float) -> str:
     """Format a number with its sign: +310, −12.4, 0."""
     return significant(value) if not value or value != value else ("+" if value > 0 else "−") + significant(abs(value))
 
@@ -243,7 +243,11 @@ def _format_difference(row: Row) -> str:
     value, low, high = (row.get(name) for name in ("difference_us", "difference_us_low", "difference_us_high"))
     if value is None:
         return ""
-    return signed(value) if low is None or high is None else f"{signed(value)} [{signed(low)}, {signed(high)}]"
+    return (
+        format_signed(value)
+        if low is None or high is None
+        else f"{format_signed(value)} [{format_signed(low)}, {format_signed(high)}]"
+    )
 
 
 TIMES = (
@@ -377,7 +381,7 @@ def draw_waterfall(waterfall: Waterfall) -> Any:
             limits = [reached + 1e6 * end for end in (step.difference.low, step.difference.high)]
             axes.plot(limits, [y, y], color=INK, lw=1.1, marker="|", ms=5)
             axes.plot([reached, reached], [y - 1, y], color=INK, lw=0.6)
-            texts.append(signed(value))
+            texts.append(format_signed(value))
             reached += value
             corners.append(reached)
         axes.plot([reached, reached], [len(steps), len(steps) + 1], color=INK, lw=0.6)
@@ -395,4 +399,4 @@ def draw_waterfall(waterfall: Waterfall) -> Any:
 
 def _draw_whole(axes: Any, y: float, seconds: float) -> str:
     axes.barh(y, 1e6 * seconds, 0.66, color=INK)
-    return signed(1e6 * seconds).removeprefix("+")
+    return format_signed(1e6 * seconds).removeprefix("+")

@@ -76,7 +76,7 @@ def test_work_is_of_the_innermost_call_in_which_its_operator_began() -> None:
         assert run.kernels == 4, "a copy is none"
         assert run.busy == pytest.approx(23e-6), "two overlap by a microsecond"
         assert run.calls == pytest.approx(10e-6), "a wait is no work"
-    names = kernel_trace.labels(runs, 4)
+    names = kernel_trace.list_kernels(runs, 4)
     assert names[0] == "cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x64_16x6_tn_align4>"
     assert names[3].startswith("Memcpy DtoD + vectorized_elementwise_kernel<4, CUDAFunctor_add<float>")
 
@@ -133,7 +133,7 @@ def test_a_real_trace_tells_whose_an_operator_is_and_no_hook_stays() -> None:
         events += launched("kernel", operator["name"], 0, 1e6 * k, 5, operator["args"]["External id"], k)
     runs = kernel_trace.read(events, module.list_modules(inside), len(inside.layers))
     assert [layer.name for layer in inside.layers] == ["conv", "relu", "relu", ""]
-    assert kernel_trace.labels(runs, 4) == ["aten::conv2d", "aten::relu", "aten::relu", "aten::add"]
+    assert kernel_trace.list_kernels(runs, 4) == ["aten::conv2d", "aten::relu", "aten::relu", "aten::add"]
     assert [run.seconds for run in runs] == [pytest.approx([5e-6] * 4)] * 3
     assert [run.kernels for run in runs] == [4] * 3 and runs[0].busy == pytest.approx(20e-6)
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())

@@ -34,10 +34,10 @@ def read_graph(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
     """
     read_io(path)
     check_files_beside(path)
-    return nodes(path, shapes)
+    return read_nodes(path, shapes)
 
 
-def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
+def read_nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
     """Read the nodes as `read` does, of a complete file; its weights may be in files elsewhere."""
     onnx = import_onnx()
     model = onnx.load(path, load_external_data=False)
@@ -152,7 +152,7 @@ def read_optimised_graph(path: str, source: str, profile: Profile, library: str)
 
     A node without an event in the profile was not run. Raises UserError for a file that can't be read.
     """
-    written = nodes(path, {})
+    written = read_nodes(path, {})
     source_names = {name_of(node) for node in _read_nodes(source)}
     layers, blocked = [], set[str]()
     for layer, kernel in zip(written.layers, list_kernels(written.layers, profile.outer, source), strict=True):

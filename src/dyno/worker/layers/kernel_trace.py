@@ -73,7 +73,7 @@ def read(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun]:
         if run >= 0:
             calls[run].append(event)
     for each, own, made in zip(runs, work, calls, strict=True):
-        each.busy, each.calls = covered(own), covered(made)
+        each.busy, each.calls = sum_covered(own), sum_covered(made)
         each.kernels = sum(e["cat"] == "kernel" for e in own)
     return runs
 
@@ -134,7 +134,7 @@ class _Owners:
         return (self._ranges[owner].run, self._ranges[owner].row) if owner >= 0 else (-1, -1)
 
 
-def covered(events: Iterable[Event]) -> float:
+def sum_covered(events: Iterable[Event]) -> float:
     """Return the seconds in which at least one of the events was going on."""
     total, until = 0.0, -math.inf
     for begin, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
@@ -143,7 +143,7 @@ def covered(events: Iterable[Event]) -> float:
     return total * 1e-6
 
 
-def labels(runs: Sequence[TracedRun], count: int) -> list[str]:
+def list_kernels(runs: Sequence[TracedRun], count: int) -> list[str]:
     """Return the kernels of each row, the slowest first."""
     total: dict[tuple[int, str], float] = defaultdict(float)
     for run in runs:

@@ -29,11 +29,11 @@ MARK = "_dyno_port"  # the attribute by which a tensor is known again where it i
 
 
 def read(module: Any, *args: Any, **keywords: Any) -> LayerGraph:
-    """Read the module's calls on these arguments; see `watched`."""
-    return watched(module, lambda: module(*args, **keywords))
+    """Read the module's calls on these arguments; see `watch_run`."""
+    return watch_run(module, lambda: module(*args, **keywords))
 
 
-def watched(module: Any, run: Callable[[], Any]) -> LayerGraph:
+def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
     """Run the module once: a row for each call of a part, in the order in which the calls end.
 
     A part that only calls others is none, nor is a module of several parts itself where it has no parameters and no
@@ -83,16 +83,16 @@ def _make_dispatch_mode(torch: Any) -> Any:
     return OperatorCounter()
 
 
-def parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
+def list_parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
     """Return the module and its parts by name, without pure containers and parts that take no hooks."""
     return [(name, part) for name, part in _list_parts(torch, module) if takes_hooks(torch, part)]
 
 
 @contextmanager
-def hooked(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -> Iterator[None]:
-    """Hold hooks before and after the calls of each of `parts`, made for its name, while the block runs."""
+def hold_hooks(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -> Iterator[None]:
+    """Hold hooks before and after the calls of each of `list_parts`, made for its name, while the block runs."""
     hooks = []
-    for name, part in parts(torch, module):
+    for name, part in list_parts(torch, module):
         hooks.append(part.register_forward_pre_hook(entering(name)))
         hooks.append(part.register_forward_hook(leaving(name)))
     try:
@@ -129,7 +129,7 @@ class _ModuleWatch:
         for name, part in module.named_modules(remove_duplicate=False):
             self._names.setdefault(id(part), []).append(name)
         self._hooks = []
-        for name, part in parts(torch, module):
+        for name, part in list_parts(torch, module):
             self._hooks.append(part.register_forward_pre_hook(self._enter_part))
             self._hooks.append(part.register_forward_hook(self._make_leave_hook(name), with_kwargs=True))
 
@@ -219,9 +219,9 @@ def measure_modules(
 ) -> LayerTimes:
     """Measure the seconds of each call of a part, without its own parts', in `runs` runs of `once`.
 
-    `plainly` calls the module for `layers.module.watched`, outside inference mode, in which operations aren't counted.
+    `plainly` calls the module for `watch_run`, outside inference mode, in which operations aren't counted.
     `restore` is called before each run, untimed. Hooks cost less than the profiler of PyTorch, which watches every
-    operator. Raises `UserError` as `watched` does.
+    operator. Raises `UserError` as `watch_run` does.
     """
     inside = watched_whole(module, plainly, restore)
     marks: list[Mark] = []
@@ -235,7 +235,7 @@ def measure_modules(
 
     rows = list_modules(inside)
     layers, whole = [], []
-    with hooked(import_torch(), module, make_enter_hook, make_leave_hook):
+    with hold_hooks(import_torch(), module, make_enter_hook, make_leave_hook):
         for _ in range(DISCARDED + runs):
             restore()
             marks.clear()
@@ -250,7 +250,7 @@ def watched_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[],
     """Return the calls of the module's parts by `layers.module.watched`, and the module itself."""
     restore()
     with import_torch().no_grad():
-        return add_whole(watched(module, plainly), module)
+        return add_whole(watch_run(module, plainly), module)
 
 
 def add_whole(inside: LayerGraph, module: Any) -> LayerGraph:
@@ -305,7 +305,7 @@ def measure_kernels(
     """Measure the seconds of the kernels of each call of a part, without its own parts', in `runs` runs of `once`.
 
     `once` returns when the GPU is done; `plainly` and `restore` are as in `module_times.measure`. Raises `UserError` as
-    `layers.module.watched` does, and `Unavailable` where the profiler sees no kernel.
+    `watch_run` does, and `Unavailable` where the profiler sees no kernel.
     """
     inside = watched_whole(module, plainly, restore)
     import_torch().cuda.synchronize()
@@ -313,7 +313,7 @@ def measure_kernels(
     traced_runs = kernel_trace.read(events, list_modules(inside), len(inside.layers))[DISCARDED:]
     if len(traced_runs) != runs or not any(run.kernels for run in traced_runs):
         raise Unavailable("torch.profiler saw no kernel on the GPU; CUPTI may be missing or forbidden here")
-    labels = kernel_trace.labels(traced_runs, len(inside.layers))
+    labels = kernel_trace.list_kernels(traced_runs, len(inside.layers))
     layers = tuple(replace(layer, tactic=label) for layer, label in zip(inside.layers, labels, strict=True))
     work = GpuWork(*(np.array([getattr(run, name) for run in traced_runs]) for name in ("busy", "calls", "kernels")))
     seconds = np.array([run.seconds for run in traced_runs])
@@ -345,7 +345,7 @@ def trace_kernels(
         calling.pop().__exit__(None, None, None)
 
     whole = []
-    with hooked(torch, module, make_enter_hook, lambda _: leave_part), warnings.catch_warnings():
+    with hold_hooks(torch, module, make_enter_hook, lambda _: leave_part), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of what other uses of it need
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for _ in range(runs):
@@ -381,5 +381,5 @@ def run_ranges(module: Any, once: Callable[[], None]) -> None:
     def leave_part(*_: Any) -> None:
         torch.cuda.nvtx.range_pop()
 
-    with hooked(torch, module, make_enter_hook, lambda _: leave_part), torch.cuda.profiler.profile():
+    with hold_hooks(torch, module, make_enter_hook, lambda _: leave_part), torch.cuda.profiler.profile():
         once()
