@@ -40,7 +40,7 @@ ENGINE = LayerGraph(
 
 
 def test_a_kernel_belongs_to_the_innermost_layer_around_it() -> None:
-    owners = counters.owners_of(MODULE, PYTORCH.kernels)
+    owners = counters.find_owners(MODULE, PYTORCH.kernels)
     named = ["" if owner is None else PARTS[owner] for owner in owners]
     assert named[:10] == ["conv1"] * 4 + ["bn1"] * 3 + ["relu", "maxpool", "layer1.0.conv1"] and named[-1] == "fc"
     adds = [k for k, kernel in enumerate(PYTORCH.kernels) if "CUDAFunctor_add" in kernel.name]
@@ -48,7 +48,7 @@ def test_a_kernel_belongs_to_the_innermost_layer_around_it() -> None:
 
 
 def test_a_kernel_of_an_engine_belongs_to_the_layer_that_tensorrt_names() -> None:
-    owners = counters.owners_of(ENGINE, TENSORRT.kernels)
+    owners = counters.find_owners(ENGINE, TENSORRT.kernels)
     names = ["" if owner is None else ENGINE.layers[owner].name for owner in owners]
     assert names == [kernel.ranges[-1] for kernel in TENSORRT.kernels]
 
@@ -56,7 +56,7 @@ def test_a_kernel_of_an_engine_belongs_to_the_layer_that_tensorrt_names() -> Non
 def test_the_calls_of_a_module_that_runs_twice_are_told_apart() -> None:
     form = LayerGraph(form=MODULES, layers=(Layer(name="relu"), Layer(name="conv"), Layer(name="relu"), Layer()))
     kernels = [Kernel("k", ranges) for ranges in (("(model)", "relu"), ("(model)", "relu#2"), ("(model)",), ("x",))]
-    assert counters.owners_of(form, kernels) == [0, 2, 3, None]
+    assert counters.find_owners(form, kernels) == [0, 2, 3, None]
 
 
 def test_the_table_of_two_forms() -> None:

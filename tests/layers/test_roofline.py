@@ -13,8 +13,8 @@ from dyno.layers.roofline import (
     RooflineRating,
     data_sheet,
     list_roofline_notes,
+    list_types,
     rate_layers,
-    types_of,
 )
 from dyno.layers.times import Times
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, CopyRate, Layer, LayerGraph, PeakOfType, Port
@@ -88,7 +88,7 @@ def test_a_module_computes_in_what_it_writes_and_tf32_is_a_ceiling_of_its_own() 
     )  # fmt: skip
     work = rate_layers([module], 0, None, "tf32", CEILINGS).work
     assert work == [LayerWork(16, 2 * (4 + 8), "fp16"), LayerWork(16, 8 + 16, "tf32"), LayerWork(0, None, "")]
-    assert types_of(module, "tf32") == {"fp16", "tf32"}
+    assert list_types(module, "tf32") == {"fp16", "tf32"}
 
 
 def test_rows_say_how_near_the_roof_they_are_and_the_rest_together() -> None:

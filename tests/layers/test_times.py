@@ -36,8 +36,13 @@ def test_shares_of_medians_add_up_and_the_rest_is_one_row() -> None:
 
 def test_an_engine_s_layers_have_the_modules_names() -> None:
     forms = [MODULE, ENGINE, GRAPH]
-    assert times.modules_of(forms, 1, 2, 0) == [[], ["a", "b"], ["c"], []]
-    assert times.modules_of(forms, 1, 2, None) == [[], ["a", "b"], ["c"], []]  # without the module: what the graph says
+    assert times.name_modules(forms, 1, 2, 0) == [[], ["a", "b"], ["c"], []]
+    assert times.name_modules(forms, 1, 2, None) == [
+        [],
+        ["a", "b"],
+        ["c"],
+        [],
+    ]  # without the module: what the graph says
     seconds = np.array([[1e-6, 6e-6, 3e-6, 0.0]])
     rows = times.profile_table(forms, {1: 2}, {1: 0}, {1: Times(seconds[0], seconds[0], seconds)}, "time", 0).rows
     assert [(row["layer"], row["remark"]) for row in rows] == [
@@ -59,7 +64,7 @@ def test_a_layer_is_not_named_after_who_shares_what_shapes_decide_with_it() -> N
              for name, read in (("lstm", "x"), ("gru", "lstm"))]  # fmt: skip
     engine = form(LAYERS, layer("L", "L", nodes=("batch", "lstm_node")), layer("G", "G", nodes=("gru_node",)))
     forms = [module, form(NODES, layer("batch", "Shape", "x", "s"), *nodes), engine]
-    assert times.modules_of(forms, 2, 1, 0) == [["lstm"], ["gru"]]
+    assert times.name_modules(forms, 2, 1, 0) == [["lstm"], ["gru"]]
 
 
 @pytest.fixture
@@ -115,8 +120,8 @@ def test_by_the_clocks_where_nobody_saw_the_kernels() -> None:
 
 
 def test_the_arrays_of_a_job() -> None:
-    assert times.of_samples({"unprofiled_model": np.ones(3), "layers": np.ones((3, 1))}) is None
-    found = times.of_samples({"unprofiled_model_gpu": np.ones(3), "gpu_busy": np.ones(2)})
+    assert times.read_launches({"unprofiled_model": np.ones(3), "layers": np.ones((3, 1))}) is None
+    found = times.read_launches({"unprofiled_model_gpu": np.ones(3), "gpu_busy": np.ones(2)})
     assert found is not None and found.latency.size == 3 and found.busy.size == 2 and not found.enqueue.size
 
 

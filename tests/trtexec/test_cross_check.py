@@ -120,7 +120,7 @@ def test_a_run_without_a_tensorrt_trial_is_an_error(tmp_path: Path) -> None:
 
 def test_only_measured_boundaries_are_repeated(tmp_path: Path) -> None:
     trial = engine_run.trial(tmp_path / "run", boundaries=("model",))
-    assert cross_check.boundaries(trial) == ["model"]
+    assert cross_check.list_boundaries(trial) == ["model"]
 
 
 US = 1e-6

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from dyno.devices import blocks
-from dyno.devices.places import Place, confined, list_left
+from dyno.devices.places import Place, confine_to, list_left
 from dyno.jobs import nvml
 from dyno.jobs.progress import Progress
 from dyno.results.notes import DEVICES, AnchorDevice, AnchorDevices, devices, of_rounds, percent_slower
@@ -97,10 +97,10 @@ def _measure_rounds(
         files = {}
         # Always in one order, so that no two processes wait for each other.
         for place in sorted(places, key=lambda place: place.card):
-            with confined(place):
+            with confine_to(place):
                 stack.enter_context(held(trial.runtime, progress.waiting))
         for place in places:
-            with confined(place):
+            with confine_to(place):
                 files[place.name] = Files(progress, trial.plan.build_timeout_s).of(trial, 0)
         if lost := {name: file.reason for name, file in files.items() if isinstance(file, Record)}:
             return lost
@@ -110,7 +110,7 @@ def _measure_rounds(
                 file = files[place.name]
                 # Rounds of a job count from 1 here: in round 0 it would answer all images.
                 job = Job("run", trial.runtime, trial, number + 1, artifact=None if isinstance(file, Record) else file)
-                own_folder, where = _name_anchor_folder(folder, place, number), partial(confined, place)
+                own_folder, where = _name_anchor_folder(folder, place, number), partial(confine_to, place)
                 own.append(InterleavedJob(job, own_folder, number, where=where))
         members = [member for own in rounds.values() for member in own]
         name = f"{numbers} {trial.id}"

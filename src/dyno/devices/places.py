@@ -104,7 +104,7 @@ class RunningBlock(ABC):
 
 
 @contextmanager
-def confined(place: Place) -> Iterator[None]:
+def confine_to(place: Place) -> Iterator[None]:
     """Confine processes started while the block runs to the place, as the processes of its blocks are."""
     cores, before = os.sched_getaffinity(0), {name: os.environ.get(name) for name in place.env}
     os.environ.update(place.env)
@@ -128,10 +128,10 @@ def set_variables(values: Mapping[str, str | None]) -> None:
 
 def is_several(study: Study) -> bool:
     """Return whether the study is spread over devices rather than measured by this process."""
-    return bool(study.on) or len(names(study.device)) > 1
+    return bool(study.on) or len(split_devices(study.device)) > 1
 
 
-def names(device: str) -> list[str]:
+def split_devices(device: str) -> list[str]:
     """Split a study's `device` option into devices; `cuda:0,cuda:1` are two."""
     return device.split(",")
 
@@ -141,7 +141,7 @@ def parse_places(device: str, threads: int = 0) -> list[Place]:
 
     Raises `UserError` for a missing device, a name given twice, or devices of two kinds.
     """
-    listed = names(device)
+    listed = split_devices(device)
     if len(set(listed)) < len(listed):
         raise UserError(f"a device is named twice in {device!r}; name each once")
     kinds = {name.partition(":")[0] for name in listed}

@@ -72,7 +72,7 @@ def expected_places(study: Study) -> AbstractContextManager[list[Place]]:
     """Hold the places that a plan needs, while the block runs: the same as in a study, but no job is started."""
     kind, spec = _parse_cluster(study)
     if kind == "ray":
-        return ray_cluster.places(spec, study.device)
+        return ray_cluster.hold_places(spec, study.device)
     if kind:
         return nullcontext(slurm_cluster.count_expected(spec, study.device))
     return nullcontext(places.parse_places(study.device, study.threads))
@@ -136,13 +136,13 @@ class BlockScheduler:
 
     def _begun_at(self, block: Block) -> str:
         """Return the place that the block belongs to, or "" if it can go anywhere."""
-        note = stored(self.run, block)
+        note = read_note(self.run, block)
         return next((place.name for place in self.places if not place.gone and _is_same_place(place, note)), "")
 
     def _begin_block(self, block: Block, place: Place) -> None:
         """Start the block's process, with the block's rows that the run folder has already."""
         folder = _name_folder(self.run, block)
-        note = stored(self.run, block)
+        note = read_note(self.run, block)
         if note and not _is_same_place(place, note):
             self._set_aside(block, str(note.get("place", "")))
         for trial in block.trials:
@@ -213,7 +213,7 @@ class BlockScheduler:
         shutil.rmtree(folder)
 
     def _write_note(self, block: Block, place: Place, *, done: str) -> None:
-        earlier = stored(self.run, block).get("lost", [])
+        earlier = read_note(self.run, block).get("lost", [])
         lost = [*dict.fromkeys([*earlier, *self.losses.get(block.id, [])])]
         note = {
             "schema": SCHEMA, "block": block.label, "place": place.name, "card": place.card, "host": place.machine,
@@ -227,7 +227,7 @@ def _is_same_place(place: Place, note: Mapping[str, Any]) -> bool:
     return (place.name, place.card) == (note.get("place"), note.get("card"))
 
 
-def stored(run: Run, block: Block) -> dict[str, Any]:
+def read_note(run: Run, block: Block) -> dict[str, Any]:
     """Return the run folder's note of where the block was begun; empty before it is."""
     path = _make_path(run, block)
     return dict(read_json(path)) if path.is_file() else {}
@@ -251,4 +251,4 @@ def _hash_request(block: Block, study: Study) -> str:
 def _is_done(run: Run, block: Block, study: Study) -> bool:
     """Return whether the folder has all of the block already."""
     present = all((run.folder / "trials" / trial.id).is_dir() for trial in block.trials)
-    return present and stored(run, block).get("done") == _hash_request(block, study)
+    return present and read_note(run, block).get("done") == _hash_request(block, study)

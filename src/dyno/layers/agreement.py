@@ -198,7 +198,7 @@ class _FormComparer(forms.FormReader):
         if graph not in self._stored:
             file, options = self._graph_files[graph], dict[str, Any](runs=self._runs)
             if of_module := first.backend == forms.MODULE:
-                calls = agreement_tables.tensors_of(self.forms[self.shown[0]], self.forms[graph])
+                calls = agreement_tables.list_tensors(self.forms[self.shown[0]], self.forms[graph])
                 options |= {"graph": file.path, "calls": [list(call) for call in calls]}
             artifact = None if of_module else file
             self._run_job(Job("reference", first.runtime, first, artifact=artifact, options=options))

@@ -21,7 +21,7 @@ from dyno.worker.facts.job import Difference, Layer, LayerError, LayerErrors, La
 ModuleCall = tuple[str, int, str]  # a part's name, which of its calls, and the tensor's name in the graph
 
 
-def tensors_of(module: LayerGraph, graph: LayerGraph) -> list[ModuleCall]:
+def list_tensors(module: LayerGraph, graph: LayerGraph) -> list[ModuleCall]:
     """Return the calls whose result is one tensor of the graph: the last call and tensor of a region, if of one shape.
 
     A module around others counts where it computes its result itself, such as a sum: then no part of it reads it.

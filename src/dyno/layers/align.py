@@ -151,7 +151,7 @@ WRAPPER = "model."  # what an export of a module with described inputs puts befo
 
 @dataclass(frozen=True)
 class Link:
-    """Two forms aligned: the counterparts in `lower` of each layer of `upper`, and how each was found (see `place`).
+    """Two forms aligned: the counterparts in `lower` of each layer of `upper`, and how each was found.
 
     `sure` are the pairs that names tell. `outer` are calls of modules that consist of others: what they do besides is
     spread over what their parts do.

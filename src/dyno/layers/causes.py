@@ -11,7 +11,7 @@ from dyno.layers import align
 from dyno.layers.align import NAMED, Link, Region
 from dyno.layers.pairs import FormPair, PairSide
 from dyno.layers.tables import BYTES, MODEL
-from dyno.layers.times import modules_of
+from dyno.layers.times import name_modules
 from dyno.worker.facts.job import MODULES, Layer
 
 
@@ -303,7 +303,7 @@ class _RegionSplitter:
 
 def _make_form(pair: FormPair, side: PairSide) -> _TimedForm:
     form = pair.forms[side.form]
-    names = modules_of(pair.forms, side.form, side.graph, side.module)
+    names = name_modules(pair.forms, side.form, side.graph, side.module)
     return _TimedForm(side, form.layers, names, compute_medians(side), modules=form.form == MODULES)
 
 

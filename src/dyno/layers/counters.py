@@ -179,19 +179,19 @@ def make_counters_table(
 ) -> Table:
     """Build rows for the `top` kernels (0: all) of each form by time, or as they ran (`graph`), and one for the rest.
 
-    `reports` has those of the form with that index; `graph_of` and `module_of` are as in `times.profile`.
+    `reports` has those of the form with that index; `graph_of` and `module_of` are as in `times.profile_table`.
     """
     rows: list[Row] = []
     notes = [NOTE]
     for k, report in reports.items():
-        names = times.modules_of(forms, k, graph_of.get(k), module_of.get(k))
-        owners = owners_of(forms[k], report.kernels)
+        names = times.name_modules(forms, k, graph_of.get(k), module_of.get(k))
+        owners = find_owners(forms[k], report.kernels)
         rows += _build_rows(forms[k], names, report.kernels, owners, order, top)
         notes += (f"{forms[k].library}: {one}." for one in describe_counters(report, owners))
     return COUNTERS.of(COLUMNS, rows, notes=tuple(notes), group=("form",))
 
 
-def owners_of(form: LayerGraph, kernels: Sequence[Kernel]) -> list[int | None]:
+def find_owners(form: LayerGraph, kernels: Sequence[Kernel]) -> list[int | None]:
     """Return the layer of each kernel: the innermost of its ranges that has a layer's name; None without one."""
     rows: dict[str, int] = {}
     for k, (name, number) in enumerate(form.calls()):

@@ -225,7 +225,7 @@ def _of_run(
     pair = reading.pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
     a, b = (center(each.medians("model")).value for each in found)
     whole = replace(pair, a=replace(pair.a, stored=a), b=replace(pair.b, stored=b), notes=tuple(notes))
-    path = pairs.of_run(folder, *(each.id for each in found))
+    path = pairs.name_file(folder, *(each.id for each in found))
     with suppress(OSError):  # a run that can't be written to goes without
         path.parent.mkdir(exist_ok=True)
         pairs.write_pair(path, whole)

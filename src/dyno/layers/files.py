@@ -122,7 +122,7 @@ class FormsResult:
 
     def save(self, path: str | Path) -> list[Path]:
         """Write a file for another tool, chosen by its suffix; see docs/layer-files.md. Return the written files."""
-        return save(self, Path(path))
+        return save_forms(self, Path(path))
 
     def to_pandas(self) -> pd.DataFrame:
         """Return the rows of the first table."""
@@ -162,7 +162,7 @@ def list_paths(save: str | Path | Sequence[str | Path]) -> list[Path]:
     return [Path(path) for path in ([save] if isinstance(save, (str, Path)) else save)]
 
 
-def kind_of(path: Path, timed: bool) -> OutputFileKind:
+def find_kind(path: Path, timed: bool) -> OutputFileKind:
     """Return the kind of a file by its suffix.
 
     Raises `UserError` for an unknown suffix, and for a file of times if nothing is `timed`.
@@ -179,7 +179,7 @@ def kind_of(path: Path, timed: bool) -> OutputFileKind:
 def check(paths: Sequence[Path], sides: Sequence[FormRequest], timed: bool, rated: bool = False) -> None:
     """Raise `UserError`, before anything is read, for a file that can't be written or made from these forms."""
     for path in paths:
-        kind = kind_of(path, timed)
+        kind = find_kind(path, timed)
         if kind is KINDS[PAGE]:
             check_library(LAYOUT)
         if kind.rated and not rated:
@@ -200,12 +200,12 @@ def _has_graph(side: FormRequest) -> bool:
     return kind.name == forms.ONNX if kind else side.choice.name != forms.MODULE
 
 
-def save(found: FormsResult, path: Path) -> list[Path]:
+def save_forms(found: FormsResult, path: Path) -> list[Path]:
     """Write the file, or one for each of several ONNX graphs; return the written files.
 
     Raises `UserError` for an unknown suffix, and OSError if the file can't be written.
     """
-    kind = kind_of(path, bool(found.times))
+    kind = find_kind(path, bool(found.times))
     lines = make_timelines(found)
     if kind.text is not None:
         write_text(path, kind.text(found, lines) + "\n")
@@ -219,9 +219,9 @@ def save(found: FormsResult, path: Path) -> list[Path]:
 def save_all(found: FormsResult, paths: Sequence[Path], quiet: bool) -> None:
     """Write the files, and unless `quiet` print the programs that open them."""
     for path in paths:
-        for written in save(found, path):
+        for written in save_forms(found, path):
             if not quiet:
-                print(f"saved {written}, for {kind_of(path, bool(found.times)).opens}", file=sys.stderr)
+                print(f"saved {written}, for {find_kind(path, bool(found.times)).opens}", file=sys.stderr)
 
 
 def check_library(name: str) -> None:

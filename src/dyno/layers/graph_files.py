@@ -82,7 +82,7 @@ def build_timelines(
 ) -> list[Timeline]:
     """Build the timelines of the forms `shown` (indices).
 
-    `times` has the times of the forms that were timed; the other arguments are as in `times.profile`.
+    `times` has the times of the forms that were timed; the other arguments are as in `times.profile_table`.
     """
     found = []
     for k in shown:

@@ -76,7 +76,7 @@ def _find_return_edges(form: LayerGraph, read: set[int]) -> list[tuple[int, int]
 
 
 def graph_figure(graphs: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the graphs side by side, folded: they are laid out when they are opened. The page needs `scripts` once."""
+    """Draw the graphs side by side, laid out when they are opened. The page needs `graph_scripts` once."""
     shown = [each for each in graphs if each["nodes"] and len(each["nodes"]) <= MOST]
     if not shown:
         return ""
@@ -269,7 +269,7 @@ def explained_fragment(
 def explained_graphs(waterfall: Waterfall) -> str:
     """Draw the layers of both forms side by side, by their times in the waterfall; selecting one shows its counterpart.
 
-    The page needs `layer_graph.scripts` once.
+    The page needs `graph_scripts` once.
     """
     sides, estimates = waterfall.pair.sides, (waterfall.a, waterfall.b)
     parts = [{layer: number for number, part in enumerate(waterfall.parts) for layer in (part.a, part.b)[k]}

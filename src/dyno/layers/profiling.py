@@ -15,7 +15,7 @@ from dyno.layers import counters as hardware
 from dyno.layers import files, forms, graph_page, times
 from dyno.layers.counters import NcuReport
 from dyno.layers.files import FormsResult
-from dyno.layers.roofline import MEMORY, Ceilings, Rates, data_sheet, types_of
+from dyno.layers.roofline import MEMORY, Ceilings, Rates, data_sheet, list_types
 from dyno.layers.times import ORDERS, Times
 from dyno.results import timeline
 from dyno.results.files import read_npz
@@ -180,7 +180,7 @@ class FormProfiler(forms.FormReader):
         self.records.append(record)
         self.counted += counted
         self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings,
-                                times.of_samples(samples), clock, trial.backend, trial.precision,
+                                times.read_launches(samples), clock, trial.backend, trial.precision,
                                 record.facts.functions))  # fmt: skip
         self._devices.add(trial.runtime.device)
         return inside
@@ -193,7 +193,7 @@ class FormProfiler(forms.FormReader):
         runtime = replace(runtime_of(study, Choice(forms.MODULE)), device=device)
         runtime = replace(runtime, threads=study.threads or system.physical_cores())
         types = {kind for k, each in zip(self.shown, self.times, strict=True)
-                 for kind in types_of(self.forms[k], each.precision)}  # fmt: skip
+                 for kind in list_types(self.forms[k], each.precision)}  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "job"
             record = find_ceilings(runtime, types, folder, self._progress)

@@ -149,7 +149,7 @@ def count_work(forms: Sequence[LayerGraph], k: int, graph: int | None, precision
     ]
 
 
-def types_of(form: LayerGraph, precision: str) -> set[str]:
+def list_types(form: LayerGraph, precision: str) -> set[str]:
     """Return the ceilings' types in which layers of the form compute."""
     return {_find_type(layer, form.form == MODULES, precision) for layer in form.layers} - {""}
 

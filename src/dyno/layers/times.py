@@ -83,7 +83,7 @@ class LaunchTimes:
         return f"compute-bound: the GPU ran kernels in {100 * (1 - idle):.0f} % of the latency"
 
 
-def of_samples(samples: dict[str, np.ndarray]) -> LaunchTimes | None:
+def read_launches(samples: dict[str, np.ndarray]) -> LaunchTimes | None:
     """Build the GPU's part from the arrays of a job of kind `profile`; None for one on a CPU."""
     names = ("unprofiled_model_gpu", "enqueue", "gpu_busy", "cuda_calls", "kernels")
     if not any(name in samples for name in names):
@@ -235,7 +235,7 @@ def profile_table(
     """
     rows, notes = list[Row](), list[str]()
     for k, each in times.items():
-        names = modules_of(forms, k, graph_of.get(k), module_of.get(k))
+        names = name_modules(forms, k, graph_of.get(k), module_of.get(k))
         rated = roofline.rate_layers(forms, k, graph_of.get(k), each.precision, ceilings) if ceilings else None
         rows += _build_rows(forms[k], names, each, order, top, rated)
         notes += [*forms[k].notes, *(f"{forms[k].library}: {warning}" for warning in each.warnings)]
@@ -283,7 +283,7 @@ def _build_row(form: LayerGraph, layer: Layer, names: list[str], seconds: np.nda
     }  # fmt: skip
 
 
-def modules_of(forms: Sequence[LayerGraph], k: int, graph: int | None, owner: int | None) -> list[list[str]]:
+def name_modules(forms: Sequence[LayerGraph], k: int, graph: int | None, owner: int | None) -> list[list[str]]:
     """Return the modules that each layer of the form came from, in the order of their calls.
 
     Where no module is known these are the nodes of the graph; a conversion that the engine inserted has neither.

@@ -10,8 +10,8 @@ from typing import Any
 
 from dyno.jobs.progress import Progress
 from dyno.regression.compare_table import RATIO_SHOWN
-from dyno.regression.comparison import Comparison, compare, undecided
-from dyno.regression.rules import SLOWER, GateRules, changes
+from dyno.regression.comparison import Comparison, compare, explain_undecided
+from dyno.regression.rules import SLOWER, GateRules, list_changes
 from dyno.results.trial_result import TrialResult
 from dyno.study import commits
 from dyno.study import interpreters as study_interpreters
@@ -64,7 +64,7 @@ class Bisection:
     def changed(self) -> list[str]:
         """The facts of the engine that differ between the last good and the first bad version."""
         trials = [self._find_trial(self.good), self._find_trial(self.bad)]
-        return changes(trials[0], trials[1]) if trials[0] and trials[1] else []
+        return list_changes(trials[0], trials[1]) if trials[0] and trials[1] else []
 
     def _find_trial(self, name: str) -> TrialResult | None:
         """Return the trial under this version; the first version's comes from its comparison with the first bad one."""
@@ -236,7 +236,7 @@ def _judge_version(name: str, first: str, comparison: Comparison) -> BisectionSt
         return BisectionStep(name, BAD, "", comparison)
     if comparison.exit_code == 0:
         return BisectionStep(name, GOOD, "", comparison)
-    row: Row = next(r for r in rows if undecided(r))
+    row: Row = next(r for r in rows if explain_undecided(r))
     ran = row["status"] == "ok" and row["ratio"] == row["ratio"] and row["ratio"] is not None
-    reason = undecided(row) if row["status"] == "ok" else f"{row['status']}, {row['reason']}"
+    reason = explain_undecided(row) if row["status"] == "ok" else f"{row['status']}, {row['reason']}"
     return BisectionStep(name, UNDECIDED if ran else SKIPPED, reason, comparison)

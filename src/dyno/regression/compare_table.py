@@ -73,7 +73,7 @@ COLUMNS = (
     *(column for metric in metrics.known().values() for column in _metric_columns(metric)),
     Column("accuracy", "less accurate, more accurate or no change shown", kind=TEXT, rank=3),
     Column("close", "share of B's output values close to A's, 0 to 1", title="agree", rank=1,
-           cell=lambda r: "" if missing(r["close"]) else f"{floored(r['close'])} %"),
+           cell=lambda r: "" if missing(r["close"]) else f"{floor_percent(r['close'])} %"),
     Column("max_abs", "largest difference of outputs"),
     Column("failed", "conditions that the row breaks", kind=TEXT),
     Column("trial_a", "id of A's trial", kind=TEXT),
@@ -112,7 +112,7 @@ def compare_runs(a: Results, b: Results, rules: GateRules | None = None) -> Tabl
     return table
 
 
-def of_sides(run: Results, rules: GateRules) -> Table:
+def compare_sides(run: Results, rules: GateRules) -> Table:
     """Build the table of `compare` for the two sides of a comparison that was measured as one study.
 
     Outputs are compared with the other side's. UserError for a run folder without a comparison.
@@ -130,7 +130,7 @@ def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked
     looks = 2 if rules.gate and any(x.side for x, _ in shared) else 1  # what doesn't pass is measured again, once
     speeds = _compare_speeds(shared, outputs, stats.Rule(rules.tolerance, looks=looks), known_sessions(a, b))
     accuracies = _compare_accuracies(shared, rules.loss)
-    rows = [_apply_gate(row(x, y, rules, both, speed | accuracy), x, y, rules, elsewhere)
+    rows = [_apply_gate(compare_trial(x, y, rules, both, speed | accuracy), x, y, rules, elsewhere)
             for (x, y), both, speed, accuracy in zip(shared, outputs, speeds, accuracies, strict=True)]  # fmt: skip
     refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
     left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
@@ -225,7 +225,7 @@ def _some_trials(run: Results) -> str:
     return first + (f" and {len(others)} more" if others else "")
 
 
-def row(
+def compare_trial(
     a: TrialResult, b: TrialResult, rules: GateRules, checked: tuple[str, str], judged: dict[str, Any]
 ) -> dict[str, Any]:
     """Compare one trial of B with the same of A, as a dict of COLUMNS; columns that don't apply are "", None or NaN.
@@ -241,7 +241,7 @@ def row(
         columns["options"] = columns["options"].removeprefix(f"side={b.side.upper()}").strip()
     rounds = {"rounds_a": len(a.good), "rounds_b": len(b.good)}
     columns |= {"status_a": a.status, "trial_a": a.id, "trial_b": b.id, **rounds}
-    if reason := refusal(a, b):
+    if reason := explain_refusal(a, b):
         return columns | {"verdict": f"{INCOMPARABLE}: {reason}"}
     columns |= judged | _compare_outputs(*checked)
     if (values := agreement.read_agreement(b, a, rules.rtol, rules.atol)) is not None:
@@ -250,7 +250,7 @@ def row(
     return columns
 
 
-def refusal(a: TrialResult, b: TrialResult) -> str:
+def explain_refusal(a: TrialResult, b: TrialResult) -> str:
     """Return the reason why two trials can't be compared (different weights, data, inputs or boundaries), or ""."""
     weights = [t.facts.weights_sha256 for t in (a, b)]
     if not (all(weights) or a.side) and _identify_weights(a) != _identify_weights(b):
@@ -293,7 +293,7 @@ def _compare_speeds(
     family: list[stats.Evidence | None] = []
     unknown: set[int] = set()
     for (a, b), outputs in zip(shared, checked, strict=True):
-        boundary = "" if refusal(a, b) else trial_table.compared_boundary(b, a)
+        boundary = "" if explain_refusal(a, b) else trial_table.compared_boundary(b, a)
         clock = clock_of(boundary, a, b)
         medians = a.medians(boundary, clock), b.medians(boundary, clock)
         if not (boundary and all(medians)):
@@ -374,7 +374,7 @@ def _compare_accuracies(shared: Sequence[tuple[TrialResult, TrialResult]], loss:
     judged: dict[int, Change] = {}  # by the row
     for a, b in shared:
         rows.append({})
-        for columns, change in () if refusal(a, b) else _compare_accuracy(a, b):
+        for columns, change in () if explain_refusal(a, b) else _compare_accuracy(a, b):
             rows[-1] = {**columns, **rows[-1]}
             judged.setdefault(len(rows) - 1, change)
     verdicts = judge_accuracies([change.cautious for change in judged.values()], loss)
@@ -477,6 +477,6 @@ def _flatten_values(values: Mapping[str, Any]) -> dict[str, str]:
     return flat
 
 
-def floored(share: float) -> str:
+def floor_percent(share: float) -> str:
     """Format a share in percent to two places, rounded down so that only a whole one reads as 100."""
     return f"{math.floor(1e4 * share + 1e-9) / 100:.2f}"

@@ -15,8 +15,8 @@ from dyno.api import Result
 from dyno.formatting import bullet, counting, plain, points
 from dyno.jobs.progress import Progress
 from dyno.regression import compare_table as tables
-from dyno.regression.compare_table import RATIO_SHOWN, TWO_SESSIONS, floored, verdict
-from dyno.regression.rules import LESS_ACCURATE, POWER, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, changes, slowdown
+from dyno.regression.compare_table import RATIO_SHOWN, TWO_SESSIONS, floor_percent, verdict
+from dyno.regression.rules import LESS_ACCURATE, POWER, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, list_changes, slowdown
 from dyno.report.export import export
 from dyno.results import stats
 from dyno.results.correctness import INCOMPARABLE, WRONG
@@ -106,7 +106,7 @@ class Comparison:
         sentences = [f"A is {a}, B is {b}."]
         for r in self.rows:
             pair = [self.result.records.trial(r[name]) for name in ("trial_a", "trial_b")]
-            if differences := changes(pair[0], pair[1]):
+            if differences := list_changes(pair[0], pair[1]):
                 where = f"{describe_where(r)}: " if len(self.rows) > 1 else ""
                 sentences.append(f"{where}besides the speed, these changed: {'; '.join(differences)}.")
         return sentences
@@ -149,7 +149,7 @@ def compare(
     if None not in runs and not (remeasure or baseline_python or commits or settings):
         loaded = [self_test.renew(run) for run in runs if run is not None]
         if len(loaded) == 1:
-            return Comparison(tables.of_sides(loaded[0], rules), loaded[0].folder)
+            return Comparison(tables.compare_sides(loaded[0], rules), loaded[0].folder)
         both = tables.pair_trials(loaded[0], loaded[1])
         return Comparison(tables.compare_runs(loaded[0], loaded[1], rules), video=videos.make_comparison_table(both))
     if len(runs) == 2 and None not in runs and not remeasure:
@@ -157,10 +157,10 @@ def compare(
     study = _build_study(sources, remeasure, baseline_python, commits, settings)
     models = dict.fromkeys(model for side in study.sides.values() for model in side.models)
     folder = folder_for(out, "compare", list(models))
-    return measured(study, folder, rules, Progress(quiet=quiet))
+    return measure_missing(study, folder, rules, Progress(quiet=quiet))
 
 
-def measured(study: Study, folder: Path, rules: GateRules, progress: Progress) -> Comparison:
+def measure_missing(study: Study, folder: Path, rules: GateRules, progress: Progress) -> Comparison:
     """Measure those parts of the comparison that the folder lacks, and judge it.
 
     Pairs that fail a gate, or are undecided, are measured again in as many fresh rounds, and judged by all of them: a
@@ -169,7 +169,7 @@ def measured(study: Study, folder: Path, rules: GateRules, progress: Progress) -
     if rules.gate and study.rounds < 2:
         raise UserError("one round can't show how much rounds differ, so slower=… needs --rounds 2 or more")
     execute(study, folder, progress)
-    comparison = Comparison(tables.of_sides(load_run(folder), rules), folder)
+    comparison = Comparison(tables.compare_sides(load_run(folder), rules), folder)
     suspects = [r for r in comparison.rows if SLOWER in r["failed"] or r["undecided"].startswith(tables.BEYOND)]
     suspects = [r for r in suspects if min(r["rounds_a"], r["rounds_b"]) < 2 * study.rounds]
     if not (rules.gate and suspects):
@@ -177,7 +177,7 @@ def measured(study: Study, folder: Path, rules: GateRules, progress: Progress) -
     progress.note(f"measured again before it is judged: {', '.join(map(describe_where, suspects))}")
     ids = {r[name] for r in suspects for name in ("trial_a", "trial_b")}
     execute(replace(study, rounds=2 * study.rounds), folder, progress, only=TrialSelection(ids))
-    return Comparison(tables.of_sides(load_run(folder), rules), folder)
+    return Comparison(tables.compare_sides(load_run(folder), rules), folder)
 
 
 def _load_run(source: Any) -> Results | None:
@@ -275,7 +275,7 @@ def list_comparison(table: Table, stored: bool = True) -> list[str]:
              for r in rows if r["verdict"].startswith(WRONG)]  # fmt: skip
     verdicts = ", ".join(f"{n} {name}" for name, n in counts.most_common())
     lines += [f"{counting(len(rows), 'shared trial' if stored else 'pair')}: {verdicts}."]
-    lines += [f"failed: {describe_where(r)}: {failure(r)}" for r in rows if r["failed"]]
+    lines += [f"failed: {describe_where(r)}: {explain_failure(r)}" for r in rows if r["failed"]]
     lines += [f"undecided: {describe_where(r)}: {r['undecided']}" for r in rows if r["undecided"]]
     if counts[stats.ONE_ROUND]:
         lines.append("One round can't show that a difference is real: measure both with two rounds or more.")
@@ -314,7 +314,7 @@ def describe_where(r: Row) -> str:
     return f"{plain(r['model'])} {plain(configuration_of(r))} b{r['batch']} {r['size']}"
 
 
-def failure(r: Row) -> str:
+def explain_failure(r: Row) -> str:
     """Return the reason why a row fails."""
     return "; ".join(_explain_failure(condition, r) for condition in r["failed"].split(", "))
 
@@ -329,10 +329,12 @@ def _explain_failure(condition: str, r: Row) -> str:
         return f"was ok, now {r['status']}: {plain(r['reason'])}"
     if condition == WRONG_OUTPUTS:
         return str(r["verdict"])
-    return "no outputs to compare with A's" if missing(r["close"]) else f"only {floored(r['close'])} % of values agree"
+    if missing(r["close"]):
+        return "no outputs to compare with A's"
+    return f"only {floor_percent(r['close'])} % of values agree"
 
 
-def undecided(r: Row) -> str:
+def explain_undecided(r: Row) -> str:
     """Return the reason why a row is undecided, "" if it isn't."""
     reason = r["verdict"] if r["verdict"].startswith((INCOMPARABLE, WRONG)) else ""
     return str(r["undecided"] or reason)
@@ -342,7 +344,7 @@ def exit_code(table: Table) -> int:
     """Return 1 where a condition failed, else 3 where a row is undecided, not comparable or wrong, else 0."""
     if any(r["failed"] for r in table.rows):
         return REGRESSION
-    return UNDECIDED if any(map(undecided, table.rows)) else GOOD
+    return UNDECIDED if any(map(explain_undecided, table.rows)) else GOOD
 
 
 # A comparison for a build server: JUnit's XML and a Markdown summary for a pull request.
@@ -356,7 +358,7 @@ def format_junit(table: Table, sentences: Sequence[str], path: Path) -> None:
     """Write a test case for each row: a failure for a regression, an error for an undecided one."""
     rows = table.rows
     counts = {"failures": sum(bool(r["failed"]) for r in rows),
-              "errors": sum(bool(not r["failed"] and undecided(r)) for r in rows)}  # fmt: skip
+              "errors": sum(bool(not r["failed"] and explain_undecided(r)) for r in rows)}  # fmt: skip
     attributes = {"name": "dyno compare", "tests": str(len(rows)), **{name: str(n) for name, n in counts.items()}}
     suites = Xml.Element("testsuites", attributes)
     suite = Xml.SubElement(suites, "testsuite", attributes)
@@ -365,8 +367,8 @@ def format_junit(table: Table, sentences: Sequence[str], path: Path) -> None:
         about = {"classname": "dyno.compare", "name": describe_where(r), "time": seconds}
         case = Xml.SubElement(suite, "testcase", about)
         if r["failed"]:
-            Xml.SubElement(case, "failure", {"type": r["failed"], "message": drop_controls(failure(r))})
-        elif reason := undecided(r):
+            Xml.SubElement(case, "failure", {"type": r["failed"], "message": drop_controls(explain_failure(r))})
+        elif reason := explain_undecided(r):
             Xml.SubElement(case, "error", {"type": "undecided", "message": drop_controls(reason)})
         ratio = "" if missing(r["ratio"]) else f"{RATIO_SHOWN.text(r)} the latency, "
         Xml.SubElement(case, "system-out").text = drop_controls(f"{ratio}{verdict(r)}")

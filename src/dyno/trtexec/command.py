@@ -69,7 +69,7 @@ def _fill_shape(shape: tuple[int | str, ...], dims: Mapping[str, Any]) -> tuple[
     return tuple(int(n) if isinstance(n, int) else int(values.get(axis, 1)) for axis, n in enumerate(shape))
 
 
-def dynamic(trial: TrialResult) -> bool:
+def is_dynamic(trial: TrialResult) -> bool:
     """Return whether the engine takes more than one shape."""
     option = trial.facts.options.get("dynamic")
     if option is not None:
@@ -87,7 +87,7 @@ def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES)
         raise UserError(f"{trial.label}: the record names no engine file for trtexec to load; time an .engine file")
     plan, ran = trial.spec.get("plan") or {}, trial.facts.options
     arguments = [name_tool(trial), f"--loadEngine={path}"]
-    if dynamic(trial):
+    if is_dynamic(trial):
         arguments.append(f"--shapes={make_spec(read_shapes(trial)) or 'INPUT:NxCxHxW'}")
     arguments.append(f"--device={trial.device.partition(':')[2] or 0}")
     if ran.get("graph", True):

@@ -115,7 +115,7 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3f} ms" if abs(seconds) >= 1e-5 else f"{1e3 * seconds:.4f} ms"
 
 
-def signed(seconds: float) -> str:
+def signed_ms(seconds: float) -> str:
     """Format seconds as `ms` does, with a sign."""
     return ("+" if seconds >= 0 else "−") + ms(abs(seconds))
 
@@ -211,7 +211,7 @@ class GapPart:
     why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} {signed(self.seconds)}{f' ({self.why})' if self.why else ''}"
+        return f"{self.name} {signed_ms(self.seconds)}{f' ({self.why})' if self.why else ''}"
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Gap:
 
     def __str__(self) -> str:
         share = f"{100 * self.seconds / self.theirs:+.1f} %".replace("-", "−") if self.theirs else "no ratio"
-        head = f"{self.what}: Dyno {ms(self.ours)}, trtexec {ms(self.theirs)}: {signed(self.seconds)} ({share})"
+        head = f"{self.what}: Dyno {ms(self.ours)}, trtexec {ms(self.theirs)}: {signed_ms(self.seconds)} ({share})"
         if self.agree:
             return f"{head}; they agree within {100 * CLOSE:g} %."
         causes = [str(part) for part in self.parts if abs(part.seconds) >= NOTHING or part.name == GRAPH]
@@ -409,7 +409,7 @@ def is_engine(trial: TrialResult) -> bool:
     return bool(trial.good) and trial.artifact is not None and trial.artifact.format == "engine"
 
 
-def boundaries(trial: TrialResult) -> list[str]:
+def list_boundaries(trial: TrialResult) -> list[str]:
     """Return the trial's boundaries that a trtexec run can repeat; `all` also gives its throughput."""
     measured = trial.spec.get("plan", {}).get("boundaries") or ("model", "all")
     return [b for b in ("model", "all") if b in measured] or ["all"]
@@ -417,7 +417,7 @@ def boundaries(trial: TrialResult) -> list[str]:
 
 def command_lines(trial: TrialResult) -> list[str]:
     """Return the shell commands that should reproduce the trial's numbers, and its engine if Dyno built it."""
-    purposes = [(command.read_timing(trial, boundary), f"latency/{boundary}") for boundary in boundaries(trial)]
+    purposes = [(command.read_timing(trial, boundary), f"latency/{boundary}") for boundary in list_boundaries(trial)]
     if build := command.read_build(trial):
         purposes.append((build, "such an engine"))
     return ["The same by hand:", *(f"  {shlex.join(arguments)}    # for {purpose}" for arguments, purpose in purposes)]
@@ -429,7 +429,7 @@ def _run_all(trial: TrialResult) -> Iterator[str]:
     if shutil.which(tool) is None:
         yield f"{tool} is not on the PATH; run the command where it is, and give its log or times.json with --trtexec."
         return
-    for boundary in boundaries(trial):
+    for boundary in list_boundaries(trial):
         yield f"{tool} was run for latency/{boundary}:"
         try:
             yield from compare_results(trial, measure(trial, boundary))

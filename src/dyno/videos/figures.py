@@ -259,7 +259,7 @@ class VideoRun(LoadRun):
         return [1 / video.rate for video in self.videos]
 
 
-def of_run(run: RunData) -> list[VideoRun]:
+def list_runs(run: RunData) -> list[VideoRun]:
     """Return each trial that answered a video, in the order of the trials."""
     return [each for trial in run.records if (each := list_videos(trial)) is not None]
 

@@ -159,7 +159,7 @@ class VideoResult(LoadResult):
         """Write the pipeline's trace: a track for each stage and each frame of each engine's typical round."""
         from dyno.videos import figures, words
 
-        write_text(path, json.dumps(words.chrome_trace(figures.of_run(self.data))) + "\n")
+        write_text(path, json.dumps(words.chrome_trace(figures.list_runs(self.data))) + "\n")
 
 
 def bench_video(

@@ -20,15 +20,15 @@ LATENCY_NOTE = (
 REACHED = 0.95  # of the bound: nothing in the pipeline itself is left to gain
 
 
-def of_each(runs: Sequence[Run], describe: Callable[[Run], Iterable[str]]) -> list[str]:
+def describe_each(runs: Sequence[Run], describe: Callable[[Run], Iterable[str]]) -> list[str]:
     """Return the sentences of each trial, under its name where there are several."""
     named = [(each, [f"{each.trial.label}:"] if len(runs) > 1 else []) for each in runs]
     return [line for each, name in named for line in (*name, *describe(each))]
 
 
-def of_run(runs: Sequence[VideoRun]) -> list[str]:
+def describe_runs(runs: Sequence[VideoRun]) -> list[str]:
     """Return the sentences of each trial."""
-    sentences = of_each(runs, lambda each: [*list_sentences(each.typical), *(f"{w}." for w in each.warnings)])
+    sentences = describe_each(runs, lambda each: [*list_sentences(each.typical), *(f"{w}." for w in each.warnings)])
     return [*sentences, LATENCY_NOTE]
 
 

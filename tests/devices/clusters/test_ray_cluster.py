@@ -88,7 +88,7 @@ def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
     third = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes(spreading.PATIENCE_S)
     cluster.remove_node(third, allow_graceful=False)
-    with ray_cluster.places(cluster.address, "cpu") as places:  # Ray still lists it
+    with ray_cluster.hold_places(cluster.address, "cpu") as places:  # Ray still lists it
         assert len(places) == 2
 
 

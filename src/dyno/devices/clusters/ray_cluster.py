@@ -29,7 +29,7 @@ SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
 @contextmanager
-def places(address: str, device: str) -> Iterator[list[Place]]:
+def hold_places(address: str, device: str) -> Iterator[list[Place]]:
     """Hold the places of the cluster for a device, `cpu` or `cuda`, while the block runs.
 
     `address` is a head node's (HOST:PORT or ray://…), "" for the cluster of this host; if there is none, Ray is started
@@ -94,12 +94,12 @@ def _list_places(device: str) -> list[Place]:
         host = RayHost(actor)
         about = _describe_node(host, node, device)
         if about is not None and device == "cuda":
-            places.append(nodes.gpu(about, f"cuda:{about.gpu}", host))
+            places.append(nodes.make_gpu_place(about, f"cuda:{about.gpu}", host))
         elif about is not None:
             places.append(_choose_processors(about, count, taken, host))
     if not places:
         raise UserError("every node of the Ray cluster was lost while it was asked; see `ray status`")
-    return nodes.distinct(places)
+    return nodes.number_names(places)
 
 
 def _list_alive() -> dict[str, dict[str, Any]]:
@@ -137,7 +137,7 @@ def _choose_processors(about: NodeDescription, count: int, taken: Counter[str], 
     if not own:
         raise UserError(f"the Ray nodes of {about.host} count more processors than it has physical cores")
     taken[about.host] += count
-    return nodes.processors(about, own, host)
+    return nodes.make_core_place(about, own, host)
 
 
 class RayHost(RemoteHost):

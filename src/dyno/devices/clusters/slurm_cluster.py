@@ -163,8 +163,8 @@ class SlurmHost(RemoteHost):
             raise self._end_job("its process was killed")
         if not self.local and self.about and time.monotonic() - self._heard > QUEUE_S:
             self._heard = time.monotonic()
-            state, _ = states([self]).get(self.id, ("", ""))
-            if over(state):
+            state, _ = read_states([self]).get(self.id, ("", ""))
+            if is_over(state):
                 raise self._end_job(f"Slurm says that it is {state.lower()}")
 
     def _end_job(self, why: str) -> NodeLost:
@@ -200,12 +200,12 @@ def cancel(ids: Sequence[str]) -> None:
             subprocess.run(command, capture_output=True, timeout=COMMAND_S, check=False)
 
 
-def over(state: str) -> bool:
+def is_over(state: str) -> bool:
     """Return whether a job in this state is over; "" is an unknown state."""
     return state not in ("", *WAITING, *ALIVE)
 
 
-def states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
+def read_states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
     """Return Slurm's state of each job with its reason; `FORGOTTEN` for an unknown job, empty if Slurm doesn't answer.
 
     Asked of `squeue`, because `sacct` knows nothing on clusters without accounting, and never why a job waits.
@@ -250,7 +250,7 @@ class Queue:
         """
         while self._waiting:
             if not self._waiting[0].local and time.monotonic() - self._asked > QUEUE_S:
-                self._asked, self._states = time.monotonic(), states(self._waiting)
+                self._asked, self._states = time.monotonic(), read_states(self._waiting)
             for host in list(self._waiting):
                 self._look_at(host, wait_s)
             if self._waiting:
@@ -275,7 +275,7 @@ class Queue:
         if state in WAITING:
             self._awaited.pop(host.id, None)
         awaited = now - self._awaited.setdefault(host.id, now) if state not in WAITING else 0.0
-        if over(state):
+        if is_over(state):
             self._leave_out(host, f"{host.name} did not start: it is {state.lower()} ({host.last_words()})")
         elif awaited > wait_s:
             why = f"gave no sign of life within {wait_s / MINUTE_S:g} min"
@@ -457,9 +457,10 @@ def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
         assert about is not None
         if device == "cuda":
             unique = about.card.rpartition(", ")[2]
-            places.append(nodes.gpu(about, unique[:12] if unique.startswith("GPU-") else f"cuda:{about.gpu}", host))
+            name = unique[:12] if unique.startswith("GPU-") else f"cuda:{about.gpu}"
+            places.append(nodes.make_gpu_place(about, name, host))
             continue
-        places.append(nodes.processors(about, about.cores, host))
+        places.append(nodes.make_core_place(about, about.cores, host))
         for cpu in places[-1].cores:
             if (other := owners.setdefault((about.host, cpu), host)) is not host:
                 raise UserError(
@@ -467,7 +468,7 @@ def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
                     "job there; leave cpus-per-task out, so that each has a host for itself"
                 )
     # The jobs of one host in their own order: the next command's may start in another.
-    return nodes.distinct(sorted(places, key=lambda place: (place.name, place.cores)))
+    return nodes.number_names(sorted(places, key=lambda place: (place.name, place.cores)))
 
 
 def _end_jobs(jobs: Sequence[SlurmHost], mail: Path) -> None:

@@ -38,7 +38,7 @@ def read_graph(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
 
 
 def read_nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
-    """Read the nodes as `read` does, of a complete file; its weights may be in files elsewhere."""
+    """Read the nodes as `read_graph` does, of a complete file; its weights may be in files elsewhere."""
     onnx = import_onnx()
     model = onnx.load(path, load_external_data=False)
     inferred = flops.with_shapes(model, shapes)
@@ -77,7 +77,7 @@ class _GraphReader:
         self._counted |= fresh
         self.stored += sum(sizes[key] for key in fresh)
         kind = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
-        name = name_of(node)
+        name = name_node(node)
         operator = node.op_type.removeprefix("Fused")
         count = flops.of_node(node, self._shapes) if operator in flops.PRODUCTS else 0
         return Layer(
@@ -104,7 +104,7 @@ class _GraphReader:
         return Port(name, shape, self._named.get(self._types.get(name, 0), ""))
 
 
-def name_of(node: Any) -> str:
+def name_node(node: Any) -> str:
     """Return the node's name; a node without one is named after its operator and output."""
     return node.name or f"{node.op_type} to {next(iter(node.output), '')}"
 
@@ -153,7 +153,7 @@ def read_optimised_graph(path: str, source: str, profile: Profile, library: str)
     A node without an event in the profile was not run. Raises UserError for a file that can't be read.
     """
     written = read_nodes(path, {})
-    source_names = {name_of(node) for node in _read_nodes(source)}
+    source_names = {name_node(node) for node in _read_nodes(source)}
     layers, blocked = [], set[str]()
     for layer, kernel in zip(written.layers, list_kernels(written.layers, profile.outer, source), strict=True):
         operator = _name_operator(layer)

@@ -50,7 +50,7 @@ class _Range:
     row: int = -1
 
 
-def read(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun]:
+def read_runs(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun]:
     """Return the runs of a trace in order, with `count` rows each; work of a call without a row is its caller's."""
     owners = _Owners(events, rows)
     runs = [TracedRun([0.0] * count) for _ in range(owners.runs)]

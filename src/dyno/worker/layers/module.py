@@ -40,7 +40,7 @@ def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
     operations.
     Operations are counted by `torch.utils.flop_counter`. A call in which nothing runs, such as a Dropout's, is
     `skipped`, and so is a part with parameters that was never called itself; it has no outputs. Raises `UserError` for
-    TorchScript and programs of torch.export, whose parts can't be watched (see `program.parts`).
+    TorchScript and programs of torch.export, whose parts can't be watched (see `list_program_parts`).
     """
     torch = import_torch()
     if isinstance(module, torch.jit.ScriptModule):
@@ -85,7 +85,7 @@ def _make_dispatch_mode(torch: Any) -> Any:
 
 def list_parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
     """Return the module and its parts by name, without pure containers and parts that take no hooks."""
-    return [(name, part) for name, part in _list_parts(torch, module) if takes_hooks(torch, part)]
+    return [(name, part) for name, part in _skip_containers(torch, module) if takes_hooks(torch, part)]
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def hold_hooks(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -
             hook.remove()
 
 
-def _list_parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
+def _skip_containers(torch: Any, module: Any) -> list[tuple[str, Any]]:
     containers = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
     return [(name, part) for name, part in module.named_modules() if type(part) not in containers]
 
@@ -122,7 +122,7 @@ class _ModuleWatch:
 
     def __init__(self, torch: Any, module: Any, so_far: Callable[[], tuple[int, int]]) -> None:
         self._so_far, self._calls, self._open = so_far, list[Layer](), list[_OpenCall]()
-        self._parts = _list_parts(torch, module)
+        self._parts = _skip_containers(torch, module)
         self._size_of = {name: sum(p.numel() for p in part.parameters(recurse=False)) for name, part in self._parts}
         self._outer = {name for name, part in self._parts if next(part.children(), None) is not None}
         self._names: dict[int, list[str]] = {}  # a part that stands in several places has a name for each
@@ -223,7 +223,7 @@ def measure_modules(
     `restore` is called before each run, untimed. Hooks cost less than the profiler of PyTorch, which watches every
     operator. Raises `UserError` as `watch_run` does.
     """
-    inside = watched_whole(module, plainly, restore)
+    inside = watch_whole(module, plainly, restore)
     marks: list[Mark] = []
     clock = time.perf_counter_ns
 
@@ -246,8 +246,8 @@ def measure_modules(
     return LayerTimes(inside, np.array(layers[DISCARDED:]), np.array(whole[DISCARDED:]), HOOKS_NOTE)
 
 
-def watched_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[], None]) -> LayerGraph:
-    """Return the calls of the module's parts by `layers.module.watched`, and the module itself."""
+def watch_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[], None]) -> LayerGraph:
+    """Return the calls of the module's parts by `watch_run`, and the module itself."""
     restore()
     with import_torch().no_grad():
         return add_whole(watch_run(module, plainly), module)
@@ -304,13 +304,13 @@ def measure_kernels(
 ) -> LayerTimes:
     """Measure the seconds of the kernels of each call of a part, without its own parts', in `runs` runs of `once`.
 
-    `once` returns when the GPU is done; `plainly` and `restore` are as in `module_times.measure`. Raises `UserError` as
+    `once` returns when the GPU is done; `plainly` and `restore` are as in `measure_modules`. Raises `UserError` as
     `watch_run` does, and `Unavailable` where the profiler sees no kernel.
     """
-    inside = watched_whole(module, plainly, restore)
+    inside = watch_whole(module, plainly, restore)
     import_torch().cuda.synchronize()
     events, whole = trace_kernels(module, once, DISCARDED + runs, restore)
-    traced_runs = kernel_trace.read(events, list_modules(inside), len(inside.layers))[DISCARDED:]
+    traced_runs = kernel_trace.read_runs(events, list_modules(inside), len(inside.layers))[DISCARDED:]
     if len(traced_runs) != runs or not any(run.kernels for run in traced_runs):
         raise Unavailable("torch.profiler saw no kernel on the GPU; CUPTI may be missing or forbidden here")
     labels = kernel_trace.list_kernels(traced_runs, len(inside.layers))

@@ -129,7 +129,7 @@ class VideoSink(Sink):
         planes = picture.planes()
         if planes is not None and stream.pix_fmt == PIXELS:
             # Where the container doesn't say which matrix it is, a player's guess must be right.
-            guessed = planes.tags[0] in (UNKNOWN, media.matrix_of(UNKNOWN, height, width))
+            guessed = planes.tags[0] in (UNKNOWN, media.find_matrix(UNKNOWN, height, width))
             self._tags = planes.tags if guessed or self._path.suffix.lower() in CONTAINERS else self._tags
         context = stream.codec_context  # players would guess another matrix for large frames
         context.colorspace, context.color_primaries, context.color_trc = self._tags

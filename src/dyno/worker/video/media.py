@@ -145,7 +145,7 @@ class Planes(Picture):
     def layers(self) -> tuple[PicturePlane, ...]:
         if self._own is None:
             self._own = self._copy_planes()
-        rows = compute_weights(matrix_of(self.tags[0], self.height, self.width))
+        rows = compute_weights(find_matrix(self.tags[0], self.height, self.width))
         parts = zip(read_planes(self._own), (1, 2, 2), rows, strict=True)
         return tuple(PicturePlane(plane, step, (row,)) for plane, step, row in parts)
 
@@ -219,7 +219,7 @@ def read_planes(frame: Any) -> list[np.ndarray]:
     return [part[:, : plane.width] for part, plane in zip(rows, frame.planes, strict=True)]
 
 
-def matrix_of(number: int, height: int, width: int) -> int:
+def find_matrix(number: int, height: int, width: int) -> int:
     """Return the matrix of that number; if it is unknown, the players' default for pictures of that size."""
     if number != UNKNOWN:
         return number
