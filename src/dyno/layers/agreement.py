@@ -90,7 +90,7 @@ def diff_layers(
         reading = _FormComparer(study, batch, Progress(quiet=quiet), Path(scratch), -(-compared // batch))
         reading.read(asked[0])
         reading.read_all(asked[1:])
-        engines = tuple(reading.all_compared(rtol, atol))
+        engines = tuple(reading.compare_all(rtol, atol))
     return LayerAgreement(engines, rtol, atol, order, top, tuple(reading.left_out))
 
 
@@ -125,32 +125,32 @@ class _FormComparer(forms.FormReader):
         self._stored: dict[int, Path] = {}  # by the index of the reference's graph
         self._float = -1
 
-    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+    def read_form(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return a module's own layers; an engine's layers are those of its graph."""
         of_module = trial.backend == forms.MODULE
-        return super().ran(trial, None) if of_module else LayerGraph(form=LAYERS, library=trial.backend)
+        return super().read_form(trial, None) if of_module else LayerGraph(form=LAYERS, library=trial.backend)
 
-    def titled(self, form: LayerGraph, trial: Trial) -> LayerGraph:
+    def give_title(self, form: LayerGraph, trial: Trial) -> LayerGraph:
         """Return the form with its title; that of a graph that runs node by node says so, in place of options."""
         if form.form == LAYERS and Choice(trial.backend, trial.options) == NODE_BY_NODE:
             form, trial = replace(form, library="node by node"), replace(trial, options={})
-        return super().titled(form, trial)
+        return super().give_title(form, trial)
 
-    def graph(self, trial: Trial, file: Artifact) -> int:
+    def find_graph(self, trial: Trial, file: Artifact) -> int:
         """Return the index of the graph's form, and keep the graph's file under that index."""
         try:
-            index = super().graph(trial, file)
+            index = super().find_graph(trial, file)
         except forms.NoForm as e:
             raise UserError(str(e)) from None  # without it there is nothing to compare
         self._graph_files.setdefault(index, file)
         return index
 
-    def all_compared(self, rtol: float, atol: float) -> list[EngineComparison]:
+    def compare_all(self, rtol: float, atol: float) -> list[EngineComparison]:
         """Compare each engine with the first; those that can't be compared are left out, unless all fail."""
         found, errors = [], list[forms.NoForm]()
         for place in range(1, len(self.shown)):
             try:
-                found.append(self.compared(place, rtol, atol))
+                found.append(self.compare_engine(place, rtol, atol))
             except forms.NoForm as e:
                 errors.append(e)
         if not found:
@@ -158,7 +158,7 @@ class _FormComparer(forms.FormReader):
         self.left_out += map(str, errors)
         return found
 
-    def compared(self, place: int, rtol: float, atol: float) -> EngineComparison:
+    def compare_engine(self, place: int, rtol: float, atol: float) -> EngineComparison:
         """Compare the engine at this place in the requested order with the first."""
         (trial, artifact), (first, _) = self.trials[place], self.trials[0]
         graph = self.graph_of[self.shown[place]]

@@ -67,7 +67,7 @@ class CausePart:
 
 def split_regions(pair: FormPair) -> list[CausePart]:
     """Return the pair's layers as parts, region by region in the model's order."""
-    return _RegionSplitter(pair).all()
+    return _RegionSplitter(pair).list_all_parts()
 
 
 def link_forms(pair: FormPair) -> list[Link]:
@@ -133,25 +133,25 @@ class _TimedForm:
     def __post_init__(self) -> None:
         self.ran = [bool(s > 0) or not layer.skipped for s, layer in zip(self.seconds, self.layers, strict=True)]
 
-    def converts(self, k: int) -> bool:
+    def is_conversion(self, k: int) -> bool:
         """Return whether the layer only changes a type or a layout."""
         return self.layers[k].moves or self.layers[k].type.rpartition(".")[2] in CONVERTERS
 
-    def reader(self, k: int) -> int | None:
+    def find_reader(self, k: int) -> int | None:
         """Return the first layer behind `k` that isn't a conversion itself; None where only outputs follow."""
         for later in range(k + 1, len(self.layers)):
             written = {port.name for port in self.layers[k].outputs}
             if written & {port.name for port in self.layers[later].inputs}:
-                if not self.converts(later):
+                if not self.is_conversion(later):
                     return later
                 k = later
         return None
 
-    def weight(self, k: int) -> tuple[int, float]:
+    def weigh(self, k: int) -> tuple[int, float]:
         """Return the key by which the main layer of a region is chosen: operations, then time."""
         return (self.layers[k].flops or int(bool(self.layers[k].computes_in)), float(self.seconds[k]))
 
-    def named(self, chosen: Sequence[int]) -> tuple[str, ...]:
+    def list_names(self, chosen: Sequence[int]) -> tuple[str, ...]:
         """Return the names of these layers, in order."""
         return tuple(dict.fromkeys(name for k in chosen for name in self.names[k] or [self.layers[k].name or MODEL]))
 
@@ -182,7 +182,7 @@ class _RegionSplitter:
             found = merge_own_code(found, form.side.form) if form.modules else found
         self._regions = found
 
-    def all(self) -> list[CausePart]:
+    def list_all_parts(self) -> list[CausePart]:
         """Return the parts of every region."""
         found = [part for region in self._regions for part in self._list_parts(region) if part.a or part.b]
         return self._merge_conversions(found)
@@ -209,7 +209,7 @@ class _RegionSplitter:
         a, b, moving = list[int](), list[int](), list[CausePart]()
         for form, own in ((self.a, a), (self.b, b)):
             for k in (k for k in region.members[form.side.form] if form.ran[k]):
-                if form.converts(k):
+                if form.is_conversion(k):
                     moving.append(self._make_conversion(form, k))
                 else:
                     own.append(k)
@@ -233,8 +233,8 @@ class _RegionSplitter:
         return CausePart(CALLS, tuple(first), tuple(second), (MODEL,))
 
     def _make_conversion(self, form: _TimedForm, k: int) -> CausePart:
-        reader = form.reader(k)
-        before = form.named([reader])[0] if reader is not None else ""
+        reader = form.find_reader(k)
+        before = form.list_names([reader])[0] if reader is not None else ""
         a, b = ((k,), ()) if form is self.a else ((), (k,))
         return CausePart(CONVERSION, a, b, (form.layers[k].name,), before=before)
 
@@ -246,11 +246,11 @@ class _RegionSplitter:
         more_a, more_b = (tuple(k for k in own if k not in main) for own, main in ((a, main_a), (b, main_b)))
         types = self.a.type_of(main_a), self.b.type_of(main_b)
         cause = self._find_cause(main_a, main_b, types)
-        found = [CausePart(cause, tuple(main_a), tuple(main_b), self.a.named(main_a), types)]
+        found = [CausePart(cause, tuple(main_a), tuple(main_b), self.a.list_names(main_a), types)]
         if more_a:
-            found.append(CausePart(FUSED, a=more_a, names=self.a.named(more_a)))
+            found.append(CausePart(FUSED, a=more_a, names=self.a.list_names(more_a)))
         if more_b:
-            found.append(CausePart(SPLIT, b=more_b, names=self.b.named(more_b)))
+            found.append(CausePart(SPLIT, b=more_b, names=self.b.list_names(more_b)))
         return found
 
     def _choose_main(self, form: _TimedForm, own: Sequence[int], other: _TimedForm, count: int) -> list[int]:
@@ -260,7 +260,7 @@ class _RegionSplitter:
         """
         if other.modules and not form.modules:
             return sorted(own)
-        return sorted(sorted(own, key=form.weight, reverse=True)[:count])
+        return sorted(sorted(own, key=form.weigh, reverse=True)[:count])
 
     def _make_lone_part(self, a: Sequence[int], b: Sequence[int], region: Region) -> CausePart:
         """Return the part of a region that one side lacks: nothing runs for it there where the region is identified.
@@ -273,7 +273,7 @@ class _RegionSplitter:
         products = form.modules and any(form.layers[k].flops for k in own)  # which every engine has, under some name
         known = bool(others) or (not products and (form.modules or other.modules))
         cause = (FUSED if a else SPLIT) if known else UNALIGNED
-        return CausePart(cause, tuple(a), tuple(b), form.named(own))
+        return CausePart(cause, tuple(a), tuple(b), form.list_names(own))
 
     def _find_cause(self, a: Sequence[int], b: Sequence[int], types: tuple[str, str]) -> Cause:
         if all(types):

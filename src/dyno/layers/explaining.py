@@ -194,7 +194,7 @@ def _find_pair(
     reading = PairProfiler(study, batch, progress, runs)
     for side in chosen:
         reading.read(side)
-    return reading.pair(rounds, [side.source for side in chosen], [side.precision for side in chosen])
+    return reading.build_pair(rounds, [side.source for side in chosen], [side.precision for side in chosen])
 
 
 def _of_run(
@@ -221,8 +221,8 @@ def _of_run(
     for measured, trial in zip(found, trials, strict=True):
         file, said = measured_file(measured, trial)
         notes += [f"{measured.label}: {note}" for note in said]
-        reading.made(trial, trial.recipe, file)
-    pair = reading.pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
+        reading.read_trial(trial, trial.recipe, file)
+    pair = reading.build_pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
     a, b = (center(each.medians("model")).value for each in found)
     whole = replace(pair, a=replace(pair.a, stored=a), b=replace(pair.b, stored=b), notes=tuple(notes))
     path = pairs.name_file(folder, *(each.id for each in found))
@@ -235,12 +235,12 @@ def _of_run(
 class PairProfiler(profiling.FormProfiler):
     """Profiles two forms in several processes each, in turn."""
 
-    def pair(self, rounds: int, sources: Sequence[str], precisions: Sequence[str]) -> FormPair:
+    def build_pair(self, rounds: int, sources: Sequence[str], precisions: Sequence[str]) -> FormPair:
         """Return the pair of forms that were read, with the times of all rounds.
 
         `sources` and `precisions` are each side's source and requested precision.
         """
-        times = self.again(rounds)
+        times = self.repeat_rounds(rounds)
         by_form = dict(zip(self.shown, sources, strict=True))
         module_of = self.module_of(by_form)
         sides = [
@@ -249,7 +249,7 @@ class PairProfiler(profiling.FormProfiler):
         ]
         return FormPair(forms.number_titles(self.forms, by_form), sides[0], sides[1], sources[0])
 
-    def again(self, rounds: int) -> list[tuple[Times, ...]]:
+    def repeat_rounds(self, rounds: int) -> list[tuple[Times, ...]]:
         """Return the times of each form by process: the first ones, then those of further rounds.
 
         Each round profiles the forms in the opposite order of the round before. Raises `UserError` if a form has other
@@ -259,7 +259,7 @@ class PairProfiler(profiling.FormProfiler):
         for number in range(1, rounds):
             order = range(len(found)) if number % 2 == 0 else reversed(range(len(found)))
             for k in order:
-                inside = self.ran(*self.trials[k])
+                inside = self.read_form(*self.trials[k])
                 found[k].append(reorder_times(self.forms[self.shown[k]], inside, self.times[-1]))
         return [tuple(each) for each in found]
 

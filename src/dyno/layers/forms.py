@@ -154,16 +154,16 @@ class FormReader:
         kind = registry.format_of(model.file)
         on_device = bool(kind and kind.on_device)
         if self.runs_all:
-            self.engine(replace(study, device=runtime.device) if on_device else study, side, trial)
+            self.read_engine(replace(study, device=runtime.device) if on_device else study, side, trial)
         elif side.choice.name == MODULE:
             # The module is read without a look at its inputs before.
             asked = {"sizes": [list(parse_size(size)) for size in study.sizes],
                      "overrides": input_options.overrides(study.inputs, study.shapes)}  # fmt: skip
             self._add_form(self._launch_job(trial, None, asked), "")
         elif on_device:
-            self._add_form(self.ran(trial, None), "")
+            self._add_form(self.read_form(trial, None), "")
         else:
-            self.engine(study, side, trial)
+            self.read_engine(study, side, trial)
 
     def describe(self, sides: Sequence[FormRequest]) -> dict[str, Any]:
         """Return the fields of a `FormsResult`; `sides` were read, in this order."""
@@ -179,11 +179,11 @@ class FormReader:
         modules = {source: k for k, source in sources.items() if self.forms[k].form == MODULES}
         return {k: modules[source] for k, source in sources.items() if source in modules}
 
-    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+    def read_form(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the form that an engine runs."""
         return self._launch_job(trial, artifact)
 
-    def engine(self, study: Study, side: FormRequest, trial: Trial) -> None:
+    def read_engine(self, study: Study, side: FormRequest, trial: Trial) -> None:
         """Read the form that an engine makes of the model, after making its file, and the graph of that file."""
         model, inspection = inspect_model(trial.model, study)
         size = sizes(study, inspection)[0]
@@ -206,18 +206,18 @@ class FormReader:
             shown = self._add_form(self._graph_form(trial, artifact), artifact.sha256 if artifact else "")
             self.graphs[shown] = _make_graph_file(trial, artifact)
             return
-        self.made(trial, recipe, artifact)
+        self.read_trial(trial, recipe, artifact)
 
-    def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
+    def read_trial(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
         """Read the form that the trial runs, made by the recipe, and the graph behind it."""
-        form = self._add_form(self.titled(self.ran(trial, artifact), trial), "")
+        form = self._add_form(self.give_title(self.read_form(trial, artifact), trial), "")
         self.trials.append((trial, artifact))
         behind = self._find_onnx_file(recipe, artifact)
         if behind is not None:
             with suppress(NoForm):  # the engine's own layers are known without it
-                self.graph_of[form] = self.graph(trial, behind)
+                self.graph_of[form] = self.find_graph(trial, behind)
 
-    def titled(self, form: LayerGraph, trial: Trial) -> LayerGraph:
+    def give_title(self, form: LayerGraph, trial: Trial) -> LayerGraph:
         """Return the form with its precision (unless fp32) and its options in its title."""
         lowered = (trial.precision,) if trial.precision != "fp32" else ()
         options = [f"{name}={value}" for name, value in trial.options.items()]
@@ -250,7 +250,7 @@ class FormReader:
             recipe = recipe.fallback
         return None
 
-    def graph(self, trial: Trial, file: Artifact) -> int:
+    def find_graph(self, trial: Trial, file: Artifact) -> int:
         """Return the index of the form of the engine's graph, which is read once."""
         if file.sha256 not in self._graphs:
             form = self._graph_form(trial, file)
@@ -261,7 +261,7 @@ class FormReader:
 
     def _graph_form(self, trial: Trial, file: Artifact | None) -> LayerGraph:
         """Return the form of an ONNX file (None: the trial's model), whichever Python the engine has."""
-        return self.titled(self._launch_job(replace(trial, backend="", runtime=_make_runtime(trial)), file), trial)
+        return self.give_title(self._launch_job(replace(trial, backend="", runtime=_make_runtime(trial)), file), trial)
 
     def _add_form(self, form: LayerGraph, graph: str) -> int:
         self.forms.append(form)
@@ -273,9 +273,9 @@ class FormReader:
     def _launch_job(self, trial: Trial, artifact: Artifact | None, options: dict[str, Any] | None = None) -> LayerGraph:
         job = Job("layers", trial.runtime, trial, artifact=artifact, options=options or {})
         with tempfile.TemporaryDirectory() as scratch:
-            return self.launched(job, Path(scratch) / "job")[1]
+            return self.run_job(job, Path(scratch) / "job")[1]
 
-    def launched(self, job: Job, folder: Path) -> tuple[Record, LayerGraph]:
+    def run_job(self, job: Job, folder: Path) -> tuple[Record, LayerGraph]:
         """Run the job in the folder and return its record and its form; raise `NoForm` if there is no form."""
         record = launch_in_turn(job, folder, TIMEOUT_S, self._progress)
         assert job.trial is not None

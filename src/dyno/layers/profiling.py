@@ -108,7 +108,7 @@ def profile(
     profiled = ProfileResult(
         **reading.describe(sides),
         times=dict(zip(reading.shown, reading.times, strict=True)),
-        ceilings=reading.ceilings(study, rates) if roofline else None,
+        ceilings=reading.measure_ceilings(study, rates) if roofline else None,
         records=tuple(reading.records),
         order=order,
         top=top,
@@ -166,7 +166,7 @@ class FormProfiler(forms.FormReader):
         self.counted: list[NcuReport] = []
         self._devices: set[str] = set()
 
-    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+    def read_form(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the form after storing its times, all from one process."""
         # First: where it can't count, nothing was measured in vain.
         counted = [hardware.count_kernels(self._tool, trial, artifact, self._progress)] if self._tool else []
@@ -174,7 +174,7 @@ class FormProfiler(forms.FormReader):
                   options={"runs": self._runs})  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "job"
-            record, inside = self.launched(job, folder)
+            record, inside = self.run_job(job, folder)
             samples = read_npz(folder / "samples.npz")
             clock = _read_clock(folder, *record.facts.timed.values())
         self.records.append(record)
@@ -185,7 +185,7 @@ class FormProfiler(forms.FormReader):
         self._devices.add(trial.runtime.device)
         return inside
 
-    def ceilings(self, study: Study, sheet: Rates) -> Ceilings:
+    def measure_ceilings(self, study: Study, sheet: Rates) -> Ceilings:
         """Measure with PyTorch the ceilings of the device that all forms ran on, for their layers' data types."""
         device, *others = self._devices
         if others:

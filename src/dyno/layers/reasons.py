@@ -40,12 +40,14 @@ def list_reasons_why(waterfall: Waterfall) -> list[Reason]:
     A cause whose interval holds 0 has no sentence, nor has one of less than 5 % of the difference (of A's latency where
     no difference is shown).
     """
-    words = _Words(waterfall)
-    told = [words.gap(), *words.strangers(), *words.causes(), *words.alone(), *words.narrower(), *words.attributed()]
-    return [*told, *words.watched()]
+    writer = _ReasonWriter(waterfall)
+    return [
+        writer.state_gap(), *writer.find_strangers(), *writer.explain_causes(), *writer.explain_largest(),
+        *writer.explain_types(), *writer.sum_attributed(), *writer.state_excess(),
+    ]  # fmt: skip
 
 
-class _Words:
+class _ReasonWriter:
     """Makes the sentences of a waterfall."""
 
     def __init__(self, waterfall: Waterfall) -> None:
@@ -55,7 +57,7 @@ class _Words:
         whole = abs(self._gap.difference.value) if self._gap.proven else self._gap.a
         self._least, self._large = NOTEWORTHY * whole, BY_ITSELF * whole
 
-    def gap(self) -> Reason:
+    def state_gap(self) -> Reason:
         """Return the reason that states the difference of the two latencies."""
         times = f"{self._b} takes {_format_seconds(self._gap.b)}, {self._a} {_format_seconds(self._gap.a)}"
         if self._gap.proven:
@@ -67,7 +69,7 @@ class _Words:
             text += f" {left_out} of {len(self._w.pair.a.processes)} rounds left out: other programs disturbed them."
         return _make_reason(GAP, text, self._gap)
 
-    def strangers(self) -> Iterator[Reason]:
+    def find_strangers(self) -> Iterator[Reason]:
         """Yield a reason where the two have no layer in common, so that the causes below compare nothing."""
         parts = self._w.parts
         if any(part.a and part.b for part in parts) or not any(part.a for part in parts):
@@ -75,14 +77,14 @@ class _Words:
         text = f"No layer of {self._b} corresponds to one of {self._a}, as where networks are different"
         yield Reason(STRANGERS, f"{text}: only the latencies can be compared.")
 
-    def causes(self) -> Iterator[Reason]:
+    def explain_causes(self) -> Iterator[Reason]:
         """Yield the causes that are proven and large enough, the largest first."""
         large = [s for s in self._w.causes if s.proven and abs(s.difference.value) >= self._least]
         for step in sorted(large, key=lambda s: -abs(s.difference.value)):
             text = f"{self._describe_step(step)}: {self._describe_amount(step)}."
             yield _make_reason(step.cause.key, text, step, self._list_names(step))
 
-    def alone(self) -> Iterator[Reason]:
+    def explain_largest(self) -> Iterator[Reason]:
         """Yield the part with the largest difference, where that alone is a large share of the whole."""
         steps = [s for s in self._w.steps if s.parts and s.cause.region and s.proven]
         largest = max(steps, key=lambda s: abs(s.difference.value), default=None)
@@ -94,7 +96,7 @@ class _Words:
         text = f"The largest part is {named}: {_format_seconds(largest.a)} in {self._a}{share}, "
         yield _make_reason(ALONE, f"{text}{_format_seconds(largest.b)} in {self._b}.", largest, part.names)
 
-    def narrower(self) -> Iterator[Reason]:
+    def explain_types(self) -> Iterator[Reason]:
         """Yield why a narrower type isn't faster: layers that didn't take it, and layers that it made slower."""
         precision = self._w.pair.b.precision
         stayed = [s for s in self._w.steps if s.cause == causes.STAYED]
@@ -111,7 +113,7 @@ class _Words:
             text = f"{counting(len(slower), 'layer')} took longer in the narrower type: {self._describe_amount(whole)}"
             yield _make_reason(NOT_FASTER, f"{text}, most of it in {_join_names(names[:1])}.", whole, names)
 
-    def attributed(self) -> Iterator[Reason]:
+    def sum_attributed(self) -> Iterator[Reason]:
         """Yield how much of the difference the layers explain."""
         if not self._gap.proven:
             return
@@ -123,7 +125,7 @@ class _Words:
                 if not s.cause.region]  # fmt: skip
         yield Reason(ATTRIBUTED, "; ".join([text, *rest]) + ".")
 
-    def watched(self) -> Iterator[Reason]:
+    def state_excess(self) -> Iterator[Reason]:
         """Yield how much watching slowed each side's layers, where that is noteworthy."""
         for title, side in zip((self._a, self._b), (self._w.a, self._w.b), strict=True):
             if side.excess >= NOTEWORTHY * side.latency[0]:

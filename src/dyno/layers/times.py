@@ -212,7 +212,7 @@ class Times:
         idle = self.gpu.idle(self.latency) if self.gpu and self.gpu.busy.size else 0.0
         return Path(self.functions, float(np.median(self.profiled)) / self.latency, idle)
 
-    def ran(self, form: LayerGraph) -> list[int]:
+    def list_ran(self, form: LayerGraph) -> list[int]:
         """Return the indices of the form's layers, without those that have no time and don't run."""
         medians = np.median(self.layers, axis=0)
         return [i for i, layer in enumerate(form.layers) if medians[i] > 0 or not layer.skipped]
@@ -248,7 +248,7 @@ def _build_rows(
     form: LayerGraph, names: Sequence[list[str]], each: Times, order: str, top: int, rated: RooflineRating | None
 ) -> list[Row]:
     """Build the rows of one form, without layers that have no time and don't run."""
-    seconds, ran = each.layers, each.ran(form)
+    seconds, ran = each.layers, each.list_ran(form)
     medians = np.median(seconds, axis=0)
     slowest = sorted(ran, key=lambda i: -medians[i])
     chosen = slowest[: top or None]
@@ -354,7 +354,7 @@ def reconcile(
         })  # fmt: skip
         if ceilings:
             rated = roofline.rate_layers(forms, k, (graph_of or {}).get(k), each.precision, ceilings)
-            rows[-1] |= rated.of_latency(each.ran(forms[k]), each.latency)
+            rows[-1] |= rated.of_latency(each.list_ran(forms[k]), each.latency)
             bounds.append(f"{forms[k].library}: {rated.sentence(np.median(each.layers, axis=0))}.")
     columns = (
         Column("form", "which engine", kind=TEXT),
