@@ -44,11 +44,11 @@ def test_layers_are_under_the_modules_around_all_of_them() -> None:
         ("(conversions)", "reorder"), ("a", "a.0, .1: Convolution"), ("a", "Add"), ("b", "Gemm"),
     ]  # fmt: skip
     assert engine.medians.tolist() == [1e-6, 4e-6, 2e-6, 5e-6] and engine.runs_each == 2
-    assert engine.about(1) == {
+    assert engine.describe_step(1) == {
         "layer": "fused", "type": "Convolution", "modules": "a.0 a.1", "computes in": "float32", "kernel": "jit",
         "output": "1x4x8x8 float32", "median, µs": "4.000", "share, %": "33.33",
     }  # fmt: skip
-    assert module.about(2)["own median, µs"] == "0.500"
+    assert module.describe_step(2)["own median, µs"] == "0.500"
 
 
 def test_a_call_lasts_as_long_as_what_it_calls() -> None:

@@ -56,15 +56,15 @@ class Timeline:
         """Median seconds of each step; their sum is the time of all layers."""
         return np.median(self.seconds, axis=0) if len(self.seconds) else np.zeros(len(self.steps))
 
-    def about(self, at: int) -> dict[str, str]:
+    def describe_step(self, at: int) -> dict[str, str]:
         """Describe a step: its layer, type, modules, computing type, kernel, output and time, as far as known."""
         step, layer = self.steps[at], self.steps[at].layer
         own = {"layer": layer.name or self.steps[at].stack[-1], "type": layer.type, "modules": " ".join(step.modules)}
         ran = {"computes in": layer.computes_in, "kernel": layer.tactic, "output": format_output(layer)}
         moves = {"remark": "only changes type or layout" if layer.moves else ""}
-        return {name: text for name, text in {**own, **ran, **moves, **self.time(at)}.items() if text}
+        return {name: text for name, text in {**own, **ran, **moves, **self.describe_time(at)}.items() if text}
 
-    def time(self, at: int) -> dict[str, str]:
+    def describe_time(self, at: int) -> dict[str, str]:
         """Return the step's median and its share of all layers' medians, as text; {} where nothing was timed."""
         if not len(self.seconds):
             return {}
@@ -180,7 +180,7 @@ def _build_graph(form: LayerGraph, timeline: Timeline) -> dict[str, Any]:
         nodes.append({
             "id": str(step.index), "label": step.layer.type or step.stack[-1],
             "namespace": "/".join(name.replace("/", "|") for name in _list_modules(step)),
-            "attrs": _list_pairs(timeline.about(at)),
+            "attrs": _list_pairs(timeline.describe_step(at)),
             "outputsMetadata": [_build_output(str(k), port) for k, port in enumerate(step.layer.outputs)],
             "incomingEdges": [{"sourceNodeId": str(source), "sourceNodeOutputId": "0", "targetNodeInputId": str(number)}
                               for number, source in enumerate(flow.before[step.index]) if source in place],
@@ -267,7 +267,7 @@ def list_node_notes(
         for node, note in enumerate(notes_of):
             ran = [i for i in layers_of.get(node, ()) if i in place]
             for i in ran:
-                note.add(timeline.title, timeline.about(place[i]), nodes[i])
+                note.add(timeline.title, timeline.describe_step(place[i]), nodes[i])
             if not ran:
                 note.lines.append(f"{timeline.title}: {UNKNOWN}")
     return notes_of
@@ -297,7 +297,7 @@ def _iter_events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
     thread = {"pid": pid, "tid": 1}
     yield from export.process_event(pid, timeline.title)
     yield export.track_event(pid, 1, "layers")
-    about = [timeline.about(at) for at in range(len(timeline.steps))]
+    about = [timeline.describe_step(at) for at in range(len(timeline.steps))]
     of_runs = f", mean of {counting(timeline.runs_each, 'run')}" if timeline.runs_each > 1 else ""
     begin = 0
     for number, seconds in enumerate(timeline.seconds, 1):

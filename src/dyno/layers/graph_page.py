@@ -46,7 +46,7 @@ def draw_graph(form: LayerGraph, timeline: Timeline, parts: Mapping[int, int] = 
     for at, (step, seconds) in enumerate(zip(timeline.steps, timeline.medians.tolist(), strict=True)):
         node = {
             "id": step.index, "type": step.layer.type.rpartition(".")[2] or step.stack[-1],
-            "name": step.modules[0] if step.modules else "", "about": timeline.about(at),
+            "name": step.modules[0] if step.modules else "", "about": timeline.describe_step(at),
         }  # fmt: skip
         if step.index in parts:
             node["part"] = parts[step.index]
@@ -136,7 +136,7 @@ def build_tree(timeline: Timeline) -> TreeMapNode:
             if path[:depth] not in by_name:
                 by_name[path[:depth]] = TreeMapNode(path[depth - 1])
                 by_name[path[: depth - 1]].parts.append(by_name[path[:depth]])
-        about = "\n".join(f"{name}: {text}" for name, text in timeline.about(at).items())
+        about = "\n".join(f"{name}: {text}" for name, text in timeline.describe_step(at).items())
         own = TreeMapNode(ITSELF, seconds, step.layer.type, about)
         by_name[path].parts.append(own)
         for depth in range(len(path) + 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -90,12 +90,37 @@ class Comparison:
         return self.table.to_pandas()
 
     def junit(self, path: str | Path) -> None:
-        """Write JUnit's XML: a test case per pair."""
-        format_junit(self.table, self.verdicts, Path(path))
+        """Write JUnit's XML: a test case per pair, with a failure for a regression and an error for an undecided one.
+
+        The format is small enough for the standard library.
+        """
+        counts = {"failures": sum(bool(r["failed"]) for r in self.rows),
+                  "errors": sum(bool(not r["failed"] and explain_undecided(r)) for r in self.rows)}  # fmt: skip
+        attributes = {"name": "dyno compare", "tests": str(len(self.rows)), **{k: str(n) for k, n in counts.items()}}
+        suites = Xml.Element("testsuites", attributes)
+        suite = Xml.SubElement(suites, "testsuite", attributes)
+        for r in self.rows:
+            seconds = "0" if missing(r["latency_b_ms"]) else f"{r['latency_b_ms'] / 1e3:.9f}"
+            about = {"classname": "dyno.compare", "name": describe_where(r), "time": seconds}
+            case = Xml.SubElement(suite, "testcase", about)
+            if r["failed"]:
+                Xml.SubElement(case, "failure", {"type": r["failed"], "message": drop_controls(explain_failure(r))})
+            elif reason := explain_undecided(r):
+                Xml.SubElement(case, "error", {"type": "undecided", "message": drop_controls(reason)})
+            ratio = "" if missing(r["ratio"]) else f"{RATIO_SHOWN.text(r)} the latency, "
+            Xml.SubElement(case, "system-out").text = drop_controls(f"{ratio}{verdict(r)}")
+        Xml.SubElement(suite, "system-out").text = "\n".join(map(drop_controls, self.verdicts))
+        Xml.indent(suites)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_text(Path(path), Xml.tostring(suites, encoding="unicode", xml_declaration=True) + "\n")
 
     def summary(self, path: str | Path) -> None:
-        """Append a summary in Markdown, for a pull request."""
-        format_summary(self.table, self.verdicts, Path(path))
+        """Append a summary in Markdown, for a pull request, as `$GITHUB_STEP_SUMMARY` takes it."""
+        title = f"### Dyno: {HEADINGS[self.exit_code]} in {counting(len(self.rows), 'pair')}"
+        text = "\n".join([title, "", export([self.table], "markdown").strip(), "", *map(bullet, self.verdicts), "", ""])
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:  # other steps of the same build have written there
+            file.write(text)
 
     @property
     def _sides(self) -> list[str]:
@@ -256,6 +281,7 @@ def _at_commits(model: str, span: str) -> tuple[str, str]:
 
 
 GOOD, REGRESSION, UNDECIDED = 0, 1, 3  # exit codes
+HEADINGS = {GOOD: "no regression", REGRESSION: "regression", UNDECIDED: "undecided"}
 APART = "Two stored runs, measured one after the other; --remeasure measures both here in turns."
 SESSIONS = (
     "Not comparable: measured in two sessions, and rounds don't show what differs between sessions. Measure them again "
@@ -345,43 +371,3 @@ def exit_code(table: Table) -> int:
     if any(r["failed"] for r in table.rows):
         return REGRESSION
     return UNDECIDED if any(map(explain_undecided, table.rows)) else GOOD
-
-
-# A comparison for a build server: JUnit's XML and a Markdown summary for a pull request.
-#
-# Both are small enough for the standard library: JUnit's format is a dozen lines of `xml.etree` here.
-
-HEADINGS = {GOOD: "no regression", REGRESSION: "regression", UNDECIDED: "undecided"}
-
-
-def format_junit(table: Table, sentences: Sequence[str], path: Path) -> None:
-    """Write a test case for each row: a failure for a regression, an error for an undecided one."""
-    rows = table.rows
-    counts = {"failures": sum(bool(r["failed"]) for r in rows),
-              "errors": sum(bool(not r["failed"] and explain_undecided(r)) for r in rows)}  # fmt: skip
-    attributes = {"name": "dyno compare", "tests": str(len(rows)), **{name: str(n) for name, n in counts.items()}}
-    suites = Xml.Element("testsuites", attributes)
-    suite = Xml.SubElement(suites, "testsuite", attributes)
-    for r in rows:
-        seconds = "0" if missing(r["latency_b_ms"]) else f"{r['latency_b_ms'] / 1e3:.9f}"
-        about = {"classname": "dyno.compare", "name": describe_where(r), "time": seconds}
-        case = Xml.SubElement(suite, "testcase", about)
-        if r["failed"]:
-            Xml.SubElement(case, "failure", {"type": r["failed"], "message": drop_controls(explain_failure(r))})
-        elif reason := explain_undecided(r):
-            Xml.SubElement(case, "error", {"type": "undecided", "message": drop_controls(reason)})
-        ratio = "" if missing(r["ratio"]) else f"{RATIO_SHOWN.text(r)} the latency, "
-        Xml.SubElement(case, "system-out").text = drop_controls(f"{ratio}{verdict(r)}")
-    Xml.SubElement(suite, "system-out").text = "\n".join(map(drop_controls, sentences))
-    Xml.indent(suites)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, Xml.tostring(suites, encoding="unicode", xml_declaration=True) + "\n")
-
-
-def format_summary(table: Table, sentences: Sequence[str], path: Path) -> None:
-    """Append the comparison in Markdown, as `$GITHUB_STEP_SUMMARY` takes it."""
-    title = f"### Dyno: {HEADINGS[exit_code(table)]} in {counting(len(table.rows), 'pair')}"
-    text = "\n".join([title, "", export([table], "markdown").strip(), "", *map(bullet, sentences), "", ""])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:  # other steps of the same build have written there
-        file.write(text)

@@ -106,9 +106,9 @@ class Video:
     @cached_property
     def by_stage(self) -> Bound:
         """The limit of the slowest stage, if all others cost nothing."""
-        return _find_lowest({k: v for k, v in self.limits(self.facts.streams).items() if k != PROCESSORS})
+        return _find_lowest({k: v for k, v in self.find_limits(self.facts.streams).items() if k != PROCESSORS})
 
-    def limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+    def find_limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
         """Return the frames/s that each stage and the processors allow `streams` streams together.
 
         With `shares`, stages take only that share of their time, and of their processor time.
@@ -122,7 +122,7 @@ class Video:
 
     def find_percentile(self, q: float, to: str = "known") -> float | None:
         """Return a percentile of the latencies; None with too few frames. The median needs one frame alone."""
-        samples = self.latencies(to)
+        samples = self.list_latencies(to)
         least = 1 if q == PERCENTILES[0] else stats.samples_for(q)
         return stats.percentile_of(samples, q) if len(samples) >= least else None
 
@@ -136,7 +136,7 @@ class Video:
         """Processor time of a frame with every processor at work, all stages together, in seconds."""
         return sum(stage.cpu_under_load for stage in self.stages)
 
-    def crowding(self, busy: float) -> float:
+    def find_crowding(self, busy: float) -> float:
         """Return the factor on the processor time of work while `busy` processors are busy.
 
         It is as measured where all are, and in proportion between that and one.
@@ -148,13 +148,13 @@ class Video:
     @property
     def bound(self) -> Bound:
         """The lower of both."""
-        return _find_lowest(self.limits(self.facts.streams))
+        return _find_lowest(self.find_limits(self.facts.streams))
 
-    def without(self, name: str, share: float) -> Bound:
+    def find_bound(self, name: str, share: float) -> Bound:
         """Return the bound if that stage took only a `share` of its time, and of its processor time."""
-        return _find_lowest(self.limits(self.facts.streams, {name: share}))
+        return _find_lowest(self.find_limits(self.facts.streams, {name: share}))
 
-    def latencies(self, to: str) -> np.ndarray:
+    def list_latencies(self, to: str) -> np.ndarray:
         """Return the seconds from the start of reading a frame until its boxes are `known`, or it is `written`."""
         began = self.arrays["frame_began"]
         ended = self.arrays["frame_known"] if to == "known" else self.arrays.get("encode_ended", np.empty(0))
@@ -167,7 +167,7 @@ class Video:
         starved = began[1:] - handed[:-1]
         waiting = self.arrays[f"{name}_waiting"]
         cpu = self.facts.cpu.get(name, 0.0)
-        cpu_under_load = cpu * self.crowding(self.facts.processors)
+        cpu_under_load = cpu * self.find_crowding(self.facts.processors)
         if name == SHARED and self.facts.cpu_inference:  # which was measured by itself
             cpu_under_load = max(cpu, self.facts.cpu_inference)
         parts = ended - began, starved, handed - ended
@@ -413,10 +413,11 @@ def predict_streams(video: Video, streams: int) -> StreamPrediction:
     known = max(place for place, stage in enumerate(video.stages) if stage.name in KNOWN)
     frames = max(len(video.stages), min(FRAMES, PIECES // streams))
     facts = video.facts
-    found = Simulation(servers, known, streams, frames, facts.processors, facts.depth, video.crowding).run()
+    found = Simulation(servers, known, streams, frames, facts.processors, facts.depth, video.find_crowding).run()
     latency = stats.percentile_of(found.latencies, PERCENTILES[-1])
     more_in_flight = (facts.slots - 1) * next(s.alone.value for s in video.stages if s.name == SHARED)
-    return StreamPrediction(streams, found.rate, latency + more_in_flight, _find_lowest(video.limits(streams)).name)
+    lowest = _find_lowest(video.find_limits(streams))
+    return StreamPrediction(streams, found.rate, latency + more_in_flight, lowest.name)
 
 
 def _make_server(video: Video, stage: Stage) -> Server:
@@ -424,7 +425,7 @@ def _make_server(video: Video, stage: Stage) -> Server:
 
     The simulation slows all stages down alike, so these seconds include the stage's own slow-down under full CPU load.
     """
-    in_crowd = stage.cpu_under_load / stage.cpu / video.crowding(video.facts.processors) if stage.cpu else 1.0
+    in_crowd = stage.cpu_under_load / stage.cpu / video.find_crowding(video.facts.processors) if stage.cpu else 1.0
     handed = video.facts.hand_over if stage is not video.stages[0] else 0.0
     seconds = video.arrays[f"alone_{stage.name}"] * in_crowd + handed
     processors = (stage.cpu + handed) / (stage.alone.value + handed)
@@ -433,5 +434,5 @@ def _make_server(video: Video, stage: Stage) -> Server:
 
 def count_fitting(video: Video, rate: float) -> int:
     """Return how many streams at that rate each fit by the bounds, at most MOST_STREAMS; 0 if not even one fits."""
-    fits = [k for k in range(1, MOST_STREAMS + 1) if min(video.limits(k).values()) / k >= rate]
+    fits = [k for k in range(1, MOST_STREAMS + 1) if min(video.find_limits(k).values()) / k >= rate]
     return max(fits, default=0)

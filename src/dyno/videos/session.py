@@ -60,24 +60,24 @@ class VideoJobSpec:
         options = dataclasses.asdict(self.options)
         return {"source": self.source, "options": options, "written": bool(self.output), **content}
 
-    def unwritten(self) -> tuple[str, ...]:
+    def list_unwritten(self) -> tuple[str, ...]:
         """Return the requested files that don't exist."""
         wanted = [Path(path) for path in (self.output, self.boxes) if path]
         made = [p for p in wanted if p.exists() or (self.several and any(p.parent.glob(
             f"{glob.escape(p.stem)}-*{glob.escape(p.suffix)}")))]  # fmt: skip
         return tuple(str(path) for path in wanted if path not in made)
 
-    def named(self, path: str, trial: Trial) -> str:
+    def name_output(self, path: str, trial: Trial) -> str:
         """Return the output path of this trial."""
         if not path or not self.several:
             return path
         whole = Path(path)
         return str(whole.with_name(f"{whole.stem}-{trial.variant}-{trial.precision}{whole.suffix}"))
 
-    def job(self, job: Job, folder: Path) -> Job:
+    def make_job(self, job: Job, folder: Path) -> Job:
         """Return a round's job with the video in place of the usual measurement."""
         assert job.trial is not None
-        outputs = [self.named(path, job.trial) for path in (self.output, self.boxes)]
+        outputs = [self.name_output(path, job.trial) for path in (self.output, self.boxes)]
         if scratch := job.round > 0:
             outputs = [str(folder.resolve() / f"scratch{Path(path).suffix}") if path else "" for path in outputs]
         output, boxes = (str(Path(path).resolve()) if path else "" for path in outputs)
@@ -91,7 +91,7 @@ class VideoJobSpec:
 
         If it is interrupted, it closes its file, and its record is stored before the interrupt goes on.
         """
-        own = self.job(job, folder)
+        own = self.make_job(job, folder)
         pipe = own.options["source"]
         inherited = [int(pipe.removeprefix("pipe:"))] if pipe.startswith("pipe:") else []
         try:
@@ -203,7 +203,7 @@ def bench_video(
         stopped = True
     result = VideoResult(folder, stopped=stopped)
     if not stopped and all(trial.status == "ok" for trial in result.records):
-        result = replace(result, unwritten=job_spec.unwritten())
+        result = replace(result, unwritten=job_spec.list_unwritten())
     if save:
         result.save(Path(save))
     return result

@@ -78,7 +78,7 @@ def _set_up(video: Video) -> Iterator[str]:
 def _describe_bounds(video: Video) -> Iterator[str]:
     stage = video.by_stage
     # The number of the processors over a frame's processor time while all are at work.
-    processors = Bound(PROCESSORS, video.limits(video.facts.streams)[PROCESSORS])
+    processors = Bound(PROCESSORS, video.find_limits(video.facts.streams)[PROCESSORS])
     yield (
         f"The slowest stage, {stage.name}, allows {_format_rate(stage.rate)}: {_format_share(stage, video)} of that "
         f"was reached. {_format_processors(video)} at {show(video.cpu_under_load, 'duration')} of processor time per "
@@ -105,7 +105,7 @@ def _describe_changes(video: Video) -> Iterator[str]:
     else:
         stage = video.slowest
         what = f"{stage.name.capitalize()} bounds the whole."
-    after = video.without(stage.name, HALF)
+    after = video.find_bound(stage.name, HALF)
     gain = after.rate / bound.rate
     limit = "the processors bound it" if after.name == PROCESSORS else f"{after.name} bounds it"
     then = f", and then {limit}" if after.name != bound.name else ""

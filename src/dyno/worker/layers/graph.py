@@ -44,7 +44,7 @@ def read_nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
     inferred = flops.with_shapes(model, shapes)
     graph, inferred_shapes = inferred if inferred else (model.graph, {})
     reader = _GraphReader(onnx, graph, model, inferred_shapes)
-    layers = tuple(reader.layer(node) for node in graph.node if node.op_type != "Constant")
+    layers = tuple(reader.read_layer(node) for node in graph.node if node.op_type != "Constant")
     unknown = sum(any(-1 in port.shape or not port.dtype for port in layer.outputs) for layer in layers)
     notes: tuple[str, ...] = (f"the shapes of {unknown} of {len(layers)} nodes can't be inferred",) * bool(unknown)
     if uncounted := sum(layer.flops is None for layer in layers):
@@ -67,7 +67,7 @@ class _GraphReader:
         self._counted: set[str] = set()
         self.stored = 0
 
-    def layer(self, node: Any) -> Layer:
+    def read_layer(self, node: Any) -> Layer:
         """Return the node as a layer, and add the weights that no node before it had to `self.stored`."""
         own = self._scope.weights(node)
         pairs = (pair for scope in self._scope.inner(node) for pair in scope.walk())

@@ -60,7 +60,7 @@ def read_runs(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun
     for event in (e for e in events if is_kind(e, WORK)):
         details = event["args"]
         moment = begun.get(details.get("External id"), launched.get(details.get("correlation"), -math.inf))
-        run, row = owners.at(moment)
+        run, row = owners.find_owner(moment)
         if run >= 0:
             work[run].append(event)
             if row >= 0:
@@ -69,7 +69,7 @@ def read_runs(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun
                 runs[run].by_kernel[key] += seconds
     calls: list[list[Event]] = [[] for _ in runs]
     for event in (e for e in events if is_kind(e, HOST) and WAITS not in e["name"]):
-        run, _ = owners.at(event["ts"])
+        run, _ = owners.find_owner(event["ts"])
         if run >= 0:
             calls[run].append(event)
     for each, own, made in zip(runs, work, calls, strict=True):
@@ -128,7 +128,7 @@ class _Owners:
             if one.row < 0 and one.around >= 0:
                 one.row = self._ranges[one.around].row
 
-    def at(self, moment: float) -> tuple[int, int]:
+    def find_owner(self, moment: float) -> tuple[int, int]:
         """Return the numbers of the run and row of the innermost call, -1 for none."""
         owner = self._owners[bisect_right(self._times, moment) - 1]
         return (self._ranges[owner].run, self._ranges[owner].row) if owner >= 0 else (-1, -1)
