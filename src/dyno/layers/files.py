@@ -121,8 +121,20 @@ class FormsResult:
         raise NotImplementedError
 
     def save(self, path: str | Path) -> list[Path]:
-        """Write a file for another tool, chosen by its suffix; see docs/layer-files.md. Return the written files."""
-        return save_forms(self, Path(path))
+        """Write a file for another tool, or one for each of several ONNX graphs; return the written files.
+
+        Its suffix chooses the tool: see docs/layer-files.md. Raises `UserError` for an unknown one, and OSError if the
+        file can't be written.
+        """
+        path, lines = Path(path), make_timelines(self)
+        kind = find_kind(path, bool(self.times))
+        if kind.text is None and not kind.rated:
+            return _write_graphs(self, dict(zip(self.shown, lines, strict=True)), path)
+        if kind.text is not None:
+            write_text(path, kind.text(self, lines) + "\n")
+        else:
+            _draw_roofline(self, path)
+        return [path]
 
     def to_pandas(self) -> pd.DataFrame:
         """Return the rows of the first table."""
@@ -200,26 +212,10 @@ def _has_graph(side: FormRequest) -> bool:
     return kind.name == forms.ONNX if kind else side.choice.name != forms.MODULE
 
 
-def save_forms(found: FormsResult, path: Path) -> list[Path]:
-    """Write the file, or one for each of several ONNX graphs; return the written files.
-
-    Raises `UserError` for an unknown suffix, and OSError if the file can't be written.
-    """
-    kind = find_kind(path, bool(found.times))
-    lines = make_timelines(found)
-    if kind.text is not None:
-        write_text(path, kind.text(found, lines) + "\n")
-        return [path]
-    if kind.rated:
-        _draw_roofline(found, path)
-        return [path]
-    return _write_graphs(found, dict(zip(found.shown, lines, strict=True)), path)
-
-
 def save_all(found: FormsResult, paths: Sequence[Path], quiet: bool) -> None:
     """Write the files, and unless `quiet` print the programs that open them."""
     for path in paths:
-        for written in save_forms(found, path):
+        for written in found.save(path):
             if not quiet:
                 print(f"saved {written}, for {find_kind(path, bool(found.times)).opens}", file=sys.stderr)
 
