@@ -232,9 +232,8 @@ def test_a_part_that_is_called_twice_has_its_weights_once_in_every_form() -> Non
 
 
 def test_equal_weights_of_two_layers_are_stored_once_and_a_use_that_went_is_none_that_is_stored_anew() -> None:
-    module = form(
-        MODULES, layer("a", "LayerNorm", "", "0", parameters=8), layer("b", "LayerNorm", "0", "1", parameters=8)
-    )
+    norms = layer("a", "LayerNorm", "", "0", parameters=8), layer("b", "LayerNorm", "0", "1", parameters=8)
+    module = form(MODULES, *norms)
     nodes = [
         layer("n1", "LayerNormalization", "x", "t1", parameters=8, modules=("a",)),
         layer("n2", "LayerNormalization", "t1", "t2", parameters=8, shared=8, modules=("b",)),

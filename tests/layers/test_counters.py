@@ -113,15 +113,11 @@ def test_a_sentence_for_each_kernel(said: str, figures: dict[str, float]) -> Non
 
 def test_tensor_cores_at_work_and_unknown() -> None:
     busy, idle = replace(FULL, tensor=50.0, seconds=3.0), replace(FULL, tensor=2.0, seconds=1.0)
-    said = [
-        counters.describe_counters(NcuReport(kernels), [0] * len(kernels))[-1]
-        for kernels in ((busy, idle), (idle, busy))
-    ]
+    said = [counters.describe_counters(NcuReport(each), [0, 0])[-1] for each in ((busy, idle), (idle, busy))]
     assert said == ["the tensor cores work 38 % of the kernels' time"] * 2
     longest = (replace(idle, seconds=9.0), busy)
-    assert counters.describe_counters(NcuReport(longest), [0, 0])[-1].endswith(
-        "and are idle (up to 2 %) in the longest kernel"
-    )
+    last = counters.describe_counters(NcuReport(longest), [0, 0])[-1]
+    assert last.endswith("and are idle (up to 2 %) in the longest kernel")
     unknown = replace(FULL, tensor=float("nan"))
     assert not any("tensor" in one for one in counters.describe_counters(NcuReport((unknown,)), [0]))
 
@@ -155,10 +151,9 @@ def test_a_range_with_its_layer_s_name_alone() -> None:
     around = '22435  ""TensorRT:conv (a) + relu:none:none:RGB:0xffffd700:REGISTERED:conv (a) + relu"" '
     line = next(line for line in ncu_files.text(ncu_files.PYTORCH).split("\n") if line.startswith('"0"'))
     begin, end = line.index('"19737  ') + 1, line.index(' ","","void') + 1
-    kernels = counters.read_ncu(
-        ncu_files.text(ncu_files.PYTORCH).replace(line, line[:begin] + around + line[end:])
-    ).kernels
-    assert kernels[0].ranges == ("conv (a) + relu",) and kernels[0].seconds == pytest.approx(65.792e-6)
+    text = ncu_files.text(ncu_files.PYTORCH).replace(line, line[:begin] + around + line[end:])
+    first = counters.read_ncu(text).kernels[0]
+    assert first.ranges == ("conv (a) + relu",) and first.seconds == pytest.approx(65.792e-6)
 
 
 def test_what_isn_t_there_is_no_number_and_half_a_line_no_kernel() -> None:

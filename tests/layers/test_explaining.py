@@ -131,13 +131,11 @@ def test_two_trials_of_a_run(call: Any, refused: Any, dyno: Any, net: str) -> No
     damaged.write_text("{", encoding="utf-8")
     assert dyno("report", "r", env=whole).returncode == 0
     assert "can&#39;t be read" in Path("r/report.html").read_text(encoding="utf-8")
-    assert refused("explain", "r", "pytorch", "openvino").startswith(
-        "no trial of r is 'openvino'; there are pytorch/fp32"
-    )
+    said = refused("explain", "r", "pytorch", "openvino")
+    assert said.startswith("no trial of r is 'openvino'; there are pytorch/fp32")
     assert "are the same trial of r" in refused("explain", "r", "pytorch", "pytorch/fp32")
-    assert refused("explain", "r", "pytorch", "onnxruntime", "--seconds", 1).startswith(
-        "seconds can't be given for a run"
-    )
+    said = refused("explain", "r", "pytorch", "onnxruntime", "--seconds", 1)
+    assert said.startswith("seconds can't be given for a run")
 
 
 def test_bad_input_is_one_line(refused: Any, net: str, tmp_path: Path) -> None:

@@ -159,16 +159,10 @@ def test_no_other_host_and_no_device_is_named(run: Path, tmp_path: Path) -> None
     shutil.copytree(run, planted)
     (planted / "placements").mkdir()
     ids = sorted(path.name for path in (planted / "trials").iterdir())
-    for number, id in enumerate(ids):
-        host, card = f"node{number}.lab.example", f"H100, driver 570, {UUID[:-1]}{number}"
-        note = {
-            "place": f"{host}/cuda:0",
-            "host": host,
-            "card": card,
-            "trials": [id],
-            "lost": [f"node{number} ({MAC})"],
-        }
-        (planted / "placements" / f"{number}.json").write_text(json.dumps(note))
+    for k, id in enumerate(ids):
+        host, card = f"node{k}.lab.example", f"H100, driver 570, {UUID[:-1]}{k}"
+        note = {"place": f"{host}/cuda:0", "host": host, "card": card, "trials": [id], "lost": [f"node{k} ({MAC})"]}
+        (planted / "placements" / f"{k}.json").write_text(json.dumps(note))
     for path in planted.rglob("telemetry.npz"):
         arrays = dict(np.load(path))
         path.write_bytes(npz({**arrays, "gpu_name": np.asarray("H100"), "gpu_uuid": np.asarray(UUID)}))

@@ -287,10 +287,8 @@ class _RegionSplitter:
                 return STAYED
         if types[0] != types[1] or self._libraries[0] != self._libraries[1]:
             return KERNEL
-        kernels = [
-            sorted((form.layers[k].type, form.layers[k].tactic) for k in own)
-            for form, own in ((self.a, a), (self.b, b))
-        ]
+        layers = [[form.layers[k] for k in own] for form, own in ((self.a, a), (self.b, b))]
+        kernels = [sorted((layer.type, layer.tactic) for layer in each) for each in layers]
         if self._libraries[0] == PROVIDERS and [t for _, t in kernels[0]] != [t for _, t in kernels[1]]:
             return PROVIDER
         return SAME if kernels[0] == kernels[1] else KERNEL

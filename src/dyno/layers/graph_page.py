@@ -216,9 +216,8 @@ def _draw_area(
         if node.parts and place["dx"] >= LEAST_WIDTH and place["dy"] >= LEAST_HEIGHT:
             inner = place["dx"] - 2 * EDGE, place["dy"] - HEAD - EDGE
             inside = f'<div class="inside">{_draw_area(node.parts, node.name, *inner, total, kinds)}</div>'
-            drawn.append(
-                f'<div class="module" style="{where}" title="{title}"><span>{name} {share}</span>{inside}</div>'
-            )
+            shown = f"<span>{name} {share}</span>{inside}"
+            drawn.append(f'<div class="module" style="{where}" title="{title}">{shown}</div>')
         else:
             tone = "" if node.parts else f";--kind:{kinds.get(node.type, OTHER)}"
             drawn.append(f'<div style="{where}{tone}" title="{title}"><span>{name}</span><span>{share}</span></div>')

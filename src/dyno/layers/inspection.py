@@ -25,11 +25,8 @@ class InspectionResult(FormsResult):
         """The layers of one form, or several side by side and the conversions that engines put in."""
         if len(self.shown) == 1:
             return [tables.list_layers(self.forms[self.shown[0]])]
-        each = [
-            tables.align_forms(self.forms, self.shown, self.graph_of),
-            tables.describe_conversions(self.forms, self.shown),
-        ]
-        return [table for table in each if table.rows]
+        aligned = tables.align_forms(self.forms, self.shown, self.graph_of)
+        return [table for table in (aligned, tables.describe_conversions(self.forms, self.shown)) if table.rows]
 
 
 def inspect(

@@ -346,9 +346,8 @@ def describe_conversions(forms: Sequence[LayerGraph], shown: Sequence[int]) -> T
     for k in shown:
         form = forms[k]
         writers = {port.name: layer for layer in form.layers for port in layer.outputs}
-        for layer in form.layers:
-            if form.form == LAYERS and layer.moves and not layer.skipped:
-                rows.append(_make_conversion_row(form, layer, writers))
+        moving = [layer for layer in form.layers if form.form == LAYERS and layer.moves and not layer.skipped]
+        rows += [_make_conversion_row(form, layer, writers) for layer in moving]
     columns = (
         Column("engine", "whose conversion it is", kind=TEXT, identity=True),
         Column("layer", "the conversion itself", kind=TEXT, rank=3),

@@ -22,10 +22,8 @@ from logged import Log
 from spreading import kill_a_driver, records
 
 pytest.importorskip("ray")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(system.physical_cores() < 2, reason="two nodes need two physical cores"),
-]
+two_cores = pytest.mark.skipif(system.physical_cores() < 2, reason="two nodes need two physical cores")
+pytestmark = [pytest.mark.slow, two_cores]
 
 
 @pytest.fixture(scope="module")

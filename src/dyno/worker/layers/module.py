@@ -45,7 +45,7 @@ def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
     torch = import_torch()
     if isinstance(module, torch.jit.ScriptModule):
         raise UserError(f"it is TorchScript, {UNSEEN}")
-    with _make_dispatch_mode(torch) as ran, flops.counting() as counter:
+    with _make_dispatch_mode() as ran, flops.counting() as counter:
         watch = _ModuleWatch(torch, module, lambda: (counter.get_total_flops(), ran.count))
         try:
             run()
@@ -61,7 +61,7 @@ def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
     )
 
 
-def _make_dispatch_mode(torch: Any) -> Any:
+def _make_dispatch_mode() -> Any:
     """Return a mode that counts the operators that run inside it.
 
     Their results get the mark of the last part whose result they read, so that the part is known behind `x + y` too.
