@@ -38,7 +38,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from dyno.devices.places import Place, names, parse_places
+from dyno.devices.places import Place, parse_places, split_devices
 from dyno.formatting import markdown_table
 from dyno.results.notes import devices
 from dyno.results.trial_result import load_run
@@ -113,7 +113,7 @@ def apart(pairs: Iterable[tuple[float, float]]) -> tuple[int, str, str]:
 
 def report(asked: argparse.Namespace, seconds: dict[str, float]) -> None:
     """Print what both halves say of each other."""
-    count = len(names(asked.device_list))
+    count = len(split_devices(asked.device_list))
     ratio, limit = seconds[MANY] / seconds[ONE], 1 / (SHARE * count)
     print(f"{count} devices: {seconds[MANY]:.1f} s; the first alone: {seconds[ONE]:.1f} s")
     print(f"ratio {ratio:.3f}, at most {limit:.3f} is asked for: {'reached' if ratio <= limit else 'missed'}\n")

@@ -126,7 +126,7 @@ def pipeline(
     seconds = row["frames"] * streams / row["fps"]
     (growth,) = [growing(path, seconds) for path in Path(folder).glob("trials/*/r0/telemetry.npz")]
     (error,) = [line["error"] for line in made.table("video-streams").rows if line["streams"] == streams]
-    (filmed,) = figures.of_run(made.data)
+    (filmed,) = figures.list_runs(made.data)
     found = filmed.typical
     return {"frames": row["frames"], "seconds": seconds, "reached": row["reached"], "growth": growth, "error": error,
             "cpu": found.facts.cpu_whole / found.cpu_under_load, "used": found.utilization}  # fmt: skip
@@ -255,7 +255,7 @@ def device(video: str, folder: str, preload: str, frames: str, model: str, size:
                       runtime={name: {"python": path}} if path else {})  # fmt: skip
     if not made.table("video").rows:
         raise SystemExit("; ".join(trial.reason for trial in made.records))
-    (row,), (filmed,) = made.table("video").rows, figures.of_run(made.data)
+    (row,), (filmed,) = made.table("video").rows, figures.list_runs(made.data)
     return {"fps": row["fps"], "inference": row["inference_fps"], "bound_by": row["bound_by"],
             "prepared": filmed.typical.facts.prepared}  # fmt: skip
 

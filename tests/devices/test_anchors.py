@@ -34,9 +34,8 @@ def wrap(
 ) -> None:
     """Have `around` called for each block, with who measures and what measures it."""
     block = InterleavedGroup._measure_block
-    monkeypatch.setattr(
-        InterleavedGroup, "_measure_block", lambda self, members: around(self, members, lambda: block(self, members))
-    )
+    wrapped = lambda self, members: around(self, members, lambda: block(self, members))  # noqa: E731
+    monkeypatch.setattr(InterleavedGroup, "_measure_block", wrapped)
 
 
 def place_of(member: InterleavedJob) -> str:
@@ -181,11 +180,8 @@ def test_a_device_that_is_slower_beside_the_others_is_measured_again_before_that
 
 
 def test_one_at_a_time_they_take_turns(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        one_host,
-        "measure_devices",
-        lambda *asked: one_host.StudyPlaces(asked[2], {place.machine for place in asked[2]}),
-    )
+    in_turn = lambda *asked: one_host.StudyPlaces(asked[2], {place.machine for place in asked[2]})  # noqa: E731
+    monkeypatch.setattr(one_host, "measure_devices", in_turn)
     running: list[int] = []
 
     class Counted(spread.BlockScheduler):

@@ -88,11 +88,8 @@ def test_blocks_are_measured_one_at_a_time_on_that_host_only(
 
 
 def test_a_block_is_one_model_batch_and_size(fake_study: Any) -> None:
-    planned = expand(
-        fake_study(
-            models=("fake:one", "fake:two"), backends=("fake", "fake@fail=skip"), batches=(1, 2), sizes=("4", "8")
-        )
-    )
+    backends = ("fake", "fake@fail=skip")
+    planned = expand(fake_study(models=("fake:one", "fake:two"), backends=backends, batches=(1, 2), sizes=("4", "8")))
     found = split_blocks(planned)
     assert len(found) == len({block.id for block in found}) == 8
     for block in found:
@@ -102,9 +99,8 @@ def test_a_block_is_one_model_batch_and_size(fake_study: Any) -> None:
 
 
 def test_a_block_keeps_its_id_when_a_backend_is_added(fake_study: Any) -> None:
-    few, more = (
-        split_blocks(expand(fake_study(backends=names))) for names in (("fake",), ("fake", "fake@latency_ms=2"))
-    )
+    both = ("fake", "fake@latency_ms=2")
+    few, more = (split_blocks(expand(fake_study(backends=names))) for names in (both[:1], both))
     assert [block.id for block in few] == [block.id for block in more]
     assert len(more[0].trials) == 2
 
@@ -133,22 +129,14 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "core_threads", lambda: CORES)
 
 
-def test_shares_have_whole_cores_and_none_in_common() -> None:
+def test_shares_have_whole_cores_and_none_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     found = places.parse_places("cpu:1,cpu:0")
     assert {place.name: place.cores for place in found} == {"cpu:0": (0, 4, 1, 5), "cpu:1": (2, 6, 3, 7)}
-    assert {place.device for place in found} == {"cpu"}
-    assert {place.threads for place in found} == {2}
-
-
-def test_of_a_dozen_shares_each_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {(place.device, place.threads) for place in found} == {("cpu", 2)}
+    assert [place.cores for place in places.parse_places("cpu:0,cpu:1,cpu:2")] == [(0, 4), (1, 5), (2, 6)]
     monkeypatch.setattr(system, "core_threads", lambda: [(k,) for k in range(12)])
     found = places.parse_places(",".join(f"cpu:{k}" for k in range(12)))
     assert [place.cores for place in found] == [(k,) for k in range(12)]
-
-
-def test_of_three_shares_each_is_as_large() -> None:
-    found = places.parse_places("cpu:0,cpu:1,cpu:2")
-    assert [place.cores for place in found] == [(0, 4), (1, 5), (2, 6)]
 
 
 @pytest.mark.parametrize(

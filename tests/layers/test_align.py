@@ -1,23 +1,12 @@
 """Forms of one network aligned: by names, by tensors, by what flows; and what can't be is said to be so."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from dyno.layers import align, tables
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
-
-
-def layer(name: str, type: str, reads: str = "", writes: str = "", **more: Any) -> Layer:
-    """A layer of these tensors, separated by spaces; all are 1x4x8x8."""
-    ports = [tuple(Port(n, (1, 4, 8, 8), "float32") for n in each.split()) for each in (reads, writes)]
-    return Layer(name=name, type=type, inputs=ports[0], outputs=ports[1], **more)
-
-
-def form(kind: str, *layers: Layer, library: str = "") -> LayerGraph:
-    return LayerGraph(form=kind, library=library or kind, parameters=sum(x.added for x in layers), layers=layers)
-
+from made_layers import form, layer
 
 # A residual block: relu(bn2(conv2(relu(bn1(conv1(x))))) + x), then pooling. Both ReLUs are one module.
 BLOCK = form(
@@ -186,17 +175,21 @@ def test_two_engines_that_place_a_node_differently_stay_apart() -> None:
 
 def test_forms_that_have_nothing_in_common_are_said_to_be_unaligned() -> None:
     other = form(LAYERS, layer("k1", "Kernel", "i", "j"), layer("k2", "Kernel", "j", "o"), library="stranger")
-    (link,) = align.find_pivots([GRAPH, other], {})
-    assert (
-        tables.describe_coverage([GRAPH, other], link) == "nodes aligned with stranger, 7 in all: 7 unaligned (100.0%)."
-    )
-    table = tables.align_forms([GRAPH, other], [0, 1], {})
+    forms = [GRAPH, other]
+    said = tables.describe_coverage(forms, *align.find_pivots(forms, {}))
+    assert said == "nodes aligned with stranger, 7 in all: 7 unaligned (100.0%)."
+    table = tables.align_forms(forms, [0, 1], {})
     assert {row["remark"] for row in table.rows} == {"nothing runs for it", "counterpart unknown"}
 
 
+def totals(forms: list[LayerGraph], first: int = 0, graph_of: dict[int, int] | None = None) -> list[str]:
+    """What explains the parameters of the form behind that one."""
+    regions = align.find_regions(forms, align.find_pivots(forms, graph_of or {}))
+    return tables.describe_totals(forms, [first, first + 1], regions, graph_of)
+
+
 def test_the_sum_explains_folded_batch_norms() -> None:
-    forms = [BLOCK, GRAPH]
-    assert tables.describe_totals(forms, [0, 1], align.find_regions(forms, align.find_pivots(forms, {}))) == [
+    assert totals([BLOCK, GRAPH]) == [
         "nodes has 8 fewer parameters than modules: 2 batch norms folded into the layers before them, whose 16 "
         "parameters became 8 biases."
     ]
@@ -208,9 +201,7 @@ def test_zeros_that_fill_up_a_layout_are_told_from_folded_batch_norms() -> None:
         replace(x, outputs=blocked if x.flops else x.outputs, parameters=296 if x.flops else 0) for x in GRAPH.layers
     ]
     engine = form(LAYERS, *(replace(x, flops=None) for x in padded), library="engine")
-    forms = [BLOCK, engine, GRAPH]
-    found = align.find_regions(forms, align.find_pivots(forms, {1: 2}))
-    assert tables.describe_totals(forms, [0, 1], found, {1: 2}) == [
+    assert totals([BLOCK, engine, GRAPH], graph_of={1: 2}) == [
         "engine has 288 more parameters than modules: 2 batch norms folded into the layers before them, whose 16 "
         "parameters became 8 biases; 296 zeros fill up blocks of channels in its layout."
     ]
@@ -218,11 +209,8 @@ def test_zeros_that_fill_up_a_layout_are_told_from_folded_batch_norms() -> None:
 
 def test_the_rest_is_named_by_its_largest_part() -> None:
     less = [replace(x, parameters=140) if x.name == "n3" else x for x in GRAPH.layers]
-    smaller = form(NODES, *less, library="smaller")
-    forms = [GRAPH, smaller]
-    links = [align.link_layers(forms, 0, 1)]
-    (said,) = tables.describe_totals(forms, [0, 1], align.find_regions(forms, links))
-    assert said == "smaller has 8 fewer parameters than nodes: all of them in n3."
+    said = totals([GRAPH, form(NODES, *less, library="smaller")])
+    assert said == ["smaller has 8 fewer parameters than nodes: all of them in n3."]
 
 
 def test_a_part_that_is_called_twice_has_its_weights_once_in_every_form() -> None:
@@ -244,23 +232,19 @@ def test_a_part_that_is_called_twice_has_its_weights_once_in_every_form() -> Non
 
 
 def test_equal_weights_of_two_layers_are_stored_once_and_a_use_that_went_is_none_that_is_stored_anew() -> None:
-    module = form(
-        MODULES, layer("a", "LayerNorm", "", "0", parameters=8), layer("b", "LayerNorm", "0", "1", parameters=8)
-    )
+    norms = layer("a", "LayerNorm", "", "0", parameters=8), layer("b", "LayerNorm", "0", "1", parameters=8)
+    module = form(MODULES, *norms)
     nodes = [
         layer("n1", "LayerNormalization", "x", "t1", parameters=8, modules=("a",)),
         layer("n2", "LayerNormalization", "t1", "t2", parameters=8, shared=8, modules=("b",)),
     ]
-    forms = [module, form(NODES, *nodes)]
-    found = align.find_regions(forms, align.find_pivots(forms, {}))
     once = "nodes has 8 fewer parameters than modules: 8 are stored once for several layers that have the same values."
-    assert tables.describe_totals(forms, [0, 1], found) == [once]
+    assert totals([module, form(NODES, *nodes)]) == [once]
     # Called twice, with the first call's weight folded away: the second call's is the first that is counted.
     module = form(MODULES, *(replace(x, name="a", shared=s) for x, s in zip(module.layers, (0, 8), strict=True)))
     folded = [replace(nodes[0], parameters=3), replace(nodes[1], shared=0)]
     forms = [module, *(form(NODES, *(replace(x, modules=("a",)) for x in each)) for each in (nodes, folded))]
-    found = align.find_regions(forms, align.find_pivots(forms, {}))
-    assert tables.describe_totals(forms, [1, 2], found) == ["nodes has 3 more parameters than nodes: all of them in a."]
+    assert totals(forms, 1) == ["nodes has 3 more parameters than nodes: all of them in a."]
 
 
 def test_a_conversion_names_its_edge() -> None:

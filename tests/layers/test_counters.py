@@ -40,7 +40,7 @@ ENGINE = LayerGraph(
 
 
 def test_a_kernel_belongs_to_the_innermost_layer_around_it() -> None:
-    owners = counters.owners_of(MODULE, PYTORCH.kernels)
+    owners = counters.find_owners(MODULE, PYTORCH.kernels)
     named = ["" if owner is None else PARTS[owner] for owner in owners]
     assert named[:10] == ["conv1"] * 4 + ["bn1"] * 3 + ["relu", "maxpool", "layer1.0.conv1"] and named[-1] == "fc"
     adds = [k for k, kernel in enumerate(PYTORCH.kernels) if "CUDAFunctor_add" in kernel.name]
@@ -48,7 +48,7 @@ def test_a_kernel_belongs_to_the_innermost_layer_around_it() -> None:
 
 
 def test_a_kernel_of_an_engine_belongs_to_the_layer_that_tensorrt_names() -> None:
-    owners = counters.owners_of(ENGINE, TENSORRT.kernels)
+    owners = counters.find_owners(ENGINE, TENSORRT.kernels)
     names = ["" if owner is None else ENGINE.layers[owner].name for owner in owners]
     assert names == [kernel.ranges[-1] for kernel in TENSORRT.kernels]
 
@@ -56,7 +56,7 @@ def test_a_kernel_of_an_engine_belongs_to_the_layer_that_tensorrt_names() -> Non
 def test_the_calls_of_a_module_that_runs_twice_are_told_apart() -> None:
     form = LayerGraph(form=MODULES, layers=(Layer(name="relu"), Layer(name="conv"), Layer(name="relu"), Layer()))
     kernels = [Kernel("k", ranges) for ranges in (("(model)", "relu"), ("(model)", "relu#2"), ("(model)",), ("x",))]
-    assert counters.owners_of(form, kernels) == [0, 2, 3, None]
+    assert counters.find_owners(form, kernels) == [0, 2, 3, None]
 
 
 def test_the_table_of_two_forms() -> None:
@@ -113,15 +113,11 @@ def test_a_sentence_for_each_kernel(said: str, figures: dict[str, float]) -> Non
 
 def test_tensor_cores_at_work_and_unknown() -> None:
     busy, idle = replace(FULL, tensor=50.0, seconds=3.0), replace(FULL, tensor=2.0, seconds=1.0)
-    said = [
-        counters.describe_counters(NcuReport(kernels), [0] * len(kernels))[-1]
-        for kernels in ((busy, idle), (idle, busy))
-    ]
+    said = [counters.describe_counters(NcuReport(each), [0, 0])[-1] for each in ((busy, idle), (idle, busy))]
     assert said == ["the tensor cores work 38 % of the kernels' time"] * 2
     longest = (replace(idle, seconds=9.0), busy)
-    assert counters.describe_counters(NcuReport(longest), [0, 0])[-1].endswith(
-        "and are idle (up to 2 %) in the longest kernel"
-    )
+    last = counters.describe_counters(NcuReport(longest), [0, 0])[-1]
+    assert last.endswith("and are idle (up to 2 %) in the longest kernel")
     unknown = replace(FULL, tensor=float("nan"))
     assert not any("tensor" in one for one in counters.describe_counters(NcuReport((unknown,)), [0]))
 
@@ -155,10 +151,9 @@ def test_a_range_with_its_layer_s_name_alone() -> None:
     around = '22435  ""TensorRT:conv (a) + relu:none:none:RGB:0xffffd700:REGISTERED:conv (a) + relu"" '
     line = next(line for line in ncu_files.text(ncu_files.PYTORCH).split("\n") if line.startswith('"0"'))
     begin, end = line.index('"19737  ') + 1, line.index(' ","","void') + 1
-    kernels = counters.read_ncu(
-        ncu_files.text(ncu_files.PYTORCH).replace(line, line[:begin] + around + line[end:])
-    ).kernels
-    assert kernels[0].ranges == ("conv (a) + relu",) and kernels[0].seconds == pytest.approx(65.792e-6)
+    text = ncu_files.text(ncu_files.PYTORCH).replace(line, line[:begin] + around + line[end:])
+    first = counters.read_ncu(text).kernels[0]
+    assert first.ranges == ("conv (a) + relu",) and first.seconds == pytest.approx(65.792e-6)
 
 
 def test_what_isn_t_there_is_no_number_and_half_a_line_no_kernel() -> None:

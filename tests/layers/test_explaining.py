@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 import dyno
 import preloaded as forked
+from drawn import photographs
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -104,9 +103,7 @@ def test_from_python_with_two_files_and_two_builds_of_one_engine(
 
 
 def test_int8_is_told_by_its_types(call: Any, net: str, tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
-    for k in range(8):
-        Image.fromarray(np.random.default_rng(k).integers(0, 256, (32, 32, 3), np.uint8)).save(f"images/{k}.png")
+    photographs(tmp_path / "images", count=8, height=32, width=32)
     sides = ("onnxruntime", "onnxruntime/int8", "--size", 32, "--calibration", "images", "--top", 0)
     found = explained(call, net, *sides, *QUICK)
     causes = causes_of(found)
@@ -134,13 +131,11 @@ def test_two_trials_of_a_run(call: Any, refused: Any, dyno: Any, net: str) -> No
     damaged.write_text("{", encoding="utf-8")
     assert dyno("report", "r", env=whole).returncode == 0
     assert "can&#39;t be read" in Path("r/report.html").read_text(encoding="utf-8")
-    assert refused("explain", "r", "pytorch", "openvino").startswith(
-        "no trial of r is 'openvino'; there are pytorch/fp32"
-    )
+    said = refused("explain", "r", "pytorch", "openvino")
+    assert said.startswith("no trial of r is 'openvino'; there are pytorch/fp32")
     assert "are the same trial of r" in refused("explain", "r", "pytorch", "pytorch/fp32")
-    assert refused("explain", "r", "pytorch", "onnxruntime", "--seconds", 1).startswith(
-        "seconds can't be given for a run"
-    )
+    said = refused("explain", "r", "pytorch", "onnxruntime", "--seconds", 1)
+    assert said.startswith("seconds can't be given for a run")
 
 
 def test_bad_input_is_one_line(refused: Any, net: str, tmp_path: Path) -> None:
@@ -175,11 +170,7 @@ def test_a_form_that_a_library_refuses_is_one_line(call: Any, half_known: Path) 
 
 
 def test_prescriptions_are_trials_beside_b(call: Any, net: str, tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    for k in range(6):
-        Image.fromarray(np.random.default_rng(k).integers(0, 255, (32, 32, 3), np.uint8)).save(
-            tmp_path / f"photos/{k}.png"
-        )
+    photographs(tmp_path / "photos", count=6, height=32, width=32)
     asked = (net, "onnxruntime", "onnxruntime/int8", "--size", 32, "--calibration", "photos", *QUICK, "--try")
     found = explained(call, *asked)
     rows = found["tables"]["prescriptions"]["rows"]

@@ -162,9 +162,8 @@ def test_what_can_t_be_saved_is_one_line_before_anything_is_measured(
 ) -> None:
     known = ".explorer.json (Model Explorer), .onnx (Netron)"
     model = "torchvision:resnet18"
-    assert refused("profile", model, "--save", "a.json").startswith(
-        "'a.json' can't be saved; end its name in one of .tr"
-    )
+    said = refused("profile", model, "--save", "a.json")
+    assert said.startswith("'a.json' can't be saved; end its name in one of .tr")
     assert refused("inspect", model, "--save", "a.csv") == f"'a.csv' can't be saved; end its name in one of {known}"
     assert refused("inspect", model, "--save", "a.html") == (
         f"a.html needs times of layers; `dyno profile` saves it, `dyno inspect` saves {known}"

@@ -8,31 +8,23 @@ import pytest
 
 from browser import ask
 from dyno.layers import graph_files, graph_page
-from dyno.layers.graph_files import Mark, marks, timelines
+from dyno.layers.graph_files import Mark, build_timelines, iter_marks
 from dyno.layers.times import Times
-from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
-
-
-def port(number: int) -> tuple[Port, ...]:
-    return (Port(f"t{number}", (1, 2), "float32"),)
-
+from dyno.worker.facts.job import LAYERS, MODULES, NODES, LayerGraph
+from made_layers import form, layer
 
 # `a` consists of two parts and does something itself; `b` stands alone.
-MODULE = LayerGraph(form=MODULES, library="P", layers=tuple(
-    Layer(name=name, type=kind, inputs=port(k), outputs=port(k + 1), modules=(name,))
-    for k, (name, kind) in enumerate((("a.0", "Conv2d"), ("a.1", "ReLU"), ("a", "Block"), ("b", "Linear"), ("", "Net")))
-))  # fmt: skip
-GRAPH = LayerGraph(form=NODES, library="O", layers=tuple(
-    Layer(name=f"n{k}", type="Conv", inputs=port(k), outputs=port(k + 1), modules=(name,), nodes=(f"n{k}",))
-    for k, name in enumerate(("a.0", "a.1", "a", "b"))
-))  # fmt: skip
-ENGINE = LayerGraph(form=LAYERS, library="E", layers=(
-    Layer(name="reorder", type="Reorder", moves=True),
-    Layer(name="fused", type="Convolution", outputs=port(2), nodes=("n0", "n1"), computes_in="float32", tactic="jit"),
-    Layer(name="x", type="Add", inputs=port(2), outputs=port(3), nodes=("n2",)),
-    Layer(name="gone", type="Relu", skipped=True),
-    Layer(name="last", type="Gemm", inputs=port(3), outputs=port(4), nodes=("n3",)),
-))  # fmt: skip
+PARTS = {"a.0": "Conv2d", "a.1": "ReLU", "a": "Block", "b": "Linear", "": "Net"}
+MODULE = form(MODULES, *(layer(name, kind, f"t{k}", f"t{k + 1}", modules=(name,))
+                         for k, (name, kind) in enumerate(PARTS.items())), library="P")  # fmt: skip
+GRAPH = form(NODES, *(layer(f"n{k}", "Conv", f"t{k}", f"t{k + 1}", modules=(name,), nodes=(f"n{k}",))
+                      for k, name in enumerate([*PARTS][:4])))  # fmt: skip
+ENGINE = form(
+    LAYERS, layer("reorder", "Reorder", moves=True),
+    layer("fused", "Convolution", "", "t2", nodes=("n0", "n1"), computes_in="float32", tactic="jit"),
+    layer("x", "Add", "t2", "t3", nodes=("n2",)), layer("gone", "Relu", skipped=True),
+    layer("last", "Gemm", "t3", "t4", nodes=("n3",)), library="E",
+)  # fmt: skip
 FORMS = [MODULE, ENGINE, GRAPH]
 SECONDS = {
     0: np.array([[4e-6, 1e-6, 0.5e-6, 2e-6, 0.25e-6]] * 3),
@@ -42,7 +34,7 @@ SECONDS = {
 
 def found(*shown: int):
     times = {k: Times(np.ones(1), np.ones(6), SECONDS[k]) for k in (0, 1)}
-    return timelines(FORMS, {1: 2}, {0: 0, 1: 0}, times, shown)
+    return build_timelines(FORMS, {1: 2}, {0: 0, 1: 0}, times, shown)
 
 
 def test_layers_are_under_the_modules_around_all_of_them() -> None:
@@ -52,16 +44,16 @@ def test_layers_are_under_the_modules_around_all_of_them() -> None:
         ("(conversions)", "reorder"), ("a", "a.0, .1: Convolution"), ("a", "Add"), ("b", "Gemm"),
     ]  # fmt: skip
     assert engine.medians.tolist() == [1e-6, 4e-6, 2e-6, 5e-6] and engine.runs_each == 2
-    assert engine.about(1) == {
+    assert engine.describe_step(1) == {
         "layer": "fused", "type": "Convolution", "modules": "a.0 a.1", "computes in": "float32", "kernel": "jit",
-        "output": "1x2 float32", "median, µs": "4.000", "share, %": "33.33",
+        "output": "1x4x8x8 float32", "median, µs": "4.000", "share, %": "33.33",
     }  # fmt: skip
-    assert module.about(2)["own median, µs"] == "0.500"
+    assert module.describe_step(2)["own median, µs"] == "0.500"
 
 
 def test_a_call_lasts_as_long_as_what_it_calls() -> None:
     module, _ = found(0, 1)
-    assert [*marks(module.steps, [4, 1, 2, 3, 5], 100)] == [
+    assert [*iter_marks(module.steps, [4, 1, 2, 3, 5], 100)] == [
         Mark("(model)", 100), Mark("a", 100), Mark("a.0", 100), Mark("a.0", 104, ends=True, step=0),
         Mark("a.1", 104), Mark("a.1", 105, ends=True, step=1), Mark("a", 107, ends=True, step=2),
         Mark("b", 107), Mark("b", 110, ends=True, step=3), Mark("(model)", 115, ends=True, step=4),
@@ -91,14 +83,14 @@ def test_the_tree_map_s_areas_are_shares_of_the_time() -> None:
         ("Gemm", "41.7"), ("Convolution", "33.3"), ("Add", "16.7"), ("Reorder", "8.3"),
     ]  # fmt: skip
     assert "time by operator" in graph_page.draw_tree_maps(
-        timelines([ENGINE], {}, {}, {0: Times(np.ones(1), np.ones(3), SECONDS[1])}, [0])
+        build_timelines([ENGINE], {}, {}, {0: Times(np.ones(1), np.ones(3), SECONDS[1])}, [0])
     )
 
 
 def test_names_are_escaped() -> None:
-    form = LayerGraph(form=MODULES, library="<P>", layers=(Layer(name="<i>", type="<b>"),))
+    hostile = form(MODULES, layer("<i>", "<b>"), library="<P>")
     times = {0: Times(np.ones(1), np.ones(3), np.ones((3, 1)))}
-    assert not re.search("<P>|<i>[^<]|<b>", graph_page.draw_tree_maps(timelines([form], {}, {}, times, [0])))
+    assert not re.search("<P>|<i>[^<]|<b>", graph_page.draw_tree_maps(build_timelines([hostile], {}, {}, times, [0])))
 
 
 def test_a_node_says_which_layer_runs_it() -> None:
@@ -109,8 +101,8 @@ def test_a_node_says_which_layer_runs_it() -> None:
         "E: fused, Convolution, float32, median 4.000 µs, share 33.33 %, for 2 nodes",
     ]
     assert notes[3].facts["E: layer"] == "last" and "E: stands for" not in notes[3].facts
-    without = [LayerGraph(form=LAYERS, library="E", layers=ENGINE.layers[:1]), GRAPH]
-    lines = timelines(without, {0: 1}, {}, {}, [0])
+    without = [form(LAYERS, ENGINE.layers[0], library="E"), GRAPH]
+    lines = build_timelines(without, {0: 1}, {}, {}, [0])
     assert graph_files.list_node_notes(without, 1, {0: lines[0]})[3].lines == [f"E: {graph_files.UNKNOWN}"]
 
 
@@ -119,40 +111,27 @@ def test_a_graph_has_the_tensors_between_layers_as_edges() -> None:
     edges = {node["id"]: [edge["sourceNodeId"] for edge in node["incomingEdges"]] for node in graph["nodes"]}
     assert edges == {"0": [], "1": [], "2": ["1"], "4": ["2"]}
     assert [node["namespace"] for node in graph["nodes"]] == ["(conversions)", "a", "a", "b"]
-    (inner,) = [
-        node
-        for node in graph_files.explorer_graphs([MODULE], found(0), "net")["graphs"][0]["nodes"]
-        if node["id"] == "0"
-    ]
+    (module,) = graph_files.explorer_graphs([MODULE], found(0), "net")["graphs"]
+    (inner,) = [node for node in module["nodes"] if node["id"] == "0"]
     assert (inner["namespace"], inner["label"]) == ("a", "Conv2d")
     assert graph_files.node_data(found(1))["E"]["results"]["4"] == {"value": 5.0}
 
 
-def ports(*names: str) -> tuple[Port, ...]:
-    return tuple(Port(name, (1, 2), "float32") for name in names)
-
-
-def module(name: str, kind: str, reads: str, writes: str) -> Layer:
-    return Layer(name=name, type=kind, inputs=ports(reads), outputs=ports(writes), modules=(name,))
-
-
 # `block` adds what its convolution returns to what it was given, by its own code.
-NET = LayerGraph(form=MODULES, library="P", layers=(
-    module("stem", "Conv2d", "x", "s"), module("block.conv", "Conv2d", "s", "c"), module("block", "Block", "s", "b"),
-    module("head", "Linear", "b", "y"), module("", "Net", "x", "y"),
-))  # fmt: skip
-FOLDED = LayerGraph(form=LAYERS, library="E</script>", layers=(
-    Layer(name="a", type="nchwc.Conv", inputs=ports("x"), outputs=ports("s")),
-    Layer(name="folded", type="Identity", inputs=ports("s"), outputs=ports("t"), skipped=True),
-    Layer(name="b", type="Conv", inputs=ports("t"), outputs=ports("u")),
-    Layer(name="c", type="Gemm", inputs=ports("u", "s"), outputs=ports("y")),
-))  # fmt: skip
+NET = form(MODULES, *(layer(*each, modules=each[:1]) for each in (
+    ("stem", "Conv2d", "x", "s"), ("block.conv", "Conv2d", "s", "c"), ("block", "Block", "s", "b"),
+    ("head", "Linear", "b", "y"), ("", "Net", "x", "y"),
+)), library="P")  # fmt: skip
+FOLDED = form(
+    LAYERS, layer("a", "nchwc.Conv", "x", "s"), layer("folded", "Identity", "s", "t", skipped=True),
+    layer("b", "Conv", "t", "u"), layer("c", "Gemm", "u s", "y"), library="E</script>",
+)  # fmt: skip
 TAKEN = np.array([[1e-6, 0.0, 6e-6, 3e-6]] * 3)
 
 
 def graph_of(form: LayerGraph, parts: dict[int, int] | None = None, *, timed: bool = True):
     times = {0: Times(np.ones(1), np.ones(3), TAKEN)} if timed else {}
-    (timeline,) = timelines([form], {}, {0: 0} if form.form == MODULES else {}, times, [0])
+    (timeline,) = build_timelines([form], {}, {0: 0} if form.form == MODULES else {}, times, [0])
     return graph_page.draw_graph(form, timeline, parts or {})
 
 
@@ -176,16 +155,14 @@ def test_what_is_too_large_or_empty_is_left_out() -> None:
     drawn = graph_of(FOLDED)
     assert graph_page.graph_figure([]) == graph_page.graph_figure([drawn | {"nodes": []}]) == ""
     assert graph_page.graph_figure([drawn | {"nodes": drawn["nodes"] * graph_page.MOST}]) == ""
-    assert "</script>" not in graph_page.graph_figure([drawn]).split("application/json", 1)[1].removesuffix(
-        "</script>\n</details>"
-    )
+    content = graph_page.graph_figure([drawn]).split("application/json", 1)[1]
+    assert "</script>" not in content.removesuffix("</script>\n</details>")
 
 
 @pytest.mark.slow
 def test_a_browser_draws_finds_and_pairs_layers(tmp_path: Path) -> None:
-    figure = graph_page.graph_figure(
-        [graph_of(FOLDED, {0: 1, 2: 2, 3: 3}), graph_of(NET, {0: 1, 1: 2, 3: 3}, timed=False)]
-    )
+    graphs = graph_of(FOLDED, {0: 1, 2: 2, 3: 3}), graph_of(NET, {0: 1, 1: 2, 3: 3}, timed=False)
+    figure = graph_page.graph_figure(graphs)
     written = tmp_path / "page.html"
     opened = figure.replace('class="layer-graph"', 'class="layer-graph" open')
     written.write_text(graph_page.whole_page("Layers", f"{opened}\n{graph_page.graph_scripts()}"), encoding="utf-8")

@@ -106,16 +106,14 @@ def test_an_engine_built_without_a_gpu_is_read_without_one(call: Any, net: str, 
 
 
 def test_an_engine_without_layer_information(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    silent = given.EngineContents(
-        (), (), (1, 1, 1), [layers.EngineLayer("one", "", (), (), "")], "11.0", given.GpuFacts()
-    )
-    monkeypatch.setattr(given, "_open_engine", lambda *_: silent)
+    def give(layer: layers.EngineLayer) -> None:
+        contents = given.EngineContents((), (), (1, 1, 1), [layer], "11.0", given.GpuFacts())
+        monkeypatch.setattr(given, "_open_engine", lambda *_: contents)
+
+    give(layers.EngineLayer("one", "", (), (), ""))
     with pytest.raises(UserError, match=r"built without layer information.*--profilingVerbosity=detailed"):
         given.inside("tensorrt", str(tmp_path / "x.engine"), "cuda:0")
-    spoken = layers.EngineLayer("conv", "CaskConvolution", (), (), "k", nodes=("n",), parameters=9)
-    monkeypatch.setattr(
-        given, "_open_engine", lambda *_: given.EngineContents((), (), (1, 1, 1), [spoken], "11.0", given.GpuFacts())
-    )
+    give(layers.EngineLayer("conv", "CaskConvolution", (), (), "k", nodes=("n",), parameters=9))
     found = given.inside("tensorrt", str(tmp_path / "x.engine"), "cuda:0")
     assert (found.library, found.parameters) == (f"{library.NAMES['tensorrt']} 11.0", 9)
 

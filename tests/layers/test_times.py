@@ -10,32 +10,16 @@ import pytest
 from dyno.layers import pairs, times
 from dyno.layers.times import LaunchTimes, Times
 from dyno.report.export import export
-from dyno.worker.facts.job import LAYERS, MODULES, NODES, Function, Layer, LayerGraph, Port
+from dyno.worker.facts.job import LAYERS, MODULES, NODES, Function
 from dyno.worker.spec import UserError
+from made_layers import form, layer
 
-MODULE = LayerGraph(
-    form=MODULES,
-    library="P",
-    layers=tuple(Layer(name=name, type="Conv2d", modules=(name,)) for name in ("a", "b", "c")),
-)
-GRAPH = LayerGraph(
-    form=NODES,
-    library="O",
-    layers=tuple(
-        Layer(name=f"n{k}", type="Conv", inputs=(Port(f"t{k}"),), outputs=(Port(f"t{k + 1}"),), modules=(name,))
-        for k, name in enumerate(("a", "b", "c"))
-    ),
-)
-ENGINE = LayerGraph(
-    form=LAYERS,
-    library="E",
-    layers=(
-        Layer(name="reorder", type="Reorder", moves=True),
-        Layer(name="fused", type="Conv", nodes=("n0", "n1")),
-        Layer(name="x", type="Conv", nodes=("n2",)),
-        Layer(name="gone", type="Relu", skipped=True),
-    ),
-)
+MODULE = form(MODULES, *(layer(name, "Conv2d", modules=(name,)) for name in "abc"), library="P")
+GRAPH = form(NODES, *(layer(f"n{k}", "Conv", f"t{k}", f"t{k + 1}", modules=(n,)) for k, n in enumerate("abc")))
+ENGINE = form(
+    LAYERS, layer("reorder", "Reorder", moves=True), layer("fused", "Conv", nodes=("n0", "n1")),
+    layer("x", "Conv", nodes=("n2",)), layer("gone", "Relu", skipped=True), library="E",
+)  # fmt: skip
 # The second repeat was interrupted in the first layer.
 SECONDS = np.array([[1e-6, 2e-6, 5e-6], [90e-6, 2e-6, 5e-6], [1e-6, 2e-6, 5e-6]])
 
@@ -44,11 +28,7 @@ def test_shares_of_medians_add_up_and_the_rest_is_one_row() -> None:
     found = {0: Times(np.array([9e-6]), np.array([9e-6]), SECONDS)}
     first, rest = times.profile_table([MODULE], {}, {}, found, "time", 1).rows
     assert (first["modules"], first["time_us"], first["share"]) == ("c", pytest.approx(5), pytest.approx(62.5))
-    assert (rest["modules"], rest["time_us"], rest["cumulative"]) == (
-        "2 more layers",
-        pytest.approx(3),
-        pytest.approx(100),
-    )
+    assert (rest["modules"], rest["time_us"], rest["cumulative"]) == ("2 more layers", *map(pytest.approx, (3, 100)))
     assert first["time_us_low"] == first["time_us_high"] == pytest.approx(5) and np.isnan(rest["time_us_low"])
     rows = times.profile_table([MODULE], {}, {}, found, "graph", 2).rows
     assert [row["modules"] for row in rows] == ["b", "c", "1 more layer"]
@@ -56,8 +36,13 @@ def test_shares_of_medians_add_up_and_the_rest_is_one_row() -> None:
 
 def test_an_engine_s_layers_have_the_modules_names() -> None:
     forms = [MODULE, ENGINE, GRAPH]
-    assert times.modules_of(forms, 1, 2, 0) == [[], ["a", "b"], ["c"], []]
-    assert times.modules_of(forms, 1, 2, None) == [[], ["a", "b"], ["c"], []]  # without the module: what the graph says
+    assert times.name_modules(forms, 1, 2, 0) == [[], ["a", "b"], ["c"], []]
+    assert times.name_modules(forms, 1, 2, None) == [
+        [],
+        ["a", "b"],
+        ["c"],
+        [],
+    ]  # without the module: what the graph says
     seconds = np.array([[1e-6, 6e-6, 3e-6, 0.0]])
     rows = times.profile_table(forms, {1: 2}, {1: 0}, {1: Times(seconds[0], seconds[0], seconds)}, "time", 0).rows
     assert [(row["layer"], row["remark"]) for row in rows] == [
@@ -74,39 +59,27 @@ def test_the_remainder_is_negative_where_watching_costs_more() -> None:
 
 def test_a_layer_is_not_named_after_who_shares_what_shapes_decide_with_it() -> None:
     """An LSTM and a GRU both ask one node for the batch, to make their first states."""
-    module = LayerGraph(form=MODULES, layers=tuple(Layer(name=n, type=n, modules=(n,)) for n in ("lstm", "gru")))
-    nodes = [Layer(name="batch", type="Shape", inputs=(Port("x"),), outputs=(Port("s"),))] + [
-        Layer(name=f"{name}_node", type=name, inputs=(Port(read), Port("s")), outputs=(Port(name),), modules=(name,))
-        for name, read in (("lstm", "x"), ("gru", "lstm"))
-    ]
-    engine = [Layer(name="L", type="L", nodes=("batch", "lstm_node")), Layer(name="G", type="G", nodes=("gru_node",))]
-    forms = [module, LayerGraph(form=NODES, layers=tuple(nodes)), LayerGraph(form=LAYERS, layers=tuple(engine))]
-    assert times.modules_of(forms, 2, 1, 0) == [["lstm"], ["gru"]]
+    module = form(MODULES, *(layer(n, n, modules=(n,)) for n in ("lstm", "gru")))
+    nodes = [layer(f"{name}_node", name, f"{read} s", name, modules=(name,))
+             for name, read in (("lstm", "x"), ("gru", "lstm"))]  # fmt: skip
+    engine = form(LAYERS, layer("L", "L", nodes=("batch", "lstm_node")), layer("G", "G", nodes=("gru_node",)))
+    forms = [module, form(NODES, layer("batch", "Shape", "x", "s"), *nodes), engine]
+    assert times.name_modules(forms, 2, 1, 0) == [["lstm"], ["gru"]]
 
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     times = Times(np.full(4, 3e-6), np.full(2, 4e-6), np.full((2, 1), 1e-6), ("a warning",), None)
-    forms = tuple(LayerGraph(form="nodes", library=name, layers=(Layer(name="n", type="Conv"),)) for name in "ab")
-    pairs.write_pair(
-        tmp_path / "p.json",
-        pairs.FormPair(forms, pairs.PairSide(0, "fp32", (times,)), pairs.PairSide(1, "fp32", (times,))),
-    )
+    forms = tuple(form(NODES, layer("n", "Conv"), library=name) for name in "ab")
+    sides = [pairs.PairSide(k, "fp32", (times,)) for k in range(2)]
+    pairs.write_pair(tmp_path / "p.json", pairs.FormPair(forms, *sides))
     return tmp_path / "p.json"
 
 
-def test_a_pair_is_read_back(stored: Path) -> None:
-    found = pairs.read_pair(stored)
-    assert found.titles == ("a", "b") and found.a.processes[0].layers.tolist() == [[1e-6], [1e-6]]
-
-
-NONE = [
+@pytest.mark.parametrize(("name", "value"), [
     ("unprofiled", []), ("unprofiled", [[1]]), ("profiled", 5), ("profiled", [-1]), ("layers", [[1e308]]),
     ("layers", [[float("nan")]]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "value"), NONE)
+])  # fmt: skip
 def test_times_that_are_none_are_refused(stored: Path, name: str, value: Any) -> None:
     content = json.loads(stored.read_text())
     content["b"]["processes"][0][name] = value
@@ -140,23 +113,22 @@ def test_by_the_clocks_where_nobody_saw_the_kernels() -> None:
     launched = LaunchTimes(np.array([1e-3]), np.array([0.95e-3]), NO_TIMES, NO_TIMES, NO_TIMES)
     assert launched.sentence(1e-3).startswith("launch-bound: run() returns after 950 µs")
     replayed = LaunchTimes(np.array([0.99e-3]), np.array([0.01e-3]), NO_TIMES, NO_TIMES, NO_TIMES)
-    assert replayed.sentence(1e-3) == (
-        "not launch-bound: of 1.00 ms the GPU needs 990 µs from its first kernel to its last"
-    )
+    said = "not launch-bound: of 1.00 ms the GPU needs 990 µs from its first kernel to its last"
+    assert replayed.sentence(1e-3) == said
     assert replayed.cells(1e-3) == {"queueing_ms": pytest.approx(0.01)}
     assert LaunchTimes(NO_TIMES, NO_TIMES, NO_TIMES, NO_TIMES, NO_TIMES).sentence(1e-3) == ""
 
 
 def test_the_arrays_of_a_job() -> None:
-    assert times.of_samples({"unprofiled_model": np.ones(3), "layers": np.ones((3, 1))}) is None
-    found = times.of_samples({"unprofiled_model_gpu": np.ones(3), "gpu_busy": np.ones(2)})
+    assert times.read_launches({"unprofiled_model": np.ones(3), "layers": np.ones((3, 1))}) is None
+    found = times.read_launches({"unprofiled_model_gpu": np.ones(3), "gpu_busy": np.ones(2)})
     assert found is not None and found.latency.size == 3 and found.busy.size == 2 and not found.enqueue.size
 
 
 def test_figures_and_words_stand_beside_the_latency() -> None:
-    form = LayerGraph(form=LAYERS, library="E", layers=(Layer(name="a"),))
+    one = form(LAYERS, layer("a", ""), library="E")
     each = Times(np.full(5, 1e-3), np.full(5, 2e-3), np.full((5, 1), 0.4e-3), gpu=seen(0.4e-3))
-    table = times.reconcile([form, form], {0: each, 1: Times(*(np.full(5, 1e-3),) * 2, np.full((5, 1), 1e-3))})
+    table = times.reconcile([one, one], {0: each, 1: Times(*(np.full(5, 1e-3),) * 2, np.full((5, 1), 1e-3))})
     on_gpu, on_cpu = table.rows
     assert (on_gpu["idle"], on_gpu["kernels"]) == (pytest.approx(60), 61)
     assert [on_gpu[name] for name in ("queueing_ms", "busy_ms", "calls_ms")] == pytest.approx([0.8, 0.4, 0.3])
@@ -173,12 +145,11 @@ FUNCTIONS = (
 
 
 def test_shares_add_up_and_the_rest_is_one_row() -> None:
-    found = times.make_path_table({"PyTorch": times.Path(FUNCTIONS)}, 2)
+    found, *others = (times.make_path_table({"PyTorch": times.Path(FUNCTIONS)}, top) for top in (2, 0, 3))
     assert [row["function"] for row in found.rows] == ["outside of CUDA", "cudaLaunchKernel", "2 more functions"]
     assert sum(row["share"] for row in found.rows) == pytest.approx(100)
     assert found.rows[2]["time_us"] == pytest.approx(44)
-    assert len(times.make_path_table({"PyTorch": times.Path(FUNCTIONS)}, 0).rows) == 4
-    assert len(times.make_path_table({"PyTorch": times.Path(FUNCTIONS)}, 3).rows) == 4, "a row for one isn't worth it"
+    assert [len(table.rows) for table in others] == [4, 4], "all, and a row for one isn't worth it"
 
 
 def test_words_and_cells() -> None:

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import made_layers
 from dyno.layers import causes, cures, pairs, reasons, waterfall
 from dyno.layers.cures import PRESCRIPTIONS, IndicatedPrescription, Outcome, Prescription
 from dyno.layers.pairs import FormPair, PairSide
@@ -14,54 +16,35 @@ from dyno.layers.waterfall import Waterfall
 from dyno.report.export import export
 from dyno.results.stats import FASTER, UNDECIDED, Speedup
 from dyno.worker import registry
-from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
+from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, Port
 from dyno.worker.spec import UserError
+from made_layers import form
 
 NAMES = ("conv", "bn", "relu", "pool", "fc")
 FLOAT, BYTE = "float32", "int8"
 
 
-def layer(name: str, k: int, kind: str, dtype: str = FLOAT, **more: object) -> Layer:
-    return Layer(name=name, type=kind, inputs=(Port(f"t{k}"),), outputs=(Port(f"t{k + 1}", dtype=dtype),), **more)  # type: ignore[arg-type]
+def layer(name: str, k: int, kind: str, dtype: str = FLOAT, **more: Any) -> Layer:
+    return made_layers.layer(name, kind, f"t{k}", f"t{k + 1}", dtype, **more)
 
 
 KINDS = ("Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d", "Linear")
-MODULE = LayerGraph(
-    form=MODULES,
-    library="PyTorch 2.0",
-    layers=(
-        *(
-            layer(name, k, kind, modules=(name,), flops=100 * (kind in ("Conv2d", "Linear")))
-            for k, (name, kind) in enumerate(zip(NAMES, KINDS, strict=True))
-        ),
-        Layer(type="Net", modules=("",)),
-    ),
-)
-GRAPH = LayerGraph(
-    form=NODES,
-    library="ONNX",
-    layers=tuple(layer(f"n_{name}", k, "Node", modules=(name,)) for k, name in enumerate(NAMES)),
-)
-FAST = LayerGraph(
-    form=LAYERS,
-    library="ONNX Runtime 1.0",
-    layers=(
-        layer("fused", 0, "Conv", computes_in=FLOAT, nodes=("n_conv", "n_bn", "n_relu")),
-        layer("ReorderOutput_token_7", 10, "ReorderOutput", moves=True),
-        layer("n_pool", 3, "MaxPool", nodes=("n_pool",)),
-        layer("n_fc", 4, "Gemm", computes_in=FLOAT, nodes=("n_fc",)),
-    ),
-)
-INT8 = replace(
-    FAST,
-    library="ONNX Runtime 1.0 int8",
-    layers=(
-        layer("fused", 0, "QConv", BYTE, computes_in=BYTE, nodes=("n_conv", "n_bn", "n_relu")),
-        layer("n_pool", 3, "MaxPool", nodes=("n_pool",)),
-        layer("n_fc", 4, "Gemm", computes_in=FLOAT, nodes=("n_fc",)),
-        layer("dq", 20, "DequantizeLinear"),
-    ),
-)
+MODULE = form(
+    MODULES, *(layer(name, k, kind, modules=(name,), flops=100 * (kind in ("Conv2d", "Linear")))
+               for k, (name, kind) in enumerate(zip(NAMES, KINDS, strict=True))),
+    Layer(type="Net", modules=("",)), library="PyTorch 2.0",
+)  # fmt: skip
+GRAPH = form(NODES, *(layer(f"n_{name}", k, "Node", modules=(name,)) for k, name in enumerate(NAMES)))
+POOL = layer("n_pool", 3, "MaxPool", nodes=("n_pool",))
+FC = layer("n_fc", 4, "Gemm", computes_in=FLOAT, nodes=("n_fc",))
+FAST = form(
+    LAYERS, layer("fused", 0, "Conv", computes_in=FLOAT, nodes=("n_conv", "n_bn", "n_relu")),
+    layer("ReorderOutput_token_7", 10, "ReorderOutput", moves=True), POOL, FC, library="ONNX Runtime 1.0",
+)  # fmt: skip
+INT8 = form(
+    LAYERS, layer("fused", 0, "QConv", BYTE, computes_in=BYTE, nodes=("n_conv", "n_bn", "n_relu")), POOL, FC,
+    layer("dq", 20, "DequantizeLinear"), library="ONNX Runtime 1.0 int8",
+)  # fmt: skip
 SLOW_US = (100.0, 20, 10, 50, 30, 5)
 FAST_US = (60.0, 8, 5, 30)
 INT8_US = (20.0, 5, 31, 40)
@@ -165,24 +148,18 @@ def test_a_region_is_of_the_type_of_its_product_whatever_takes_longer() -> None:
 
 
 def test_what_both_lack_a_name_for_is_not_explained() -> None:
-    stranger = layer("odd", 30, "Odd")
-    other = replace(FAST, layers=(*FAST.layers, stranger))
-    given = pair()
-    b = side(2, (*FAST_US, 50), 158)
-    found = waterfall.make_waterfall(
-        replace(given, forms=(FAST, GRAPH, other), a=replace(side(0, FAST_US, 108), graph=1), b=b)
-    )
+    forms = FAST, GRAPH, replace(FAST, layers=(*FAST.layers, layer("odd", 30, "Odd")))
+    given = FormPair(forms, replace(side(0, FAST_US, 108), graph=1), side(2, (*FAST_US, 50), 158))
+    found = waterfall.make_waterfall(given)
     assert [part.names for part in found.parts if part.cause == causes.UNALIGNED] == [("odd",)]
     assert found.attributed < 0.1
 
 
 def test_two_networks_that_have_nothing_in_common_are_said_to() -> None:
-    other = LayerGraph(form=LAYERS, library="Other 1.0", layers=(layer("odd", 30, "Odd"), layer("odder", 31, "Odd")))
-    given = pair()
-    forms = (FAST, GRAPH, other)
-    strangers = replace(given, forms=forms, a=replace(side(0, FAST_US, 108), graph=1), b=side(2, (50, 9), 60))
-    assert [reason.key for reason in reasons.list_reasons_why(waterfall.make_waterfall(strangers))][1] == "strangers"
-    assert "strangers" not in {reason.key for reason in reasons.list_reasons_why(waterfall.make_waterfall(given))}
+    forms = FAST, GRAPH, form(LAYERS, layer("odd", 30, "Odd"), layer("odder", 31, "Odd"), library="Other 1.0")
+    strangers = FormPair(forms, replace(side(0, FAST_US, 108), graph=1), side(2, (50, 9), 60))
+    told = [[r.key for r in reasons.list_reasons_why(waterfall.make_waterfall(p))] for p in (strangers, pair())]
+    assert told[0][1] == "strangers" and "strangers" not in told[1]
 
 
 def test_interruptions_are_told_from_work_outside_the_layers() -> None:
@@ -272,16 +249,10 @@ def test_sentences_say_what_to_act_on() -> None:
 
 
 def test_a_conversion_that_costs_most_is_named_by_what_it_stands_before() -> None:
-    moved = Layer(
-        name="Reformatting CopyNode", type="Reformat", inputs=(Port("t3"),), outputs=(Port("u3"),), moves=True
-    )
-    pool = replace(FAST.layers[2], inputs=(Port("u3"),))
-    form = replace(FAST, layers=(FAST.layers[0], moved, pool, FAST.layers[3]))
-    b = side(2, (60, 400, 5, 30), 500)
-    told = {
-        r.key: r
-        for r in reasons.list_reasons_why(waterfall.make_waterfall(replace(pair(), forms=(MODULE, GRAPH, form), b=b)))
-    }
+    moved = made_layers.layer("Reformatting CopyNode", "Reformat", "t3", "u3", moves=True)
+    engine = replace(FAST, layers=(FAST.layers[0], moved, replace(POOL, inputs=(Port("u3"),)), FC))
+    found = waterfall.make_waterfall(replace(pair(), forms=(MODULE, GRAPH, engine), b=side(2, (60, 400, 5, 30), 500)))
+    told = {reason.key: reason for reason in reasons.list_reasons_why(found)}
     assert "The largest part is the conversion before pool (Reformatting CopyNode): 0 µs in" in told["alone"].text
 
 
@@ -341,15 +312,11 @@ def test_two_modules_are_aligned_by_their_calls() -> None:
 def test_a_module_s_own_code_is_one_part_wherever_it_runs() -> None:
     """`attn` multiplies before and after it calls `attn.fc`, and the model adds something at the end."""
     owners = ("attn", "attn.fc", "attn", "")
-    module = LayerGraph(
-        form=MODULES,
-        library="PyTorch 2.0",
-        layers=(
-            Layer(name="attn.fc", type="Linear", modules=("attn.fc",), outputs=(Port("0:0", dtype=FLOAT),), flops=9),
-            Layer(name="attn", type="Attention", modules=("attn",), outputs=(Port("1:0", dtype=FLOAT),), flops=9),
-            Layer(type="Net", modules=("",)),
-        ),
-    )
+    module = form(
+        MODULES, made_layers.layer("attn.fc", "Linear", "", "0:0", modules=("attn.fc",), flops=9),
+        made_layers.layer("attn", "Attention", "", "1:0", modules=("attn",), flops=9),
+        Layer(type="Net", modules=("",)), library="PyTorch 2.0",
+    )  # fmt: skip
     graph = replace(GRAPH, layers=tuple(layer(f"n{k}", k, "MatMul", modules=(o,)) for k, o in enumerate(owners)))
     engine = replace(FAST, layers=tuple(layer(f"n{k}", k, "MatMul", nodes=(f"n{k}",)) for k in range(4)))
     a, b = side(0, (30, 50, 5), 90), side(2, (10.0, 20, 11, 1), 45)
@@ -387,14 +354,9 @@ def test_it_fits_engines_that_it_would_change() -> None:
 
 def test_the_builder_goes_to_its_usual_level_before_its_highest() -> None:
     usual, highest = named("usual level"), named("highest level")
-    levels = (0, 2, 3, 5)
-    assert [usual.fits("tensorrt", "fp16", "cuda:0", {"optimization": n}) for n in levels] == [True, True, False, False]
-    assert [highest.fits("tensorrt", "fp16", "cuda:0", {"optimization": n}) for n in levels] == [
-        False,
-        False,
-        True,
-        False,
-    ]
+    fitting = [[n for n in (0, 2, 3, 5) if one.fits("tensorrt", "fp16", "cuda:0", {"optimization": n})]
+               for one in (usual, highest)]  # fmt: skip
+    assert fitting == [[0, 2], [3]]
     assert highest.fits("tensorrt", "fp16", "cuda:0", {}) and not usual.fits("tensorrt", "fp16", "cuda:0", {})
 
 
@@ -413,22 +375,14 @@ def test_pairs_between_layers_are_for_int8_graphs_that_have_none_there() -> None
     assert not joints.fits("tensorrt", "fp16", "cuda:0", {}) and not joints.fits("openvino", "int8", "cpu", {})
 
 
-def outcome(value: float, verdict: str, right: bool = True) -> Outcome:
-    called = IndicatedPrescription(named("newer opset"), causes.SPLIT, 12e-6)
-    return Outcome(called, f"x@n={value}", Speedup(value, value - 0.1, value + 0.1, verdict), "agree", right)
-
-
 def test_what_is_proven_and_right_is_kept() -> None:
-    failed = Outcome(
-        IndicatedPrescription(named("newer opset"), causes.SPLIT, 1e-6), "x@n=0", None, "", True, "failed: no opset 20"
-    )
+    called = IndicatedPrescription(named("newer opset"), causes.SPLIT, 12e-6)
+    measured = ((1.2, FASTER, True), (1.5, FASTER, True), (2.0, FASTER, False), (1.3, UNDECIDED, True))
     outcomes = (
-        outcome(1.2, FASTER),
-        outcome(1.5, FASTER),
-        outcome(2.0, FASTER, right=False),
-        outcome(1.3, UNDECIDED),
-        failed,
-    )
+        *(Outcome(called, f"x@n={value}", Speedup(value, value - 0.1, value + 0.1, verdict), "agree", right)
+          for value, verdict, right in measured),
+        Outcome(called, "x@n=0", None, "", True, "failed: no opset 20"),
+    )  # fmt: skip
     assert [one.kept for one in outcomes] == [True, True, False, False, False]
     assert cures.PrescriptionResult("x", outcomes).sentences == [
         "2 of 5 prescriptions helped.",

@@ -58,17 +58,14 @@ def test_a_card_has_the_verdict_and_the_fastest_of_each_batch(call: Any, tmp_pat
 @pytest.mark.parametrize(
     ("ways", "study", "words"),
     [
-        (
-            [PYTORCH, Way("a", seconds=0.005), Way("b", seconds=0.005, spread=0.2)],
-            STUDY,
-            "[ab] fp32 and [ab] fp32: undecided",
-        ),
+        ([PYTORCH, Way("a", seconds=0.005), Way("b", seconds=0.005, spread=0.2)], STUDY,
+         "[ab] fp32 and [ab] fp32: undecided"),
         ([PYTORCH, Way("a", seconds=0.02)], STUDY, "pytorch fp32"),
         ([PYTORCH, FAST], STUDY + 'limit = {p50 = "1ms"}\n', "no winner"),
         ([Way("pytorch", statuses=("failed",))], STUDY, "no winner"),
         ([Way("a", statuses=("ok",)), Way("pytorch", statuses=("ok",))], STUDY, r"(pytorch|a) fp32( and .*)?: \w+"),
     ],
-)
+)  # fmt: skip
 def test_a_badge_claims_no_more_than_the_verdict(
     call: Any, tmp_path: Path, ways: list[Way], study: str, words: str
 ) -> None:
@@ -106,6 +103,5 @@ def test_a_comparison_has_no_card(refused: Any, tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "net", [PYTORCH, FAST])
     (folder / "study.toml").write_text(STUDY + 'baseline = {models = ["torchvision:resnet18"]}\n')
     line = refused("pack", folder, "--card", "-o", "mine.pack.zip")
-    assert line.endswith("compares two sides, which a card can't show; omit --card") and not list(
-        tmp_path.glob("mine*")
-    )
+    assert line.endswith("compares two sides, which a card can't show; omit --card")
+    assert not list(tmp_path.glob("mine*"))

@@ -49,8 +49,11 @@ def write(path: Path, content: dict[str, bytes]) -> Path:
     return path
 
 
-def first_samples(content: dict[str, bytes]) -> str:
-    return next(name for name in content if name.endswith("samples.npz"))
+def samples(file: Path) -> tuple[dict[str, bytes], str, dict[str, Any]]:
+    """What a pack holds, the name of its first samples, and their arrays."""
+    content = members(file)
+    name = next(name for name in content if name.endswith("samples.npz"))
+    return content, name, dict(np.load(io.BytesIO(content[name])))
 
 
 def npz(arrays: dict[str, Any], **options: Any) -> bytes:
@@ -73,9 +76,7 @@ def test_a_pack_is_verified(call: Any, run: Path, file: Path) -> None:
 
 
 def test_a_changed_sample_is_seen(call: Any, file: Path, tmp_path: Path) -> None:
-    content = members(file)
-    name = first_samples(content)
-    arrays = dict(np.load(io.BytesIO(content[name])))
+    content, name, arrays = samples(file)
     arrays["latency_model"] = arrays["latency_model"] * 0.5
     _, out, _ = call("verify", write(tmp_path / "net.zip", {**content, name: npz(arrays)}), code=1)
     assert out.startswith("not verified: ") and re.search(r"is \S+, but the samples give", out)
@@ -98,22 +99,18 @@ def test_a_changed_verdict_is_seen(call: Any, file: Path, tmp_path: Path, key: s
 
 
 def test_one_changed_number_and_one_changed_word_are_named(call: Any, file: Path, tmp_path: Path) -> None:
-    content = members(file)
-    name = first_samples(content)
-    arrays = dict(np.load(io.BytesIO(content[name])))
+    content, name, arrays = samples(file)
     arrays["latency_model"][3] = np.nextafter(arrays["latency_model"][3], 1)
     _, out, _ = call("verify", write(tmp_path / "net.zip", {**content, name: npz(arrays)}), code=1)
-    assert (
-        out.startswith("not verified: ") and f"\n{name.removeprefix('run/')} is not the file that was packed\n" in out
-    )
+    named = f"\n{name.removeprefix('run/')} is not the file that was packed\n"
+    assert out.startswith("not verified: ") and named in out
     verdict = json.loads(content["verdict.json"])
     word = verdict["decisions"][0]["text"].split()[1]
     verdict["decisions"][0]["text"] = verdict["decisions"][0]["text"].replace(word, "planted", 1)
     changed = write(tmp_path / "net.zip", {**content, "verdict.json": json.dumps(verdict).encode()})
     _, out, _ = call("verify", changed, code=1)
-    assert re.fullmatch(
-        r"not verified: 1 difference\ndecisions\[0\]\.text is .*planted.*, but the samples give .*\n", out
-    )
+    said = r"not verified: 1 difference\ndecisions\[0\]\.text is .*planted.*, but the samples give .*\n"
+    assert re.fullmatch(said, out)
 
 
 def test_a_file_left_out_or_added_is_named(call: Any, file: Path, tmp_path: Path) -> None:
@@ -162,15 +159,10 @@ def test_no_other_host_and_no_device_is_named(run: Path, tmp_path: Path) -> None
     shutil.copytree(run, planted)
     (planted / "placements").mkdir()
     ids = sorted(path.name for path in (planted / "trials").iterdir())
-    for number, id in enumerate(ids):
-        host = f"node{number}.lab.example"
-        note = {
-            "place": f"{host}/cuda:0",
-            "host": host,
-            "card": f"H100, driver 570, {UUID[:-1]}{number}",
-            "trials": [id],
-        }
-        (planted / "placements" / f"{number}.json").write_text(json.dumps(note | {"lost": [f"node{number} ({MAC})"]}))
+    for k, id in enumerate(ids):
+        host, card = f"node{k}.lab.example", f"H100, driver 570, {UUID[:-1]}{k}"
+        note = {"place": f"{host}/cuda:0", "host": host, "card": card, "trials": [id], "lost": [f"node{k} ({MAC})"]}
+        (planted / "placements" / f"{k}.json").write_text(json.dumps(note))
     for path in planted.rglob("telemetry.npz"):
         arrays = dict(np.load(path))
         path.write_bytes(npz({**arrays, "gpu_name": np.asarray("H100"), "gpu_uuid": np.asarray(UUID)}))
@@ -243,9 +235,8 @@ def test_a_bomb_is_refused_before_it_unpacks(
     refused: Any, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes are counted as they are read: the second file declares a small one."""
-    bomb = write(
-        tmp_path / "bomb.zip", {**members(file), "run/models.json": b" " * (opening.MOST_BYTES_OF[".json"] + 1)}
-    )
+    large = b" " * (opening.MOST_BYTES_OF[".json"] + 1)
+    bomb = write(tmp_path / "bomb.zip", {**members(file), "run/models.json": large})
     assert bomb.stat().st_size < 10 << 20
     assert "models.json unpacks to too much" in refused("verify", bomb)
     content = bytearray(write(tmp_path / "lying.zip", {"run/models.json": b" " * 100_000}).read_bytes())
@@ -275,8 +266,8 @@ def directory_alone(count: int) -> bytes:
 @pytest.mark.parametrize("harm", ["shape", "empty shape", "directory", "number", "nested", "array", "path", "both"])
 def test_what_is_large_inside_is_refused(refused: Any, file: Path, tmp_path: Path, harm: str) -> None:
     """Values that would take much time or memory, or stop Dyno, where they are read."""
-    content = members(file)
-    name, verdict = first_samples(content), content["verdict.json"][1:]
+    content, name, _ = samples(file)
+    verdict = content["verdict.json"][1:]
     header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (%s), }"
     texts = {"shape": header % b"1000000000000,", "empty shape": header % b"1000000000000, 0"}
     planted = {
@@ -302,8 +293,7 @@ class Harm:
 
 
 def test_a_pickle_is_never_loaded(refused: Any, file: Path, tmp_path: Path) -> None:
-    content = members(file)
-    name = first_samples(content)
+    content, name, _ = samples(file)
     objects = npz({"latency_model": np.array([Harm()], dtype=object)}, allow_pickle=True)
     assert "never loaded" in refused("verify", write(tmp_path / "bad.zip", {**content, name: objects}))
     raw = io.BytesIO()

@@ -83,16 +83,17 @@ def test_a_failed_trial_is_unfinished(reproduced: Any) -> None:
     assert code == 3 and "SIGSEGV" in next(iter(answer["failed"].values()))
 
 
+ONCE = [Way("pytorch", statuses=("ok",)), Way("onnxruntime", seconds=0.002, statuses=("ok",))]
+
+
 def test_one_round_is_nothing_to_compare(reproduced: Any) -> None:
-    once = [Way("pytorch", statuses=("ok",)), Way("onnxruntime", seconds=0.002, statuses=("ok",))]
-    _, answer = reproduced([PYTORCH, ONNX], once)
+    _, answer = reproduced([PYTORCH, ONNX], ONCE)
     assert answer["ratios"][0]["agrees"] is None and "too uncertain" in " ".join(answer["sentences"])
 
 
 def test_two_runs_without_a_winner_are_undecided(reproduced: Any) -> None:
     """Two ties of all agree about nothing; with a ratio of one round there is nothing to compare."""
-    once = [Way("pytorch", statuses=("ok",)), Way("onnxruntime", seconds=0.002, statuses=("ok",))]
-    code, answer = reproduced(once, once)
+    code, answer = reproduced(ONCE, ONCE)
     assert (code, answer["outcome"]) == (3, "undecided")
     assert re.fullmatch(
         r"undecided: 0 of \d rankings? and 0 of 1 ratio agree, \d can't be compared; pack a run of 3 or more rounds, "

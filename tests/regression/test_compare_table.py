@@ -61,11 +61,8 @@ def test_a_run_against_itself_is_no_different(demo: Results) -> None:
     assert len(frame) == len(demo.trials)
     assert list(frame.columns) == [column.name for column in COLUMNS]
     timed = frame[frame["ratio"].notna()]
-    assert len(timed) == 17
-    assert set(timed["verdict"]) <= ALIKE
-    assert set(timed["ratio"]) == {1.0}
-    assert set(timed["close"]) == {1.0}
-    assert set(timed["top1_diff"]) == {0.0}
+    assert len(timed) == 17 and set(timed["verdict"]) <= ALIKE
+    assert [set(timed[name]) for name in ("ratio", "close", "top1_diff")] == [{1.0}, {1.0}, {0.0}]
     assert not frame["failed"].any()
     assert comparison.exit_code(table) == 0
 
@@ -141,18 +138,21 @@ def test_the_ratio_is_that_of_the_rounds_medians(judge: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("tolerance", "verdict", "failed"),
-    [(0.0, "slower", "slower"), (0.19, "slower, tolerated", ""), (0.3, "slower, tolerated", "")],
+    ("changes", "rules", "verdict", "failed"),
+    [
+        ({"seconds": 0.0048}, {"tolerance": 0.0}, "slower", "slower"),
+        ({"seconds": 0.0048}, {"tolerance": 0.19}, "slower, tolerated", ""),
+        ({"seconds": 0.0048}, {"tolerance": 0.3}, "slower, tolerated", ""),
+        ({"seconds": 0.002}, {"fail_on": FAIL_ON}, "faster", ""),
+        ({"seconds": 0.0048, "flips": 0.1}, {"fail_on": ("status",)}, "slower", ""),  # what isn't asked for
+    ],
 )
-def test_a_slow_down_within_the_tolerance_is_fine(judge: Any, tolerance: float, verdict: str, failed: str) -> None:
-    first = judge(*changed(seconds=0.0048), tolerance=tolerance).to_pandas().iloc[0]
-    assert (first["verdict"], first["failed"]) == (verdict, failed)
-
-
-def test_faster_is_said_and_fails_nothing(judge: Any) -> None:
-    frame = (table := judge(*changed(seconds=0.002), fail_on=FAIL_ON)).to_pandas()
-    assert frame["verdict"][0] == "faster" and frame["verdict"][1] in ALIKE
-    assert comparison.exit_code(table) == 0
+def test_what_fails_is_what_the_rules_ask_for(
+    judge: Any, changes: dict[str, Any], rules: dict[str, Any], verdict: str, failed: str
+) -> None:
+    frame = (table := judge(*changed(**changes), **rules)).to_pandas()
+    assert (frame["verdict"][0], frame["failed"][0]) == (verdict, failed) and frame["verdict"][1] in ALIKE
+    assert comparison.exit_code(table) == bool(failed)
 
 
 def test_one_round_is_no_verdict(judge: Any) -> None:
@@ -299,12 +299,6 @@ def test_a_run_whose_reference_is_lost_is_compared_all_the_same(tmp_path: Path) 
     assert list(dyno.compare(a, b).to_pandas()["failed"]) == ["status", ""]
 
 
-def test_conditions_not_asked_for_fail_nothing(judge: Any) -> None:
-    frame = (table := judge(*changed(seconds=0.0048, flips=0.1), fail_on=("status",))).to_pandas()
-    assert frame["verdict"].iloc[0] == "slower"
-    assert comparison.exit_code(table) == 0
-
-
 @pytest.mark.parametrize(
     ("facts", "words"),
     [({"weights_sha256": "e" * 64}, "different weights"), ({"inputs_sha256": "e" * 64}, "different inputs")],
@@ -312,9 +306,7 @@ def test_conditions_not_asked_for_fail_nothing(judge: Any) -> None:
 def test_other_weights_and_inputs_are_refused(judge: Any, facts: dict[str, str], words: str) -> None:
     table = judge(*changed(facts=facts, seconds=0.1))
     first = table.to_pandas().iloc[0]
-    assert first["verdict"] == f"not comparable: {words}"
-    assert np.isnan(first["ratio"])
-    assert first["failed"] == ""
+    assert (first["verdict"], first["failed"]) == (f"not comparable: {words}", "") and np.isnan(first["ratio"])
     assert f"digits pytorch fp32 b1 64 is not comparable: {words}" in table.notes
     assert comparison.exit_code(table) == 3, "a comparison that was not made is no success"
 
@@ -412,8 +404,7 @@ def test_rules_that_make_no_sense_are_one_line(rules: dict[str, Any], words: str
 def test_nothing_shared_is_one_line(call: Any, tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b", Way("other"), Way("third"))
     code, out, err = call(a, b)
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert "share no trial; digits pytorch fp32 b1 64 and 1 more against digits other fp32 b1 64" in err
     code, out, err = call(write(tmp_path / "c", *[replace(w, statuses=("failed",)) for w in FIRST]), a)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -439,12 +430,10 @@ def test_the_command_s_exit_codes(call: Any, tmp_path: Path) -> None:
 def test_every_format_has_every_trial(call: Any, tmp_path: Path, hostile_names: Results) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b", *changed(seconds=0.0048))
     _, text, _ = call(a, b)
-    assert "digits, size 64, batch 1" in text
-    assert "B / A" in text
+    assert "digits, size 64, batch 1" in text and "B / A" in text
     _, markdown, _ = call(a, b, "--format", "markdown")
-    table = [line for line in markdown.splitlines() if line.startswith("| pytorch")]
-    assert len(table) == 1
-    assert table[0].endswith("| slower |")
+    (line,) = [line for line in markdown.splitlines() if line.startswith("| pytorch")]
+    assert line.endswith("| slower |")
     frame = pd.read_csv(io.StringIO(call(a, b, "--format", "csv")[1]), keep_default_na=False)
     assert list(frame.columns) == [column.name for column in COLUMNS]
     assert list(frame["failed"]) == ["slower", ""]

@@ -246,14 +246,14 @@ def test_a_form_is_told_from_a_model_alike_everywhere(tmp_path: Path, monkeypatc
         ("tensorrt@profile=1:8:16/fp16", {"backends": ("tensorrt@profile=1:8:16",), "precisions": ("fp16",)}),
     ):
         assert each_with(["a.onnx", text], {})[1] == ("a.onnx", settings) and forms.is_form(text)
-        (side,) = forms.sides(Study(models="a.onnx"), [text])[1:]
+        (side,) = forms.list_forms(Study(models="a.onnx"), [text])[1:]
         assert side.named and (side.choice.text, side.precision) == (
             settings["backends"][0], settings.get("precisions", ("",))[0]
         )  # fmt: skip
     Path("onnxruntime").write_text("a model's file that is called like a backend")
     assert each_with(["a.onnx", "onnxruntime"], {})[1] == ("onnxruntime", {}) and not forms.is_form("onnxruntime")
     with pytest.raises(UserError, match="unknown form 'openvin'; did you mean 'openvino'"):
-        forms.sides(Study(models="a.onnx"), ["openvin/bf16"])
+        forms.list_forms(Study(models="a.onnx"), ["openvin/bf16"])
 
 
 def test_a_new_folder_is_named_after_command_and_models() -> None:

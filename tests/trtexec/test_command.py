@@ -1,6 +1,7 @@
 """The commands name the same engine, shapes, flags and times as the trial."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,24 +18,21 @@ def test_a_dynamic_engine_at_latency_model(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_latency_all_needs_the_transfers(tmp_path: Path) -> None:
-    assert "--noDataTransfers" not in command.read_timing(engine_run.trial(tmp_path / "run"), "all")
-
-
-def test_a_static_engine_takes_no_shapes(tmp_path: Path) -> None:
-    trial = engine_run.trial(tmp_path / "run", shape=(8, 3, 64, 64))
-    assert not [word for word in command.read_timing(trial) if word.startswith("--shapes")]
-
-
-def test_without_a_graph_there_is_no_flag(tmp_path: Path) -> None:
-    assert "--useCudaGraph" not in command.read_timing(engine_run.trial(tmp_path / "run", graph=False))
-
-
-def test_rtx_has_its_own_tool_and_flag(tmp_path: Path) -> None:
-    words = command.read_timing(engine_run.trial(tmp_path / "run", backend="tensorrt_rtx"))
-    assert words[0] == "tensorrt_rtx"
-    assert "--rtxCudaGraphStrategy=wholeGraph" in words
-    assert "--useCudaGraph" not in words
+@pytest.mark.parametrize(
+    ("changes", "boundary", "has", "lacks"),
+    [
+        ({}, "all", "trtexec", "--noDataTransfers"),
+        ({"shape": (8, 3, 64, 64)}, "model", "trtexec", "--shapes"),  # of a static engine
+        ({"graph": False}, "model", "trtexec", "--useCudaGraph"),
+        ({"backend": "tensorrt_rtx"}, "model", "tensorrt_rtx", "--useCudaGraph"),
+        ({"backend": "tensorrt_rtx"}, "model", "--rtxCudaGraphStrategy=wholeGraph", "trtexec"),
+    ],
+)
+def test_flags_are_those_of_the_trial(
+    changes: dict[str, Any], boundary: str, has: str, lacks: str, tmp_path: Path
+) -> None:
+    words = command.read_timing(engine_run.trial(tmp_path / "run", **changes), boundary)
+    assert has in words and not [word for word in words if word.startswith(lacks)]
 
 
 def test_a_record_without_an_engine_is_refused(tmp_path: Path) -> None:

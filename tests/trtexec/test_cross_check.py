@@ -120,7 +120,7 @@ def test_a_run_without_a_tensorrt_trial_is_an_error(tmp_path: Path) -> None:
 
 def test_only_measured_boundaries_are_repeated(tmp_path: Path) -> None:
     trial = engine_run.trial(tmp_path / "run", boundaries=("model",))
-    assert cross_check.boundaries(trial) == ["model"]
+    assert cross_check.list_boundaries(trial) == ["model"]
 
 
 US = 1e-6
@@ -182,54 +182,56 @@ def test_equal_numbers_agree(trial: TrialResult) -> None:
     assert first.startswith("GPU time") and first.endswith("they agree within 2 %.")
 
 
-def test_latency_falls_into_copies_launch_and_synchronisation(trial: TrialResult) -> None:
-    found = parts(trial, report(h2d=30 * US, latency=207 * US), "Latency")
+NO_COPIES = {"transfers": False, "h2d": 0.0, "d2h": 0.0}
+# By what each shows: how the trial differs, how trtexec does, which gap, its parts in microseconds, and words.
+PARTS: dict[str, tuple[dict[Any, float], dict[str, Any], dict[str, Any], str, dict[str, float], str]] = {
     # 262 - 207 = 55: copies 10 longer; compute 176 - 171 = 5 is launch; waiting 15; 25 stay.
-    assert found == {"copies": 10, "launch": 5, "synchronisation": 15, "unexplained": 25}
+    "latency falls into copies, launch and synchronisation": (
+        {}, {}, {"h2d": 30 * US, "latency": 207 * US}, "Latency",
+        {"copies": 10, "launch": 5, "synchronisation": 15, "unexplained": 25}, "",
+    ),
+    "a graph accounts for the enqueue time that it saves and no more": (
+        {}, {}, {"graph": False, "enqueue": 42 * US, "compute": 211 * US}, "GPU",
+        {"CUDA graph": -30, "unexplained": -10}, "",
+    ),
+    "a graph that trtexec alone used": (
+        {("latency", "model", "gpu"): 201 * US, ("enqueue", "all", "host"): 22 * US}, {"graph": False},
+        {"enqueue": 4 * US}, "GPU", {"CUDA graph": 18, "launch": 12, "unexplained": 0}, "",
+    ),
+    "a graph never explains a gap of the other sign": (
+        {}, {}, {"graph": False, "enqueue": 42 * US, "compute": 150 * US}, "GPU",
+        {"CUDA graph": 0, "launch": 12, "unexplained": 9}, "",
+    ),
+    "a graph without enqueue times explains nothing": (
+        {}, {}, {"graph": False, "enqueue": None, "compute": 211 * US}, "GPU",
+        {"CUDA graph": 0, "unexplained": -40}, "its share is unknown",
+    ),
+    "clocks where both are known": (  # 136.8 x 2000 / 1600 = 171
+        {}, {"clock": 1600.0}, {"compute": 136.8 * US, "clock": 2000.0}, "GPU",
+        {"clocks": 34.2, "unexplained": 0}, "1600 MHz here, 2000 MHz there",
+    ),
+    "clocks that are unknown": (
+        {}, {}, {"compute": 230 * US}, "GPU", {"unexplained": -59}, "clocks are not known",
+    ),
+    "throughput falls into compute, copies and the rest": (
+        {("h2d", "all", "gpu"): 175 * US}, {}, {**NO_COPIES, "rate": 1 / (172 * US), "compute": 170 * US},
+        "Time per query", {"GPU compute": 1, "copies": 4, "launch and synchronisation": 3}, "",
+    ),
+}  # fmt: skip
 
 
-def test_a_graph_accounts_for_the_enqueue_time_it_saves_and_no_more(trial: TrialResult) -> None:
-    without = report(graph=False, enqueue=42 * US, compute=211 * US)
-    assert parts(trial, without, "GPU") == {"CUDA graph": -30, "unexplained": -10}
-
-
-def test_a_graph_that_trtexec_alone_used(tmp_path: Path) -> None:
-    medians = engine_run.MEDIANS | {("latency", "model", "gpu"): 201 * US, ("enqueue", "all", "host"): 22 * US}
-    found = parts(engine_run.trial(tmp_path / "run", medians, graph=False), report(enqueue=4 * US), "GPU")
-    assert found == {"CUDA graph": 18, "launch": 12, "unexplained": 0}
-
-
-def test_a_graph_never_explains_a_gap_of_the_other_sign(trial: TrialResult) -> None:
-    found = parts(trial, report(graph=False, enqueue=42 * US, compute=150 * US), "GPU")
-    assert found == {"CUDA graph": 0, "launch": 12, "unexplained": 9}
-
-
-def test_a_graph_without_enqueue_times_explains_nothing(trial: TrialResult) -> None:
-    given = report(graph=False, enqueue=None, compute=211 * US)
-    assert parts(trial, given, "GPU") == {"CUDA graph": 0, "unexplained": -40}
-    assert "its share is unknown" in cross_check.compare_results(trial, given)[0]
-
-
-def test_clocks_where_both_are_known(tmp_path: Path) -> None:
-    slow = engine_run.trial(tmp_path / "run", clock=1600.0)
-    given = report(compute=136.8 * US, clock=2000.0)  # 136.8 x 2000 / 1600 = 171
-    assert parts(slow, given, "GPU") == {"clocks": 34.2, "unexplained": 0}
-    assert "1600 MHz here, 2000 MHz there" in cross_check.compare_results(slow, given)[0]
-
-
-def test_without_clocks_what_is_left_says_that_they_are_unknown(trial: TrialResult) -> None:
-    assert "clocks are not known" in cross_check.compare_results(trial, report(compute=230 * US))[0]
-
-
-def test_throughput_falls_into_compute_copies_and_the_rest(tmp_path: Path) -> None:
-    medians = engine_run.MEDIANS | {("h2d", "all", "gpu"): 175 * US}
-    given = report(transfers=False, h2d=0.0, d2h=0.0, rate=1 / (172 * US), compute=170 * US)
-    found = parts(engine_run.trial(tmp_path / "run", medians), given, "Time per query")
-    assert found == {"GPU compute": 1, "copies": 4, "launch and synchronisation": 3}
+@pytest.mark.parametrize(("medians", "ran", "theirs", "which", "expected", "said"), PARTS.values(), ids=PARTS)
+def test_a_gap_falls_into_parts(
+    medians: dict[Any, float], ran: dict[str, Any], theirs: dict[str, Any], which: str, expected: dict[str, float],
+    said: str, tmp_path: Path,
+) -> None:  # fmt: skip
+    trial, given = engine_run.trial(tmp_path / "run", engine_run.MEDIANS | medians, **ran), report(**theirs)
+    assert parts(trial, given, which) == expected
+    assert said in cross_check.compare_results(trial, given)[0]
 
 
 def test_without_transfers_latency_is_not_compared(trial: TrialResult) -> None:
-    text = cross_check.compare_results(trial, report(transfers=False, h2d=0.0, d2h=0.0))
+    text = cross_check.compare_results(trial, report(**NO_COPIES))
     assert not [line for line in text if line.startswith("Latency")]
 
 
@@ -265,13 +267,8 @@ def test_what_may_be_the_same_is_compared(trial: TrialResult, changes: dict[str,
 def test_what_makes_a_comparison_weaker_is_said(trial: TrialResult) -> None:
     given = report(version="10.13.0", spin=False, warnings=("GPU compute time is unstable",), engine="", shapes={})
     notes = "\n".join(cross_check.compare_results(trial, given))
-    for words in (
-        "TensorRT 10.13.0, Dyno ran 8.6.1",
-        "assumed to be the same",
-        "slept",
-        "trtexec warns: GPU compute time",
-    ):
-        assert words in notes
+    said = "TensorRT 10.13.0, Dyno ran 8.6.1", "assumed to be the same", "slept", "trtexec warns: GPU compute time"
+    assert all(words in notes for words in said)
 
 
 def test_no_number_in_common(tmp_path: Path) -> None:

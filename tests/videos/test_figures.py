@@ -37,14 +37,14 @@ def test_the_slowest_stage_bounds_where_processors_are_many() -> None:
     found = video()
     assert found.bound.name == "inference" and found.bound.rate == pytest.approx(100)
     assert found.rate == pytest.approx(100) and found.bound.share(found.rate) == pytest.approx(1)
-    assert found.without("inference", 0.5).rate == pytest.approx(200)
-    assert found.without("inference", 0.1).name == "decode"
+    assert found.find_bound("inference", 0.5).rate == pytest.approx(200)
+    assert found.find_bound("inference", 0.1).name == "decode"
 
 
 def test_few_processors_bound_the_sum_of_all() -> None:
     found = video(processors=1, period=0.014)
     assert found.bound.name == PROCESSORS and found.bound.rate == pytest.approx(1 / 0.014)
-    assert found.without("inference", 0.5).rate == pytest.approx(1 / 0.009)
+    assert found.find_bound("inference", 0.5).rate == pytest.approx(1 / 0.009)
 
 
 def crowded(found: Video, factor: float, inference: float = 0.0) -> Video:
@@ -56,7 +56,7 @@ def crowded(found: Video, factor: float, inference: float = 0.0) -> Video:
 def test_processors_that_slow_each_other_down_allow_less() -> None:
     found = crowded(video(processors=2), 1.5)
     assert found.bound.name == PROCESSORS and found.bound.rate == pytest.approx(2 / (1.5 * 0.014))
-    assert found.crowding(1) == 1 and found.crowding(1.5) == 1.25 and found.crowding(7) == 1.5
+    assert found.find_crowding(1) == 1 and found.find_crowding(1.5) == 1.25 and found.find_crowding(7) == 1.5
     # One processor answers all the time, and is slowed down while the other one works, of which it has four tenths.
     assert figures.predict_streams(found, 4).rate == pytest.approx(80, rel=0.02)
     assert "1.50 times the processor time" in " ".join(words.list_sentences(found))
@@ -77,8 +77,8 @@ def test_where_each_stage_s_time_went() -> None:
 
 
 def test_latency_counts_from_the_reading_of_a_frame() -> None:
-    np.testing.assert_allclose(video().latencies("known"), 0.014)
-    assert not video().latencies("written").size
+    np.testing.assert_allclose(video().list_latencies("known"), 0.014)
+    assert not video().list_latencies("written").size
 
 
 def predicted(seconds: dict[str, float], count: int, processors: int = 64) -> figures.StreamPrediction:

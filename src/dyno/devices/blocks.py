@@ -135,14 +135,8 @@ def main(folder: Path) -> int:
         os.sched_setaffinity(0, order["cores"])
     progress = Progress(console=Console(stderr=True, no_color=True, soft_wrap=True))
     try:
-        study = Study.from_toml(folder / order["study"])
-        execute(
-            study,
-            folder,
-            progress,
-            retry_failed=order["retry_failed"],
-            only=TrialSelection(order["trials"], order["sources"]),
-        )
+        study, part = Study.from_toml(folder / order["study"]), TrialSelection(order["trials"], order["sources"])
+        execute(study, folder, progress, retry_failed=order["retry_failed"], only=part)
     except UserError as e:
         print(e, file=sys.stderr)
         return BAD_INPUT

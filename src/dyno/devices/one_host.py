@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from dyno.devices import blocks
-from dyno.devices.places import Place, confined, list_left
+from dyno.devices.places import Place, confine_to, list_left
 from dyno.jobs import nvml
 from dyno.jobs.progress import Progress
 from dyno.results.notes import DEVICES, AnchorDevice, AnchorDevices, devices, of_rounds, percent_slower
@@ -25,7 +25,7 @@ from dyno.store import good_record
 from dyno.study.plan import PlannedTrial, TrialSelection, expand
 from dyno.study.study import Study
 from dyno.worker.record import Record, read_json, write_json
-from dyno.worker.spec import FIXED, ROUNDS, SCHEMA, Artifact, Job, Plan, Trial, UserError, digest
+from dyno.worker.spec import FIXED, ROUNDS, SCHEMA, Job, Plan, Trial, UserError, digest
 
 # The anchor trial on devices of this host, in turns: each alone, and all of them at once, in the same processes.
 
@@ -73,17 +73,12 @@ def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, pr
 def read(folder: Path, places: Sequence[Place], rounds: int) -> list[AnchorDevice]:
     """Return each place's figures from `rounds` stored rounds."""
     company = [read_json(folder / _name_counts_file(number))["company"] for number in range(rounds)]
-    return [
-        of_rounds(
-            place.name,
-            place.card,
-            [
-                (_read_round(folder, place, number).block_medians("latency", "model"), company[number][place.name])
-                for number in range(rounds)
-            ],
-        )
-        for place in places
-    ]
+    found = []
+    for place in places:
+        medians = (_read_round(folder, place, number).block_medians("latency", "model") for number in range(rounds))
+        counts = (own[place.name] for own in company)
+        found.append(of_rounds(place.name, place.card, list(zip(medians, counts, strict=True))))
+    return found
 
 
 def file_name(place: Place) -> str:
@@ -100,20 +95,23 @@ def _measure_rounds(
     """
     with ExitStack() as stack:
         files = {}
-        for place in sorted(
-            places, key=lambda place: place.card
-        ):  # always in one order, so that no two processes wait for each other
-            with confined(place):
+        # Always in one order, so that no two processes wait for each other.
+        for place in sorted(places, key=lambda place: place.card):
+            with confine_to(place):
                 stack.enter_context(held(trial.runtime, progress.waiting))
         for place in places:
-            with confined(place):
+            with confine_to(place):
                 files[place.name] = Files(progress, trial.plan.build_timeout_s).of(trial, 0)
         if lost := {name: file.reason for name, file in files.items() if isinstance(file, Record)}:
             return lost
-        rounds = {
-            number: [_build_member(trial, folder, place, number, files[place.name]) for place in places]
-            for number in numbers
-        }
+        rounds: dict[int, list[InterleavedJob]] = {number: [] for number in numbers}
+        for number, own in rounds.items():
+            for place in places:
+                file = files[place.name]
+                # Rounds of a job count from 1 here: in round 0 it would answer all images.
+                job = Job("run", trial.runtime, trial, number + 1, artifact=None if isinstance(file, Record) else file)
+                own_folder, where = _name_anchor_folder(folder, place, number), partial(confine_to, place)
+                own.append(InterleavedJob(job, own_folder, number, where=where))
         members = [member for own in rounds.values() for member in own]
         name = f"{numbers} {trial.id}"
         InterleavedGroup(members, name, progress, lambda _: None, turns=_each_round, apart=True).run()
@@ -129,17 +127,8 @@ def _measure_rounds(
 def _each_round(members: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
     """Return the turns of each round: each device alone, and all devices at once."""
     numbers = sorted({member.number for member in members})
-    return [
-        turn for number in numbers for turn in list_single_and_joint_turns([p for p in members if p.number == number])
-    ]
-
-
-def _build_member(
-    trial: Trial, folder: Path, place: Place, number: int, file: Artifact | Record | None
-) -> InterleavedJob:
-    # Rounds of a job count from 1 here: in round 0 it would answer all images.
-    job = Job("run", trial.runtime, trial, number + 1, artifact=file if isinstance(file, Artifact) else None)
-    return InterleavedJob(job, _name_anchor_folder(folder, place, number), number, where=partial(confined, place))
+    rounds = [[member for member in members if member.number == number] for number in numbers]
+    return [turn for own in rounds for turn in list_single_and_joint_turns(own)]
 
 
 def _find_failure(member: InterleavedJob) -> str:
@@ -279,18 +268,12 @@ def _measure_apart(
     part = TrialSelection([anchor.trial.id], [anchor.source])
     for together, how in [*((some, ALONE) for some in alone), (beside, BESIDE)]:
         _measure_together(study, part, folder, [place for place in together if not place.gone], how, progress)
-    measured = {ALONE: places, BESIDE: beside}
-    return [
-        AnchorDevice(
-            place.name,
-            place.card,
-            *(
-                _read_medians(_name_folder(folder, place, how)) if place in some else ()
-                for how, some in measured.items()
-            ),
-        )
-        for place in list_left(places)
-    ]
+    found = []
+    for place in list_left(places):
+        alone_s, beside_s = (_read_medians(_name_folder(folder, place, how)) if place in some else ()
+                             for how, some in ((ALONE, places), (BESIDE, beside)))  # fmt: skip
+        found.append(AnchorDevice(place.name, place.card, alone_s, beside_s))
+    return found
 
 
 def _measure_together(

@@ -7,7 +7,7 @@ import os
 import platform
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -104,7 +104,7 @@ class RunningBlock(ABC):
 
 
 @contextmanager
-def confined(place: Place) -> Iterator[None]:
+def confine_to(place: Place) -> Iterator[None]:
     """Confine processes started while the block runs to the place, as the processes of its blocks are."""
     cores, before = os.sched_getaffinity(0), {name: os.environ.get(name) for name in place.env}
     os.environ.update(place.env)
@@ -114,19 +114,24 @@ def confined(place: Place) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cores)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        set_variables(before)
+
+
+def set_variables(values: Mapping[str, str | None]) -> None:
+    """Set these variables of this process's environment; None removes one."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def is_several(study: Study) -> bool:
     """Return whether the study is spread over devices rather than measured by this process."""
-    return bool(study.on) or len(names(study.device)) > 1
+    return bool(study.on) or len(split_devices(study.device)) > 1
 
 
-def names(device: str) -> list[str]:
+def split_devices(device: str) -> list[str]:
     """Split a study's `device` option into devices; `cuda:0,cuda:1` are two."""
     return device.split(",")
 
@@ -136,14 +141,13 @@ def parse_places(device: str, threads: int = 0) -> list[Place]:
 
     Raises `UserError` for a missing device, a name given twice, or devices of two kinds.
     """
-    listed = names(device)
+    listed = split_devices(device)
     if len(set(listed)) < len(listed):
         raise UserError(f"a device is named twice in {device!r}; name each once")
     kinds = {name.partition(":")[0] for name in listed}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
-        raise UserError(
-            f"a study is spread over devices of one kind, e.g. cuda:0,cuda:1 or cpu:0,cpu:1, not {device!r}"
-        )
+        usual = "cuda:0,cuda:1 or cpu:0,cpu:1"
+        raise UserError(f"a study is spread over devices of one kind, e.g. {usual}, not {device!r}")
     return _split_cores(listed) if kinds == {"cpu"} else _list_gpus(listed, threads)
 
 
@@ -158,10 +162,10 @@ def _list_gpus(listed: list[str], threads: int) -> list[Place]:
     if not 0 < threads <= each:
         return found
     order = sorted(listed)
-    return [replace(place, cores=_list_share(cores, each, order.index(place.name))) for place in found]
+    return [replace(place, cores=list_share(cores, each, order.index(place.name))) for place in found]
 
 
-def _list_share(cores: Sequence[Sequence[int]], each: int, k: int) -> tuple[int, ...]:
+def list_share(cores: Sequence[Sequence[int]], each: int, k: int) -> tuple[int, ...]:
     """Return the logical processors of the k-th share of `each` physical cores."""
     return tuple(cpu for core in cores[k * each : (k + 1) * each] for cpu in core)
 
@@ -187,13 +191,12 @@ def _split_cores(listed: list[str]) -> list[Place]:
         raise UserError(f"shares of the processor are numbered from 0, so {count} of them are {usual}")
     threads, each = system.core_threads(), len(system.core_threads()) // count
     if not each:
-        raise UserError(
-            f"{count} shares of the processor need as many physical cores, and there are {len(threads)} here"
-        )
+        needed = f"{count} shares of the processor need as many physical cores"
+        raise UserError(f"{needed}, and there are {len(threads)} here")
     model = system.describe()["cpu"]
     found = []
     for name in listed:
-        cores = _list_share(threads, each, int(name.partition(":")[2]))
+        cores = list_share(threads, each, int(name.partition(":")[2]))
         found.append(Place(name, "cpu", share(model, cores), cores, threads=each))
     return found
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,37 +55,27 @@ def _parse_cluster(study: Study) -> tuple[str, str]:
     if kind:
         check_known("cluster", kind, ("ray", "slurm"))
     if "=" in study.on and not spec:  # an address that is an empty variable should not mean another cluster
-        raise UserError(
-            f"--cluster {study.on} names nothing; write ray=HOST:PORT or slurm=4, or ray for the one of this host"
-        )
+        advice = "write ray=HOST:PORT or slurm=4, or ray for the one of this host"
+        raise UserError(f"--cluster {study.on} names nothing; {advice}")
     return kind, spec
 
 
-@contextmanager
-def _found_places(study: Study, folder: Path, progress: Progress) -> Iterator[list[Place]]:
+def _found_places(study: Study, folder: Path, progress: Progress) -> AbstractContextManager[list[Place]]:
     """Hold the places over which the study is spread, while the block runs."""
     kind, spec = _parse_cluster(study)
     if kind == "slurm":
-        with slurm_cluster.slurm_places(spec, study.device, folder, progress) as found:
-            yield found
-    else:
-        with expected_places(study) as found:
-            yield found
+        return slurm_cluster.slurm_places(spec, study.device, folder, progress)
+    return expected_places(study)
 
 
-@contextmanager
-def expected_places(study: Study) -> Iterator[list[Place]]:
+def expected_places(study: Study) -> AbstractContextManager[list[Place]]:
     """Hold the places that a plan needs, while the block runs: the same as in a study, but no job is started."""
     kind, spec = _parse_cluster(study)
     if kind == "ray":
-        with ray_cluster.places(spec, study.device) as found:
-            yield found
-    else:
-        yield (
-            slurm_cluster.count_expected(spec, study.device)
-            if kind
-            else places.parse_places(study.device, study.threads)
-        )
+        return ray_cluster.hold_places(spec, study.device)
+    if kind:
+        return nullcontext(slurm_cluster.count_expected(spec, study.device))
+    return nullcontext(places.parse_places(study.device, study.threads))
 
 
 def _run_blocks(study: Study, folder: Path, found: list[Place], progress: Progress, retry_failed: bool) -> None:
@@ -93,9 +83,8 @@ def _run_blocks(study: Study, folder: Path, found: list[Place], progress: Progre
     planned, store = expand(own), Run(folder)
     with store.locked():
         planned = prepare(study, store, planned, progress)
-        open_blocks = [
-            block for block in blocks.split_blocks(planned) if retry_failed or not _is_done(store, block, study)
-        ]
+        every = blocks.split_blocks(planned)
+        open_blocks = [block for block in every if retry_failed or not _is_done(store, block, study)]
         if not open_blocks:
             return
         company = one_host.StudyPlaces(found)
@@ -133,7 +122,9 @@ class BlockScheduler:
     def _start_blocks(self, waiting: list[Block]) -> None:
         if not self.running:  # else a block that runs says why its place is lost
             places.list_left(self.places)
-        begun = self._count_begun()
+        # Of each place so far, so that none stays idle if blocks run one at a time.
+        notes = (read_json(path) for path in (self.run.folder / PLACEMENTS).glob("*.json"))
+        begun = Counter(str(note.get("place", "")) for note in notes)
         for place in sorted(self.places, key=lambda place: begun[place.name]):
             busy = {one.place.machine for _, one in self.running.values()}
             if place.gone or place.name in self.running or place.machine in busy.intersection(self.in_turn):
@@ -143,20 +134,15 @@ class BlockScheduler:
                 waiting.remove(block)
                 self._begin_block(block, place)
 
-    def _count_begun(self) -> Counter[str]:
-        """Count the blocks that each place has had so far, so that none stays idle if blocks run one at a time."""
-        notes = (read_json(path) for path in (self.run.folder / PLACEMENTS).glob("*.json"))
-        return Counter(str(note.get("place", "")) for note in notes)
-
     def _begun_at(self, block: Block) -> str:
         """Return the place that the block belongs to, or "" if it can go anywhere."""
-        note = stored(self.run, block)
+        note = read_note(self.run, block)
         return next((place.name for place in self.places if not place.gone and _is_same_place(place, note)), "")
 
     def _begin_block(self, block: Block, place: Place) -> None:
         """Start the block's process, with the block's rows that the run folder has already."""
         folder = _name_folder(self.run, block)
-        note = stored(self.run, block)
+        note = read_note(self.run, block)
         if note and not _is_same_place(place, note):
             self._set_aside(block, str(note.get("place", "")))
         for trial in block.trials:
@@ -177,9 +163,8 @@ class BlockScheduler:
             for row in rows:
                 archive(self.run, row, ELSEWHERE)
             self.losses.setdefault(block.id, []).append(f"{place}: the device is no longer one of the study's")
-            self.progress.note(
-                f"{block.label}: begun anew, as {place} is no longer there; what was measured is in {ELSEWHERE}"
-            )
+            gone = f"{place} is no longer there; what was measured is in {ELSEWHERE}"
+            self.progress.note(f"{block.label}: begun anew, as {gone}")
         shutil.rmtree(_name_folder(self.run, block), ignore_errors=True)
 
     def _take_ended(self) -> list[Block]:
@@ -228,7 +213,7 @@ class BlockScheduler:
         shutil.rmtree(folder)
 
     def _write_note(self, block: Block, place: Place, *, done: str) -> None:
-        earlier = stored(self.run, block).get("lost", [])
+        earlier = read_note(self.run, block).get("lost", [])
         lost = [*dict.fromkeys([*earlier, *self.losses.get(block.id, [])])]
         note = {
             "schema": SCHEMA, "block": block.label, "place": place.name, "card": place.card, "host": place.machine,
@@ -242,7 +227,7 @@ def _is_same_place(place: Place, note: Mapping[str, Any]) -> bool:
     return (place.name, place.card) == (note.get("place"), note.get("card"))
 
 
-def stored(run: Run, block: Block) -> dict[str, Any]:
+def read_note(run: Run, block: Block) -> dict[str, Any]:
     """Return the run folder's note of where the block was begun; empty before it is."""
     path = _make_path(run, block)
     return dict(read_json(path)) if path.is_file() else {}
@@ -266,4 +251,4 @@ def _hash_request(block: Block, study: Study) -> str:
 def _is_done(run: Run, block: Block, study: Study) -> bool:
     """Return whether the folder has all of the block already."""
     present = all((run.folder / "trials" / trial.id).is_dir() for trial in block.trials)
-    return present and stored(run, block).get("done") == _hash_request(block, study)
+    return present and read_note(run, block).get("done") == _hash_request(block, study)

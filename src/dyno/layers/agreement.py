@@ -82,7 +82,7 @@ def diff_layers(
     (top,), (rtol, atol) = at_least(0, top=top), at_least(0, float, rtol=rtol, atol=atol)
     check_known("order", order, ORDERS)
     study = one_model(model, settings)
-    asked = [_make_runnable(side, place > 0) for place, side in enumerate(forms.sides(study, others))]
+    asked = [_make_runnable(side, place > 0) for place, side in enumerate(forms.list_forms(study, others))]
     if len(asked) < 2:
         raise UserError("layers are compared with something: give a form, such as openvino or onnxruntime/int8, or "
                         "another ONNX file")  # fmt: skip
@@ -90,7 +90,7 @@ def diff_layers(
         reading = _FormComparer(study, batch, Progress(quiet=quiet), Path(scratch), -(-compared // batch))
         reading.read(asked[0])
         reading.read_all(asked[1:])
-        engines = tuple(reading.all_compared(rtol, atol))
+        engines = tuple(reading.compare_all(rtol, atol))
     return LayerAgreement(engines, rtol, atol, order, top, tuple(reading.left_out))
 
 
@@ -104,22 +104,13 @@ def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
         raise UserError(f"{side.source} is not an ONNX graph, whose tensors are compared; give the ONNX file that it "
                         f"was made from, and {kind.usual(Path(side.source))} behind it")  # fmt: skip
     if side.choice.name == forms.ONNX:  # a file behind the first runs as ever, a form of the first as it is written
-        return replace(
-            side, choice=Choice(NODE_BY_NODE.name) if later and not side.named and not side.precision else NODE_BY_NODE
-        )
+        as_ever = later and not side.named and not side.precision
+        return replace(side, choice=Choice(NODE_BY_NODE.name) if as_ever else NODE_BY_NODE)
     if side.choice.name != forms.MODULE and not registry.find(side.choice.name).loads_onnx:
         able = [name for name in registry.names() if registry.find(name).loads_onnx]
         raise UserError(f"{side.choice.name} runs no parts of a graph, so its layers can't be compared; these do: "
                         f"{', '.join(able)}")  # fmt: skip
     return side
-
-
-@dataclass(frozen=True)
-class _EngineForm:
-    """An engine's form of the network: its index, its trial, its file, and the ONNX file that it was made from."""
-
-    trial: Trial
-    artifact: Artifact | None
 
 
 class _FormComparer(forms.FormReader):
@@ -130,39 +121,36 @@ class _FormComparer(forms.FormReader):
     def __init__(self, study: Study, batch: int, progress: Progress, folder: Path, runs: int) -> None:
         super().__init__(study, batch, progress)
         self._jobs, self._folder, self._runs = 0, folder, runs
-        self._ran: list[_EngineForm] = []
         self._graph_files: dict[int, Artifact] = {}
         self._stored: dict[int, Path] = {}  # by the index of the reference's graph
         self._float = -1
 
-    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+    def read_form(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return a module's own layers; an engine's layers are those of its graph."""
         of_module = trial.backend == forms.MODULE
-        inside = super().ran(trial, None) if of_module else LayerGraph(form=LAYERS, library=trial.backend)
-        self._ran.append(_EngineForm(trial, artifact))
-        return inside
+        return super().read_form(trial, None) if of_module else LayerGraph(form=LAYERS, library=trial.backend)
 
-    def titled(self, form: LayerGraph, trial: Trial) -> LayerGraph:
+    def give_title(self, form: LayerGraph, trial: Trial) -> LayerGraph:
         """Return the form with its title; that of a graph that runs node by node says so, in place of options."""
         if form.form == LAYERS and Choice(trial.backend, trial.options) == NODE_BY_NODE:
             form, trial = replace(form, library="node by node"), replace(trial, options={})
-        return super().titled(form, trial)
+        return super().give_title(form, trial)
 
-    def graph(self, trial: Trial, file: Artifact) -> int:
+    def find_graph(self, trial: Trial, file: Artifact) -> int:
         """Return the index of the graph's form, and keep the graph's file under that index."""
         try:
-            index = super().graph(trial, file)
+            index = super().find_graph(trial, file)
         except forms.NoForm as e:
             raise UserError(str(e)) from None  # without it there is nothing to compare
         self._graph_files.setdefault(index, file)
         return index
 
-    def all_compared(self, rtol: float, atol: float) -> list[EngineComparison]:
+    def compare_all(self, rtol: float, atol: float) -> list[EngineComparison]:
         """Compare each engine with the first; those that can't be compared are left out, unless all fail."""
         found, errors = [], list[forms.NoForm]()
         for place in range(1, len(self.shown)):
             try:
-                found.append(self.compared(place, rtol, atol))
+                found.append(self.compare_engine(place, rtol, atol))
             except forms.NoForm as e:
                 errors.append(e)
         if not found:
@@ -170,51 +158,50 @@ class _FormComparer(forms.FormReader):
         self.left_out += map(str, errors)
         return found
 
-    def compared(self, place: int, rtol: float, atol: float) -> EngineComparison:
+    def compare_engine(self, place: int, rtol: float, atol: float) -> EngineComparison:
         """Compare the engine at this place in the requested order with the first."""
-        shown, own, first = self.shown[place], self._ran[place], self._ran[0]
-        graph, against = self.graph_of[shown], self._reference_graph(own)
-        precision = max(own.trial.precision, first.trial.precision, key=lambda name: TOLERANCES[name].limit)
+        (trial, artifact), (first, _) = self.trials[place], self.trials[0]
+        graph = self.graph_of[self.shown[place]]
+        against = self._reference_graph(trial, graph)
+        precision = max(trial.precision, first.precision, key=lambda name: TOLERANCES[name].limit)
         limit = TOLERANCES[precision].close
         options = {
             "graph": self._graph_files[graph].path, "reference_graph": self._graph_files[against].path,
             "reference": str(self._store_reference(first, against)), "limits": [limit, rtol, atol],
-            "always": own.trial.precision != first.trial.precision,
+            "always": trial.precision != first.precision,
         }  # fmt: skip
-        job = Job("layer_errors", own.trial.runtime, own.trial, artifact=own.artifact, options=options)
+        job = Job("layer_errors", trial.runtime, trial, artifact=artifact, options=options)
         errors = self._run_job(job).facts.layer_errors
         assert isinstance(errors, LayerErrors)
-        titles = [self.forms[self.shown[k]].library for k in (place, 0)]
-        names = [self._format_name(k, title) for k, title in zip((place, 0), titles, strict=True)]
-        return EngineComparison(names[0], names[1], self.forms[graph], errors, precision, limit)
+        names = self._format_name(place), self._format_name(0)
+        return EngineComparison(*names, self.forms[graph], errors, precision, limit)
 
-    def _format_name(self, place: int, title: str) -> str:
+    def _format_name(self, place: int) -> str:
         """Return the form's title, with the model's name if there are several models."""
-        sources = [ran.trial.model.source or ran.trial.model.name for ran in self._ran]
-        return f"{Path(sources[place]).name} {title}" if len({*sources}) > 1 else title
+        sources, title = [ran.model.source or ran.model.name for ran, _ in self.trials], self.forms[self.shown[place]]
+        return f"{Path(sources[place]).name} {title.library}" if len({*sources}) > 1 else title.library
 
-    def _reference_graph(self, own: _EngineForm) -> int:
+    def _reference_graph(self, trial: Trial, graph: int) -> int:
         """Return the index of the reference's graph; for a module its FP32 export, the engine's own if possible."""
-        first = self._ran[0].trial
+        first, _ = self.trials[0]
         if first.backend != forms.MODULE:
             return self.graph_of[self.shown[0]]
-        if own.trial.precision == "fp32" and own.trial.model.source == first.model.source:
-            return self.graph_of[self.shown[self._ran.index(own)]]
+        if trial.precision == "fp32" and trial.model.source == first.model.source:
+            return graph
         if self._float < 0:
             self.read(forms.FormRequest(first.model.source, NODE_BY_NODE, "fp32"))
             self._float = self.graph_of[self.shown[-1]]
         return self._float
 
-    def _store_reference(self, first: _EngineForm, graph: int) -> Path:
+    def _store_reference(self, first: Trial, graph: int) -> Path:
         """Return the folder of the reference's tensors by their names in the graph, stored once per graph."""
         if graph not in self._stored:
             file, options = self._graph_files[graph], dict[str, Any](runs=self._runs)
-            artifact: Artifact | None = file
-            if first.trial.backend == forms.MODULE:
-                calls = agreement_tables.tensors_of(self.forms[self.shown[0]], self.forms[graph])
+            if of_module := first.backend == forms.MODULE:
+                calls = agreement_tables.list_tensors(self.forms[self.shown[0]], self.forms[graph])
                 options |= {"graph": file.path, "calls": [list(call) for call in calls]}
-                artifact = None
-            self._run_job(Job("reference", first.trial.runtime, first.trial, artifact=artifact, options=options))
+            artifact = None if of_module else file
+            self._run_job(Job("reference", first.runtime, first, artifact=artifact, options=options))
             self._stored[graph] = self._folder / str(self._jobs) / "tensors"
         return self._stored[graph]
 

@@ -21,7 +21,7 @@ from dyno.worker.facts.job import Difference, Layer, LayerError, LayerErrors, La
 ModuleCall = tuple[str, int, str]  # a part's name, which of its calls, and the tensor's name in the graph
 
 
-def tensors_of(module: LayerGraph, graph: LayerGraph) -> list[ModuleCall]:
+def list_tensors(module: LayerGraph, graph: LayerGraph) -> list[ModuleCall]:
     """Return the calls whose result is one tensor of the graph: the last call and tensor of a region, if of one shape.
 
     A module around others counts where it computes its result itself, such as a sum: then no part of it reads it.
@@ -249,9 +249,8 @@ class EngineComparison:
 def _describe_difference(difference: Difference | None) -> str:
     if difference is None:
         return "of another shape"
-    return (
-        f"off by {_format_error(difference.error)} of their size" if math.isfinite(difference.error) else "not finite"
-    )
+    finite = math.isfinite(difference.error)
+    return f"off by {_format_error(difference.error)} of their size" if finite else "not finite"
 
 
 def _format_error(error: float) -> str:
@@ -307,16 +306,17 @@ def _build_row(each: EngineComparison, layer: LayerError, errors: Mapping[str, f
     }
     return {
         "engine": each.name, "reference": each.reference, "modules": " ".join(names), "modules_names": names,
-        "layer": node.name, "type": node.type, "tensor": layer.tensor, "error": finite(layer.total.error),
-        "own_error": finite(layer.own.error), "growth": finite(layer.total.error / before) if before else None,
-        "effect": finite(layer.effect), "close": 100 * layer.total.close, "own_close": 100 * layer.own.close,
+        "layer": node.name, "type": node.type, "tensor": layer.tensor, "error": keep_finite(layer.total.error),
+        "own_error": keep_finite(layer.own.error),
+        "growth": keep_finite(layer.total.error / before) if before else None,
+        "effect": keep_finite(layer.effect), "close": 100 * layer.total.close, "own_close": 100 * layer.own.close,
         "max_abs": layer.total.max_abs, "max_rel": layer.total.max_rel, "nonfinite": layer.total.nonfinite,
         "reference_nonfinite": layer.total.reference_nonfinite, "share": share,
         "suspect": "yes" if suspect else "no", "remark": ", ".join(text for text, holds in remarks.items() if holds),
     }  # fmt: skip
 
 
-def finite(value: float | None) -> float | None:
+def keep_finite(value: float | None) -> float | None:
     """Return the value where it is finite, else None; a separate column counts the values that aren't."""
     return value if value is not None and math.isfinite(value) else None
 
@@ -341,7 +341,7 @@ def _build_finding(each: EngineComparison) -> Row:
         "layers": len(each.compared), "runs": errors.runs, "parts": errors.parts, "unmatched": errors.unmatched,
         "mismatched": errors.mismatched, "reference_layers": errors.reference_layers,
         "close": 100 * errors.unmodified.close if errors.unmodified else None,
-        **{f"{name}_error": finite(apart.error) if apart else None for name, apart in tested.items()},
+        **{f"{name}_error": keep_finite(apart.error) if apart else None for name, apart in tested.items()},
         "first": each.name_layer(each.first.tensor) if each.first else "",
         "suspect_count": len(each.suspects) if each.verdict else None, "suspects": ", ".join(each.suspects),
         "boundary": " to ".join(each.name_layer(name) or "end" for name in errors.boundary), "verdict": each.verdict,
@@ -386,17 +386,13 @@ FINDING_COLUMNS = (
     Column("unmodified_error", "error of the outputs of the unmodified engine", title="outputs"),
     Column("marked_error", "error of the outputs with tensors marked", title="marked", rank=2),
     Column("cut_error", "error of the outputs when the graph is cut around the suspects", title="cut", rank=1),
-    Column(
-        "substituted_error",
-        "error of the outputs with the reference in the suspects' place",
-        title="substituted",
-        rank=1,
-    ),
+    Column("substituted_error", "error of the outputs with the reference in the suspects' place", title="substituted",
+           rank=1),
     Column("verdict", "whether the engine without marks confirms the suspects", kind=TEXT),
     Column("first", "first layer whose output is off by more than the limit", kind=TEXT, title="first that disagrees"),
     Column("suspect_count", "how many layers make most of the error", kind=COUNT, title="suspects"),
     Column("suspects", "these layers", kind=TEXT),
     Column("boundary", "layers between which the error begins where marking hides it", kind=TEXT),
-)
+)  # fmt: skip
 FOUND = ("engine", "reference", "precision", "limit", "layers", "close", "unmodified_error", "marked_error",
          "cut_error", "substituted_error", "suspect_count", "verdict", "first")  # fmt: skip

@@ -43,7 +43,7 @@ class Flow:
             writer.update({port.name: index for port in layer.outputs})
 
 
-def between(
+def extend_claims(
     graph: Flow,
     engine: Flow,
     claims: Mapping[int, set[int]],
@@ -71,7 +71,7 @@ def between(
     return extended
 
 
-def placed(
+def place_layers(
     layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow, ends: Collection[int] = ()
 ) -> tuple[Claims, dict[int, str]]:
     """Return the claims with those of unclaimed layers added, and how each was found.
@@ -105,7 +105,8 @@ def placed(
                 place_layer(index, reached)
                 continue
             reached |= {one for reader in flow.after[index] for one in behind.get(reader, ())}
-            if _can_begin(layers[index]):
+            # An engine's layer may begin with these, and rarely ends with one.
+            if layers[index].flops or layers[index].type == DEQUANTISES:
                 place_layer(index, {min(reached)} if reached else set())
             else:
                 behind[index] = reached
@@ -120,11 +121,6 @@ def placed(
         if index not in placements and index not in flow.constant and (reached := find_claims(flow.before[index])):
             place_layer(index, {max(reached)})
     return placements, how
-
-
-def _can_begin(layer: Layer) -> bool:
-    """Return whether an engine's layer may begin with this layer, and rarely ends with it."""
-    return bool(layer.flops) or layer.type == DEQUANTISES
 
 
 def _find_neighbours(flow: Flow, claims: Mapping[int, set[int]]) -> tuple[list[set[int]], list[set[int]]]:
@@ -155,7 +151,7 @@ WRAPPER = "model."  # what an export of a module with described inputs puts befo
 
 @dataclass(frozen=True)
 class Link:
-    """Two forms aligned: the counterparts in `lower` of each layer of `upper`, and how each was found (see `place`).
+    """Two forms aligned: the counterparts in `lower` of each layer of `upper`, and how each was found.
 
     `sure` are the pairs that names tell. `outer` are calls of modules that consist of others: what they do besides is
     spread over what their parts do.
@@ -196,11 +192,8 @@ def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     graph, engine = forms[upper].layers, forms[lower].layers
     names = {layer.name: k for k, layer in enumerate(graph)}
     tensors = {port.name: k for k, layer in enumerate(graph) for port in layer.outputs}
-    moved = {
-        layer.inputs[0].name: layer.outputs[0].name
-        for layer in engine
-        if layer.moves and layer.inputs and layer.outputs
-    }
+    moving = [layer for layer in engine if layer.moves and layer.inputs and layer.outputs]
+    moved = {layer.inputs[0].name: layer.outputs[0].name for layer in moving}
     claims: Claims = defaultdict(set)
     for index, layer in enumerate(engine):
         nodes = [_find_index(name, names, tensors) for name in layer.nodes or (layer.name,)]
@@ -218,8 +211,8 @@ def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     def can_hold(node: int, layer: int) -> bool:
         return bool(engine[layer].computes_in) or not (says and graph[node].flops)
 
-    extended = between(inner, outer, claims, unnamed, can_hold)
-    pairs, how = placed(graph, extended, inner, _find_ends(engine, tensors))
+    extended = extend_claims(inner, outer, claims, unnamed, can_hold)
+    pairs, how = place_layers(graph, extended, inner, _find_ends(engine, tensors))
     for node in extended.keys() - claims.keys():
         how[node] = FLOW
     sure = frozenset((node, layer) for node, own in claims.items() for layer in own)
@@ -278,7 +271,7 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
             for one, counterpart in _pair_calls(chosen, indices):
                 claims[counterpart].add(one)
     sure = frozenset((call, node) for node, own in claims.items() for call in own)
-    claims, how = placed(graph, claims, Flow(graph))
+    claims, how = place_layers(graph, claims, Flow(graph))
     if "" not in by_name:  # work of the model's code outside its submodules
         alone = {k for k, node in enumerate(graph) if node.modules == ("",)}
         claims = {k: called for k, called in claims.items() if k not in alone}
@@ -288,15 +281,11 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     outer = frozenset(k for k, call in enumerate(calls) if call.name in inner or not call.name)
     ran = [k for k, call in enumerate(calls) if k not in outer and not call.skipped]
     leaves = {place: pairs[k] for place, k in enumerate(ran) if k in pairs}
-    whole, _ = placed([calls[k] for k in ran], leaves, Flow([calls[k] for k in ran], complete=False))
+    whole, _ = place_layers([calls[k] for k in ran], leaves, Flow([calls[k] for k in ran], complete=False))
     kept = {k: own for k, own in pairs.items() if k in outer} | {ran[place]: own for place, own in whole.items()}
-    return Link(upper, lower, kept, _of_calls(kept, claims, how), sure, outer)
-
-
-def _of_calls(pairs: Mapping[int, set[int]], claims: Mapping[int, set[int]], how: Mapping[int, str]) -> dict[int, str]:
-    """Return how each call was found: by name where one of the nodes that claim it was, else by data flow."""
+    # A call is found by its name where one of the nodes that claim it was, else by data flow.
     named = {call for node, own in claims.items() if how.get(node) == NAMED for call in own}
-    return {call: NAMED if call in named else FLOW for call in pairs}
+    return Link(upper, lower, kept, {call: NAMED if call in named else FLOW for call in kept}, sure, outer)
 
 
 def _parse_call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:

@@ -11,7 +11,7 @@ from dyno.layers import align
 from dyno.layers.align import NAMED, Link, Region
 from dyno.layers.pairs import FormPair, PairSide
 from dyno.layers.tables import BYTES, MODEL
-from dyno.layers.times import modules_of
+from dyno.layers.times import name_modules
 from dyno.worker.facts.job import MODULES, Layer
 
 
@@ -65,12 +65,12 @@ class CausePart:
     before: str = ""
 
 
-def parts(pair: FormPair) -> list[CausePart]:
+def split_regions(pair: FormPair) -> list[CausePart]:
     """Return the pair's layers as parts, region by region in the model's order."""
-    return _RegionSplitter(pair).all()
+    return _RegionSplitter(pair).list_all_parts()
 
 
-def linked(pair: FormPair) -> list[Link]:
+def link_forms(pair: FormPair) -> list[Link]:
     """Align the forms by the graphs behind them; without a direct one, align two modules by their calls' names."""
     links = align.find_pivots(pair.forms, pair.graph_of)
     reached = {each.upper for each in links} | {each.lower for each in links}
@@ -91,7 +91,7 @@ def _by_calls(pair: FormPair) -> Link:
     return Link(pair.a.form, pair.b.form, found, dict.fromkeys(found, NAMED), sure)
 
 
-def gathered(found: Sequence[Region], form: int) -> list[Region]:
+def merge_own_code(found: Sequence[Region], form: int) -> list[Region]:
     """Merge, for each module, the regions in which only its own code runs, between calls of its parts, into one.
 
     The time of that code is one figure; it is there and not with one of the parts.
@@ -133,25 +133,25 @@ class _TimedForm:
     def __post_init__(self) -> None:
         self.ran = [bool(s > 0) or not layer.skipped for s, layer in zip(self.seconds, self.layers, strict=True)]
 
-    def converts(self, k: int) -> bool:
+    def is_conversion(self, k: int) -> bool:
         """Return whether the layer only changes a type or a layout."""
         return self.layers[k].moves or self.layers[k].type.rpartition(".")[2] in CONVERTERS
 
-    def reader(self, k: int) -> int | None:
+    def find_reader(self, k: int) -> int | None:
         """Return the first layer behind `k` that isn't a conversion itself; None where only outputs follow."""
         for later in range(k + 1, len(self.layers)):
             written = {port.name for port in self.layers[k].outputs}
             if written & {port.name for port in self.layers[later].inputs}:
-                if not self.converts(later):
+                if not self.is_conversion(later):
                     return later
                 k = later
         return None
 
-    def weight(self, k: int) -> tuple[int, float]:
+    def weigh(self, k: int) -> tuple[int, float]:
         """Return the key by which the main layer of a region is chosen: operations, then time."""
         return (self.layers[k].flops or int(bool(self.layers[k].computes_in)), float(self.seconds[k]))
 
-    def named(self, chosen: Sequence[int]) -> tuple[str, ...]:
+    def list_names(self, chosen: Sequence[int]) -> tuple[str, ...]:
         """Return the names of these layers, in order."""
         return tuple(dict.fromkeys(name for k in chosen for name in self.names[k] or [self.layers[k].name or MODEL]))
 
@@ -177,12 +177,12 @@ class _RegionSplitter:
     def __init__(self, pair: FormPair) -> None:
         self._pair = pair
         self.a, self.b = (_make_form(pair, side) for side in pair.sides)
-        found = align.find_regions(pair.forms, linked(pair))
+        found = align.find_regions(pair.forms, link_forms(pair))
         for form in (self.a, self.b):
-            found = gathered(found, form.side.form) if form.modules else found
+            found = merge_own_code(found, form.side.form) if form.modules else found
         self._regions = found
 
-    def all(self) -> list[CausePart]:
+    def list_all_parts(self) -> list[CausePart]:
         """Return the parts of every region."""
         found = [part for region in self._regions for part in self._list_parts(region) if part.a or part.b]
         return self._merge_conversions(found)
@@ -206,11 +206,13 @@ class _RegionSplitter:
         return kept
 
     def _list_parts(self, region: Region) -> list[CausePart]:
-        a, b = ([k for k in region.members[form.side.form] if form.ran[k]] for form in (self.a, self.b))
-        moving = [
-            self._make_conversion(form, k) for form, own in ((self.a, a), (self.b, b)) for k in own if form.converts(k)
-        ]
-        a, b = ([k for k in own if not form.converts(k)] for form, own in ((self.a, a), (self.b, b)))
+        a, b, moving = list[int](), list[int](), list[CausePart]()
+        for form, own in ((self.a, a), (self.b, b)):
+            for k in (k for k in region.members[form.side.form] if form.ran[k]):
+                if form.is_conversion(k):
+                    moving.append(self._make_conversion(form, k))
+                else:
+                    own.append(k)
         if called := self._find_call_part(a, b):
             moving.append(called)
             a, b = [k for k in a if k not in called.a], [k for k in b if k not in called.b]
@@ -231,8 +233,8 @@ class _RegionSplitter:
         return CausePart(CALLS, tuple(first), tuple(second), (MODEL,))
 
     def _make_conversion(self, form: _TimedForm, k: int) -> CausePart:
-        reader = form.reader(k)
-        before = form.named([reader])[0] if reader is not None else ""
+        reader = form.find_reader(k)
+        before = form.list_names([reader])[0] if reader is not None else ""
         a, b = ((k,), ()) if form is self.a else ((), (k,))
         return CausePart(CONVERSION, a, b, (form.layers[k].name,), before=before)
 
@@ -244,11 +246,11 @@ class _RegionSplitter:
         more_a, more_b = (tuple(k for k in own if k not in main) for own, main in ((a, main_a), (b, main_b)))
         types = self.a.type_of(main_a), self.b.type_of(main_b)
         cause = self._find_cause(main_a, main_b, types)
-        found = [CausePart(cause, tuple(main_a), tuple(main_b), self.a.named(main_a), types)]
+        found = [CausePart(cause, tuple(main_a), tuple(main_b), self.a.list_names(main_a), types)]
         if more_a:
-            found.append(CausePart(FUSED, a=more_a, names=self.a.named(more_a)))
+            found.append(CausePart(FUSED, a=more_a, names=self.a.list_names(more_a)))
         if more_b:
-            found.append(CausePart(SPLIT, b=more_b, names=self.b.named(more_b)))
+            found.append(CausePart(SPLIT, b=more_b, names=self.b.list_names(more_b)))
         return found
 
     def _choose_main(self, form: _TimedForm, own: Sequence[int], other: _TimedForm, count: int) -> list[int]:
@@ -258,7 +260,7 @@ class _RegionSplitter:
         """
         if other.modules and not form.modules:
             return sorted(own)
-        return sorted(sorted(own, key=form.weight, reverse=True)[:count])
+        return sorted(sorted(own, key=form.weigh, reverse=True)[:count])
 
     def _make_lone_part(self, a: Sequence[int], b: Sequence[int], region: Region) -> CausePart:
         """Return the part of a region that one side lacks: nothing runs for it there where the region is identified.
@@ -271,7 +273,7 @@ class _RegionSplitter:
         products = form.modules and any(form.layers[k].flops for k in own)  # which every engine has, under some name
         known = bool(others) or (not products and (form.modules or other.modules))
         cause = (FUSED if a else SPLIT) if known else UNALIGNED
-        return CausePart(cause, tuple(a), tuple(b), form.named(own))
+        return CausePart(cause, tuple(a), tuple(b), form.list_names(own))
 
     def _find_cause(self, a: Sequence[int], b: Sequence[int], types: tuple[str, str]) -> Cause:
         if all(types):
@@ -285,10 +287,8 @@ class _RegionSplitter:
                 return STAYED
         if types[0] != types[1] or self._libraries[0] != self._libraries[1]:
             return KERNEL
-        kernels = [
-            sorted((form.layers[k].type, form.layers[k].tactic) for k in own)
-            for form, own in ((self.a, a), (self.b, b))
-        ]
+        layers = [[form.layers[k] for k in own] for form, own in ((self.a, a), (self.b, b))]
+        kernels = [sorted((layer.type, layer.tactic) for layer in each) for each in layers]
         if self._libraries[0] == PROVIDERS and [t for _, t in kernels[0]] != [t for _, t in kernels[1]]:
             return PROVIDER
         return SAME if kernels[0] == kernels[1] else KERNEL
@@ -296,19 +296,16 @@ class _RegionSplitter:
     @property
     def _libraries(self) -> list[str]:
         """Whose layers they are, without versions."""
-        return [
-            next((word for word in (PROVIDERS,) if title.startswith(word)), title.partition(" ")[0])
-            for title in self._pair.titles
-        ]
+        return [PROVIDERS if t.startswith(PROVIDERS) else t.partition(" ")[0] for t in self._pair.titles]
 
 
 def _make_form(pair: FormPair, side: PairSide) -> _TimedForm:
     form = pair.forms[side.form]
-    names = modules_of(pair.forms, side.form, side.graph, side.module)
-    return _TimedForm(side, form.layers, names, medians(side), modules=form.form == MODULES)
+    names = name_modules(pair.forms, side.form, side.graph, side.module)
+    return _TimedForm(side, form.layers, names, compute_medians(side), modules=form.form == MODULES)
 
 
-def medians(side: PairSide) -> np.ndarray:
+def compute_medians(side: PairSide) -> np.ndarray:
     """Return the seconds of each layer: the median over processes of the median over repeats."""
     return np.array(np.median([np.median(each.layers, axis=0) for each in side.processes], axis=0))
 

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.jobs.progress import Progress
 from dyno.layers import forms
-from dyno.layers.profiling import engines
+from dyno.layers.profiling import choose_engines
 from dyno.report.tables import TableKind
 from dyno.results import stats
 from dyno.runner.device_lock import launch_in_turn
 from dyno.study.defaults import one_model
-from dyno.study.study import Study
 from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, compare_cells, limited, printed, with_limits
 from dyno.worker.facts.job import ColdStart
 from dyno.worker.option_values import at_least
@@ -116,8 +115,10 @@ class ColdStarts:
         """
         first = {one.files: one for one in reversed(self.starts)}
         evidence = [
-            None if one is first[one.files] else _compute_evidence(one, first[one.files]) for one in self.starts
-        ]
+            stats.paired([math.log(a / b) for a, b in zip(other.wholes, one.wholes, strict=True)])
+            if (other := first[one.files]) is not one else None
+            for one in self.starts
+        ]  # fmt: skip
         decided = zip(self.starts, evidence, stats.decide_family(evidence), strict=True)
         rows = [_make_row(one, speedup if e else None) for one, e, speedup in decided]
         return STARTS.of(COLUMNS, rows, notes=(NOTE, *self.sentences), printed=PRINTED)
@@ -134,14 +135,9 @@ class ColdStarts:
 
 def without_byte_code(modules: int, uncompiled: int) -> str:
     """Describe how many of a process's modules have no byte-code; "" where only a few have none."""
-    few = uncompiled <= MANY_UNCOMPILED * modules
-    return (
-        "" if few else f"{uncompiled:,} of {modules:,} Python modules have no byte-code, so each process compiles them"
-    )
-
-
-def _compute_evidence(own: ColdStartSamples, other: ColdStartSamples) -> stats.Evidence | None:
-    return stats.paired([math.log(a / b) for a, b in zip(other.wholes, own.wholes, strict=True)])
+    if uncompiled <= MANY_UNCOMPILED * modules:
+        return ""
+    return f"{uncompiled:,} of {modules:,} Python modules have no byte-code, so each process compiles them"
 
 
 def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
@@ -153,7 +149,7 @@ def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
         "later_ms": 1e3 * statistics.median(value for each in one.rounds for value in each.later),
         "read_mb": None if middle.read_bytes is None else middle.read_bytes / 1e6, "rounds": len(one.rounds),
     }  # fmt: skip
-    return {**row, **compare_cells(speedup, False)} if speedup else {**row, "verdict": "reference"}
+    return row | (compare_cells(speedup, False) or {"verdict": "reference"})
 
 
 ROUNDS = 5
@@ -182,7 +178,7 @@ def bench_cold_start(
         raise UserError("this system can't drop files from its cache; give --files memory")
     study, progress = one_model(model, settings), Progress(quiet=quiet)
     reading = ColdStartReader(study, batch, progress)
-    sides = engines(forms.sides(study, others))
+    sides = choose_engines(forms.list_forms(study, others))
     if any(side.choice.name == forms.ONNX for side in sides):
         raise UserError("an ONNX graph doesn't run by itself; name a backend, such as onnxruntime")
     reading.read_all(sides)
@@ -197,11 +193,7 @@ class ColdStartReader(forms.FormReader):
 
     runs_all = True
 
-    def __init__(self, study: Study, batch: int, progress: Progress) -> None:
-        super().__init__(study, batch, progress)
-        self.trials: list[tuple[Trial, Artifact | None]] = []
-
-    def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
+    def read_trial(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
         """Add the trial and its file to those to start, once per trial."""
         if trial.id not in {other.id for other, _ in self.trials}:
             self.trials.append((trial, artifact))

@@ -179,19 +179,19 @@ def make_counters_table(
 ) -> Table:
     """Build rows for the `top` kernels (0: all) of each form by time, or as they ran (`graph`), and one for the rest.
 
-    `reports` has those of the form with that index; `graph_of` and `module_of` are as in `times.profile`.
+    `reports` has those of the form with that index; `graph_of` and `module_of` are as in `times.profile_table`.
     """
     rows: list[Row] = []
     notes = [NOTE]
     for k, report in reports.items():
-        names = times.modules_of(forms, k, graph_of.get(k), module_of.get(k))
-        owners = owners_of(forms[k], report.kernels)
+        names = times.name_modules(forms, k, graph_of.get(k), module_of.get(k))
+        owners = find_owners(forms[k], report.kernels)
         rows += _build_rows(forms[k], names, report.kernels, owners, order, top)
         notes += (f"{forms[k].library}: {one}." for one in describe_counters(report, owners))
     return COUNTERS.of(COLUMNS, rows, notes=tuple(notes), group=("form",))
 
 
-def owners_of(form: LayerGraph, kernels: Sequence[Kernel]) -> list[int | None]:
+def find_owners(form: LayerGraph, kernels: Sequence[Kernel]) -> list[int | None]:
     """Return the layer of each kernel: the innermost of its ranges that has a layer's name; None without one."""
     rows: dict[str, int] = {}
     for k, (name, number) in enumerate(form.calls()):
@@ -248,7 +248,7 @@ def _sum_seconds(kernels: Sequence[Kernel]) -> float:
     return sum(map(_read_seconds, kernels))
 
 
-def bound(kernel: Kernel) -> str:
+def find_bound(kernel: Kernel) -> str:
     """Return the resource that bounds the kernel, "" where its counters don't tell."""
     if kernel.memory >= BUSY and not kernel.sm > kernel.memory:
         return DRAM if kernel.dram >= kernel.memory else CACHES
@@ -261,7 +261,7 @@ def bound(kernel: Kernel) -> str:
 
 def describe_bound(kernel: Kernel) -> str:
     """Describe the resource that bounds the kernel, with the figures behind it."""
-    kind, sm, memory = bound(kernel), f"{kernel.sm:.0f} %", f"{kernel.memory:.0f} %"
+    kind, sm, memory = find_bound(kernel), f"{kernel.sm:.0f} %", f"{kernel.memory:.0f} %"
     if kind == DRAM:
         return f"memory-bound: {memory} of DRAM bandwidth"
     if kind == CACHES:
@@ -294,7 +294,7 @@ def _describe_bounds(kernels: Sequence[Kernel]) -> str:
     total = _sum_seconds(kernels) or 1.0
     shares: dict[str, float] = {}
     for kernel in kernels:
-        if kind := bound(kernel):
+        if kind := find_bound(kernel):
             shares[kind] = shares.get(kind, 0.0) + 100 * _read_seconds(kernel) / total
     parts = [f"{share:.0f} % {kind}" for kind, share in sorted(shares.items(), key=lambda item: -item[1])]
     return f"the time of its {counting(len(kernels), 'kernel')} is {', '.join(parts)}" if parts else ""
@@ -342,7 +342,7 @@ def find_tool() -> str:
     )
 
 
-def command(tool: str, log: Path) -> list[str]:
+def build_command(tool: str, log: Path) -> list[str]:
     """Return ncu's part of the command line: it counts between the start and the stop of CUDA's profiler.
 
     It leaves the GPU's clocks as they are, and empties the caches before each kernel, so that its runs are alike.
@@ -365,7 +365,7 @@ def count_kernels(
     with tempfile.TemporaryDirectory() as scratch:
         folder, log = Path(scratch) / "job", Path(scratch) / "ncu.csv"
         job = Job("counters", trial.runtime, trial, artifact=artifact)
-        record = launch_in_turn(job, folder, timeout_s, progress, tool=command(tool, log))
+        record = launch_in_turn(job, folder, timeout_s, progress, tool=build_command(tool, log))
         report = read_ncu(_read_text(log))
         printed = [read_ncu(_read_text(folder / name)).errors for name in ("stdout.log", "stderr.log")]
     return counting_outcome(record, replace(report, errors=(*report.errors, *printed[0], *printed[1])), timeout_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from dyno.results.trial_result import TrialResult
 from dyno.runner.execute import execute
 from dyno.study.defaults import new_folder
 from dyno.study.study import Choice, Study
-from dyno.table import RATIO, TEXT, Column, Table, limited
+from dyno.table import RATIO, TEXT, Column, Table, limited, printed, with_limits
 from dyno.worker import registry
 from dyno.worker.spec import FIXED, Option, UserError
 
@@ -128,13 +128,8 @@ def called_for(
 def _estimate_saving(waterfall: Waterfall, step: WaterfallStep) -> float:
     if step.cause in OVERHEADS:
         return step.b
-    return sum(_iter_slowdowns(waterfall, step)) if step.parts else max(0.0, step.difference.value)
-
-
-def _iter_slowdowns(waterfall: Waterfall, step: WaterfallStep) -> Iterator[float]:
-    for k in step.parts:
-        if (more := waterfall.step(step.cause, (k,)).difference.value) > 0:
-            yield more
+    parts = [waterfall.step(step.cause, (k,)) for k in step.parts] or [step]
+    return sum(max(0.0, part.difference.value) for part in parts)
 
 
 # What came of prescriptions, as a table and in sentences.
@@ -171,9 +166,7 @@ COLUMNS = (
     Column("called_by", "the cause that costs B most of those that it may cure", kind=TEXT, title="called for by"),
     Column("cost_us", "what that costs B", "µs", title="costs, µs"),
     Column("engine", "for --backend", kind=TEXT, rank=3),
-    Column("speedup", "latency of B over its own", kind=RATIO, interval=True, title="times as fast"),
-    Column("speedup_low", "its lower limit", kind=RATIO, cell=lambda row: ""),
-    Column("speedup_high", "its upper limit", kind=RATIO, cell=lambda row: ""),
+    *with_limits(Column("speedup", "latency of B over its own", kind=RATIO, title="times as fast")),
     Column("verdict", "faster, slower, equivalent or undecided; or why it has no speed", kind=TEXT),
     Column("outputs", "against those of the study's reference", kind=TEXT, rank=1),
     Column("kept", "where it is proven faster, with the right outputs", kind=TEXT),
@@ -207,7 +200,7 @@ class PrescriptionResult:
             f"Each is a trial beside {self.title}, in turns, all of them as one family (Holm); a profiled run is not "
             "among them."
         )
-        return TRIED.of(COLUMNS, rows, notes=(note,) if rows else ())
+        return TRIED.of(COLUMNS, rows, notes=(note,) if rows else (), printed=printed(COLUMNS))
 
     @property
     def sentences(self) -> list[str]:

@@ -28,10 +28,10 @@ from dyno.study.model_info import no_such
 from dyno.study.study import Choice, Study
 from dyno.table import Table
 from dyno.winner import measured_file
-from dyno.worker.facts.job import MODULES, LayerGraph
+from dyno.worker.facts.job import LayerGraph
 from dyno.worker.option_values import at_least
 from dyno.worker.record import refuse_links, write_text
-from dyno.worker.spec import Artifact, Trial, UserError, from_json, to_json
+from dyno.worker.spec import Trial, UserError, from_json, to_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,15 +104,12 @@ class ExplanationResult:
         """Return the tables and sentences in one of the table formats."""
         if format == "html":
             return self.html
-        if format == "json":
-            return export(self.tables, format, about={"reasons": to_json(self.reasons), **self._describe_pair()})
-        return with_sentences(self.tables, self.sentences, format)
-
-    def _describe_pair(self) -> dict[str, Any]:
-        found = self.waterfall
-        shares = {"attributed": found.attributed, "named": found.named} if found.gap.proven else {}
-        tried = {"tried": self.tried.sentences} if self.tried else {}
-        return {"a": self.pair.titles[0], "b": self.pair.titles[1], **shares, **tried}
+        if format != "json":
+            return with_sentences(self.tables, self.sentences, format)
+        found, (a, b) = self.waterfall, self.pair.titles
+        about: dict[str, Any] = {"reasons": to_json(self.reasons), "a": a, "b": b}
+        about |= {"attributed": found.attributed, "named": found.named} if found.gap.proven else {}
+        return export(self.tables, format, about=about | ({"tried": self.tried.sentences} if self.tried else {}))
 
 
 def check_saved(path: Path) -> None:
@@ -150,10 +147,11 @@ def explain(
     """
     batch, rounds = at_least(1, batch=batch, rounds=rounds)
     (runs,), (top,) = at_least(5, runs=runs), at_least(0, top=top)
-    paths = files.named(save)
+    paths = files.list_paths(save)
     for path in paths:
         check_saved(path)
-    if len(sides) == 2 and _nothing_at(model):
+    # A model with a colon is a source, and no path.
+    if len(sides) == 2 and isinstance(model, (str, Path)) and ":" not in str(model) and not Path(model).exists():
         raise UserError(no_such(str(model)))
     progress = Progress(quiet=quiet)
     if prescriptions:
@@ -165,23 +163,21 @@ def explain(
         return found
     first(found)
     study = one_model(model, settings)
-    tried = cures.try_cures(found.waterfall, forms.sides(study, sides), study, batch, rounds, progress)
+    tried = cures.try_cures(found.waterfall, forms.list_forms(study, sides), study, batch, rounds, progress)
     found = replace(found, tried=tried)
     for path in paths:
         found.save(path)
     return found
 
 
-def _nothing_at(model: Any) -> bool:
-    """Return whether the model is a path (it has no source prefix) that does not exist."""
-    return isinstance(model, (str, Path)) and ":" not in str(model) and not Path(model).exists()
-
-
 def _find_pair(
     model: Any, sides: Sequence[Any], batch: int, rounds: int, runs: int, settings: dict[str, Any], progress: Progress
 ) -> FormPair:
     if not sides and Path(str(model)).suffix == STORED:
-        return _read_pair(Path(model))
+        try:
+            return pairs.read_pair(Path(model))
+        except (OSError, ValueError) as e:
+            raise UserError(f"{model} can't be read: {getattr(e, 'strerror', e)}") from e
     if len(sides) not in (1, 2) or (len(sides) == 1 and forms.is_form(sides[0])):
         raise UserError("give a model and the two forms to explain, a run folder and two of its trials, two models, or "
                         "a file that `dyno explain --save FILE.json` wrote")  # fmt: skip
@@ -189,25 +185,16 @@ def _find_pair(
         return _of_run(Path(model), sides, rounds, runs, settings, progress)
     study = one_model(model, settings)
     if len(sides) == 1:  # both in the form that they already have
-        asked = [forms.first(source) for source in (study.models[0], Study(models=tuple(sides)).models[0])]
+        asked = [forms.request_own_form(source) for source in (study.models[0], Study(models=tuple(sides)).models[0])]
     else:
-        asked = forms.sides(study, sides)
-    chosen = profiling.engines(asked)[-2:]
+        asked = forms.list_forms(study, sides)
+    chosen = profiling.choose_engines(asked)[-2:]
     for side in chosen:
         profiling.check(side, study.device)
     reading = PairProfiler(study, batch, progress, runs)
     for side in chosen:
         reading.read(side)
-    return reading.pair(rounds, [side.source for side in chosen], [side.precision for side in chosen])
-
-
-def _read_pair(path: Path) -> FormPair:
-    try:
-        return pairs.read_pair(path)
-    except OSError as e:
-        raise UserError(f"{path} can't be read: {e.strerror}") from e
-    except ValueError as e:
-        raise UserError(f"{path} can't be read: {e}") from e
+    return reading.build_pair(rounds, [side.source for side in chosen], [side.precision for side in chosen])
 
 
 def _of_run(
@@ -234,48 +221,35 @@ def _of_run(
     for measured, trial in zip(found, trials, strict=True):
         file, said = measured_file(measured, trial)
         notes += [f"{measured.label}: {note}" for note in said]
-        reading.made(trial, trial.recipe, file)
-    pair = reading.pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
+        reading.read_trial(trial, trial.recipe, file)
+    pair = reading.build_pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
     a, b = (center(each.medians("model")).value for each in found)
     whole = replace(pair, a=replace(pair.a, stored=a), b=replace(pair.b, stored=b), notes=tuple(notes))
-    _store_pair(whole, pairs.of_run(folder, *(each.id for each in found)))
-    return whole
-
-
-def _store_pair(pair: FormPair, path: Path) -> None:
-    """Store the pair in its run, whose report then has it; a run that can't be written to goes without."""
-    with suppress(OSError):
+    path = pairs.name_file(folder, *(each.id for each in found))
+    with suppress(OSError):  # a run that can't be written to goes without
         path.parent.mkdir(exist_ok=True)
-        pairs.write_pair(path, pair)
+        pairs.write_pair(path, whole)
+    return whole
 
 
 class PairProfiler(profiling.FormProfiler):
     """Profiles two forms in several processes each, in turn."""
 
-    def __init__(self, study: Study, batch: int, progress: Progress, runs: int) -> None:
-        super().__init__(study, batch, progress, runs)
-        self._ran: list[tuple[Trial, Artifact | None]] = []
-
-    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
-        """See `FormProfiler.ran`; the trial and its file are kept for further rounds."""
-        self._ran.append((trial, artifact))
-        return super().ran(trial, artifact)
-
-    def pair(self, rounds: int, sources: Sequence[str], precisions: Sequence[str]) -> FormPair:
+    def build_pair(self, rounds: int, sources: Sequence[str], precisions: Sequence[str]) -> FormPair:
         """Return the pair of forms that were read, with the times of all rounds.
 
         `sources` and `precisions` are each side's source and requested precision.
         """
-        times = self.again(rounds)
+        times = self.repeat_rounds(rounds)
         by_form = dict(zip(self.shown, sources, strict=True))
-        modules = {source: k for k, source in by_form.items() if self.forms[k].form == MODULES}
+        module_of = self.module_of(by_form)
         sides = [
-            PairSide(k, precision, each, self.graph_of.get(k), modules.get(by_form[k]))
+            PairSide(k, precision, each, self.graph_of.get(k), module_of.get(k))
             for k, precision, each in zip(self.shown, precisions, times, strict=True)
         ]
-        return FormPair(forms.distinct(self.forms, by_form), sides[0], sides[1], sources[0])
+        return FormPair(forms.number_titles(self.forms, by_form), sides[0], sides[1], sources[0])
 
-    def again(self, rounds: int) -> list[tuple[Times, ...]]:
+    def repeat_rounds(self, rounds: int) -> list[tuple[Times, ...]]:
         """Return the times of each form by process: the first ones, then those of further rounds.
 
         Each round profiles the forms in the opposite order of the round before. Raises `UserError` if a form has other
@@ -285,12 +259,12 @@ class PairProfiler(profiling.FormProfiler):
         for number in range(1, rounds):
             order = range(len(found)) if number % 2 == 0 else reversed(range(len(found)))
             for k in order:
-                inside = super().ran(*self._ran[k])
-                found[k].append(fitted(self.forms[self.shown[k]], inside, self.times[-1]))
+                inside = self.read_form(*self.trials[k])
+                found[k].append(reorder_times(self.forms[self.shown[k]], inside, self.times[-1]))
         return [tuple(each) for each in found]
 
 
-def fitted(first: LayerGraph, inside: LayerGraph, times: Times) -> Times:
+def reorder_times(first: LayerGraph, inside: LayerGraph, times: Times) -> Times:
     """Return the times of a form in another process, with its layers in the order of the first process.
 
     Engines number the conversions that they insert anew each time, so these are identified by the layers that write

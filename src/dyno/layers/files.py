@@ -16,8 +16,8 @@ import numpy as np
 from dyno.jobs.progress import Progress
 from dyno.layers import forms, graph_files, graph_page
 from dyno.layers.forms import FormRequest, GraphFile
-from dyno.layers.graph_files import Note, Timeline, timelines
-from dyno.layers.roofline import Ceilings, LayerWork, counted
+from dyno.layers.graph_files import Note, Timeline, build_timelines
+from dyno.layers.roofline import Ceilings, LayerWork, count_work
 from dyno.layers.times import Times
 from dyno.report import style
 from dyno.report.style import INK, LINES, WIDTH, color, logarithmic, marker, styled
@@ -46,7 +46,7 @@ def draw_roofline(
 
     A point's area is the layer's share of the time. Layers without products aren't in it: they have no operations.
     """
-    work = {k: counted(forms, k, graph_of.get(k), each.precision) for k, each in times.items()}
+    work = {k: count_work(forms, k, graph_of.get(k), each.precision) for k, each in times.items()}
     points = {k: found for k, each in times.items() if (found := _compute_points(each, work[k]))}
     if not points:
         return None
@@ -121,8 +121,20 @@ class FormsResult:
         raise NotImplementedError
 
     def save(self, path: str | Path) -> list[Path]:
-        """Write a file for another tool, chosen by its suffix; see docs/layer-files.md. Return the written files."""
-        return save(self, Path(path))
+        """Write a file for another tool, or one for each of several ONNX graphs; return the written files.
+
+        Its suffix chooses the tool: see docs/layer-files.md. Raises `UserError` for an unknown one, and OSError if the
+        file can't be written.
+        """
+        path, lines = Path(path), make_timelines(self)
+        kind = find_kind(path, bool(self.times))
+        if kind.text is None and not kind.rated:
+            return _write_graphs(self, dict(zip(self.shown, lines, strict=True)), path)
+        if kind.text is not None:
+            write_text(path, kind.text(self, lines) + "\n")
+        else:
+            _draw_roofline(self, path)
+        return [path]
 
     def to_pandas(self) -> pd.DataFrame:
         """Return the rows of the first table."""
@@ -142,18 +154,13 @@ class OutputFileKind:
 
 KINDS: dict[str, OutputFileKind] = {
     ".trace.json": OutputFileKind(
-        "Perfetto", lambda _, lines: json.dumps(graph_files.chrome_trace(lines, EXPORTER)), timed=True
-    ),
-    ".speedscope.json": OutputFileKind(
-        "speedscope",
-        lambda found, lines: json.dumps(graph_files.speedscope_profile(lines, found.name, EXPORTER)),
-        timed=True,
-    ),
+        "Perfetto", lambda _, lines: json.dumps(graph_files.chrome_trace(lines, EXPORTER)), timed=True),
+    ".speedscope.json": OutputFileKind("speedscope", lambda found, lines: json.dumps(
+        graph_files.speedscope_profile(lines, found.name, EXPORTER)), timed=True),
     ".explorer.json": OutputFileKind("Model Explorer", lambda found, lines: json.dumps(
         graph_files.explorer_graphs([found.forms[k] for k in found.shown], lines, found.name), indent=1)),
     ".node-data.json": OutputFileKind(
-        "Model Explorer", lambda _, lines: json.dumps(graph_files.node_data(lines)), timed=True
-    ),
+        "Model Explorer", lambda _, lines: json.dumps(graph_files.node_data(lines)), timed=True),
     GRAPH: OutputFileKind("Netron", None),
     ".svg": OutputFileKind("a browser", None, timed=True, rated=True),
     ".png": OutputFileKind("a viewer of images", None, timed=True, rated=True),
@@ -162,12 +169,12 @@ KINDS: dict[str, OutputFileKind] = {
 }  # fmt: skip
 
 
-def named(save: str | Path | Sequence[str | Path]) -> list[Path]:
+def list_paths(save: str | Path | Sequence[str | Path]) -> list[Path]:
     """Return the files that `save` names: one or several."""
     return [Path(path) for path in ([save] if isinstance(save, (str, Path)) else save)]
 
 
-def kind_of(path: Path, timed: bool) -> OutputFileKind:
+def find_kind(path: Path, timed: bool) -> OutputFileKind:
     """Return the kind of a file by its suffix.
 
     Raises `UserError` for an unknown suffix, and for a file of times if nothing is `timed`.
@@ -184,7 +191,7 @@ def kind_of(path: Path, timed: bool) -> OutputFileKind:
 def check(paths: Sequence[Path], sides: Sequence[FormRequest], timed: bool, rated: bool = False) -> None:
     """Raise `UserError`, before anything is read, for a file that can't be written or made from these forms."""
     for path in paths:
-        kind = kind_of(path, timed)
+        kind = find_kind(path, timed)
         if kind is KINDS[PAGE]:
             check_library(LAYOUT)
         if kind.rated and not rated:
@@ -205,28 +212,12 @@ def _has_graph(side: FormRequest) -> bool:
     return kind.name == forms.ONNX if kind else side.choice.name != forms.MODULE
 
 
-def save(found: FormsResult, path: Path) -> list[Path]:
-    """Write the file, or one for each of several ONNX graphs; return the written files.
-
-    Raises `UserError` for an unknown suffix, and OSError if the file can't be written.
-    """
-    kind = kind_of(path, bool(found.times))
-    lines = make_timelines(found)
-    if kind.text is not None:
-        write_text(path, kind.text(found, lines) + "\n")
-        return [path]
-    if kind.rated:
-        _draw_roofline(found, path)
-        return [path]
-    return _write_graphs(found, dict(zip(found.shown, lines, strict=True)), path)
-
-
 def save_all(found: FormsResult, paths: Sequence[Path], quiet: bool) -> None:
     """Write the files, and unless `quiet` print the programs that open them."""
     for path in paths:
-        for written in save(found, path):
+        for written in found.save(path):
             if not quiet:
-                print(f"saved {written}, for {kind_of(path, bool(found.times)).opens}", file=sys.stderr)
+                print(f"saved {written}, for {find_kind(path, bool(found.times)).opens}", file=sys.stderr)
 
 
 def check_library(name: str) -> None:
@@ -249,7 +240,7 @@ def _draw_roofline(found: FormsResult, path: Path) -> None:
 
 def make_timelines(found: FormsResult) -> list[Timeline]:
     """Return the timelines of the requested forms."""
-    return timelines(found.forms, found.graph_of, found.module_of, found.times, found.shown)
+    return build_timelines(found.forms, found.graph_of, found.module_of, found.times, found.shown)
 
 
 def _write_graphs(found: FormsResult, lines: Mapping[int, Timeline], path: Path) -> list[Path]:

@@ -53,15 +53,18 @@ class GraphFile:
     runtime: Runtime
 
 
-def sides(study: Study, others: Sequence[Any]) -> list[FormRequest]:
+def list_forms(study: Study, others: Sequence[Any]) -> list[FormRequest]:
     """Return the study's model as it is, then the others: forms of it, or other models as they are."""
     source = study.models[0]
-    found = [first(source), *(_parse_form(str(o), source) or first(Study(models=(o,)).models[0]) for o in others)]
+    found = [
+        request_own_form(source),
+        *(_parse_form(str(o), source) or request_own_form(Study(models=(o,)).models[0]) for o in others),
+    ]
     check_weights(study, [side.source for side in found])
     return found
 
 
-def first(source: str) -> FormRequest:
+def request_own_form(source: str) -> FormRequest:
     """Return a model in the form that it already has."""
     kind = registry.format_of(source)
     if kind is None:
@@ -114,6 +117,7 @@ class FormReader:
         self.graphs: dict[int, GraphFile] = {}
         self._graphs: dict[str, int] = {}  # by the file's hash
         self.left_out: list[str] = []  # of each form that isn't there, which one, and why
+        self.trials: list[tuple[Trial, Artifact | None]] = []  # that engines ran, each with its file
 
     def read_all(self, sides: Sequence[FormRequest]) -> list[FormRequest]:
         """Read these forms, and return those that can be; the others are `left_out`, unless it is all of them.
@@ -150,34 +154,36 @@ class FormReader:
         kind = registry.format_of(model.file)
         on_device = bool(kind and kind.on_device)
         if self.runs_all:
-            self.engine(replace(study, device=runtime.device) if on_device else study, side, trial)
+            self.read_engine(replace(study, device=runtime.device) if on_device else study, side, trial)
         elif side.choice.name == MODULE:
-            self._add_form(self._launch_job(trial, None, _read_options(study)), "")
+            # The module is read without a look at its inputs before.
+            asked = {"sizes": [list(parse_size(size)) for size in study.sizes],
+                     "overrides": input_options.overrides(study.inputs, study.shapes)}  # fmt: skip
+            self._add_form(self._launch_job(trial, None, asked), "")
         elif on_device:
-            self._add_form(self.ran(trial, None), "")
+            self._add_form(self.read_form(trial, None), "")
         else:
-            self.engine(study, side, trial)
+            self.read_engine(study, side, trial)
 
     def describe(self, sides: Sequence[FormRequest]) -> dict[str, Any]:
         """Return the fields of a `FormsResult`; `sides` were read, in this order."""
         sources = {k: side.source for k, side in zip(self.shown, sides, strict=True)}
         return {
-            "forms": distinct(self.forms, sources), "shown": tuple(self.shown), "graph_of": self.graph_of,
-            "module_of": self.module_of(sides), "graphs": self.graphs, "name": model_name(self._study.models[0]),
+            "forms": number_titles(self.forms, sources), "shown": tuple(self.shown), "graph_of": self.graph_of,
+            "module_of": self.module_of(sources), "graphs": self.graphs, "name": model_name(self._study.models[0]),
             "left_out": tuple(self.left_out),
         }  # fmt: skip
 
-    def module_of(self, sides: Sequence[FormRequest]) -> dict[int, int]:
-        """Map each shown form to the index of its module, if that is shown too; `sides` were read, in this order."""
-        sources = {k: side.source for k, side in zip(self.shown, sides, strict=True)}
+    def module_of(self, sources: Mapping[int, str]) -> dict[int, int]:
+        """Map each form to the index of its module, if that is shown too; `sources` are those of the shown forms."""
         modules = {source: k for k, source in sources.items() if self.forms[k].form == MODULES}
         return {k: modules[source] for k, source in sources.items() if source in modules}
 
-    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+    def read_form(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the form that an engine runs."""
         return self._launch_job(trial, artifact)
 
-    def engine(self, study: Study, side: FormRequest, trial: Trial) -> None:
+    def read_engine(self, study: Study, side: FormRequest, trial: Trial) -> None:
         """Read the form that an engine makes of the model, after making its file, and the graph of that file."""
         model, inspection = inspect_model(trial.model, study)
         size = sizes(study, inspection)[0]
@@ -187,7 +193,12 @@ class FormReader:
         data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
         dims = Dims(batch, *size, inspection.shapes)
         trial = replace(trial, model=model, precision=precision, dims=dims, data=data)
-        if reason := self._find_refusal(side, trial):
+        kind, reason = registry.format_of(model.file), ""
+        if side.choice.name != ONNX:
+            reason = registry.find(side.choice.name).refuse(trial)
+        elif kind and kind.name != ONNX:
+            reason = f"there is no ONNX graph in {model.file}"
+        if reason:
             raise no_form(trial, reason)
         recipe = self._make_recipe(study, trial)
         artifact = self._make_file(recipe, trial) if recipe else None
@@ -195,24 +206,18 @@ class FormReader:
             shown = self._add_form(self._graph_form(trial, artifact), artifact.sha256 if artifact else "")
             self.graphs[shown] = _make_graph_file(trial, artifact)
             return
-        self.made(trial, recipe, artifact)
+        self.read_trial(trial, recipe, artifact)
 
-    def _find_refusal(self, side: FormRequest, trial: Trial) -> str:
-        """Return why the form can't be made of the model, or "" if no reason is known."""
-        if side.choice.name != ONNX:
-            return registry.find(side.choice.name).refuse(trial)
-        kind = registry.format_of(trial.model.file)
-        return f"there is no ONNX graph in {trial.model.file}" if kind and kind.name != ONNX else ""
-
-    def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
+    def read_trial(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
         """Read the form that the trial runs, made by the recipe, and the graph behind it."""
-        form = self._add_form(self.titled(self.ran(trial, artifact), trial), "")
+        form = self._add_form(self.give_title(self.read_form(trial, artifact), trial), "")
+        self.trials.append((trial, artifact))
         behind = self._find_onnx_file(recipe, artifact)
         if behind is not None:
             with suppress(NoForm):  # the engine's own layers are known without it
-                self.graph_of[form] = self.graph(trial, behind)
+                self.graph_of[form] = self.find_graph(trial, behind)
 
-    def titled(self, form: LayerGraph, trial: Trial) -> LayerGraph:
+    def give_title(self, form: LayerGraph, trial: Trial) -> LayerGraph:
         """Return the form with its precision (unless fp32) and its options in its title."""
         lowered = (trial.precision,) if trial.precision != "fp32" else ()
         options = [f"{name}={value}" for name, value in trial.options.items()]
@@ -245,19 +250,18 @@ class FormReader:
             recipe = recipe.fallback
         return None
 
-    def graph(self, trial: Trial, file: Artifact) -> int:
+    def find_graph(self, trial: Trial, file: Artifact) -> int:
         """Return the index of the form of the engine's graph, which is read once."""
         if file.sha256 not in self._graphs:
             form = self._graph_form(trial, file)
-            form = replace(form, library=f"{form.library} for {trial.backend}")
-            self.forms.append(form)
-            self._graphs[file.sha256] = len(self.forms) - 1
-            self.graphs[len(self.forms) - 1] = _make_graph_file(trial, file)
+            self.graphs[len(self.forms)] = _make_graph_file(trial, file)
+            self._graphs[file.sha256] = len(self.forms)
+            self.forms.append(replace(form, library=f"{form.library} for {trial.backend}"))
         return self._graphs[file.sha256]
 
     def _graph_form(self, trial: Trial, file: Artifact | None) -> LayerGraph:
         """Return the form of an ONNX file (None: the trial's model), whichever Python the engine has."""
-        return self.titled(self._launch_job(replace(trial, backend="", runtime=_make_runtime(trial)), file), trial)
+        return self.give_title(self._launch_job(replace(trial, backend="", runtime=_make_runtime(trial)), file), trial)
 
     def _add_form(self, form: LayerGraph, graph: str) -> int:
         self.forms.append(form)
@@ -266,26 +270,18 @@ class FormReader:
             self._graphs.setdefault(graph, self.shown[-1])
         return self.shown[-1]
 
-    def _launch_job(
-        self, trial: Trial, artifact: Artifact | None, options: Mapping[str, Any] | None = None
-    ) -> LayerGraph:
-        job = Job("layers", trial.runtime, trial, artifact=artifact, options=dict(options or {}))
+    def _launch_job(self, trial: Trial, artifact: Artifact | None, options: dict[str, Any] | None = None) -> LayerGraph:
+        job = Job("layers", trial.runtime, trial, artifact=artifact, options=options or {})
         with tempfile.TemporaryDirectory() as scratch:
-            return self.launched(job, Path(scratch) / "job")[1]
+            return self.run_job(job, Path(scratch) / "job")[1]
 
-    def launched(self, job: Job, folder: Path) -> tuple[Record, LayerGraph]:
+    def run_job(self, job: Job, folder: Path) -> tuple[Record, LayerGraph]:
         """Run the job in the folder and return its record and its form; raise `NoForm` if there is no form."""
         record = launch_in_turn(job, folder, TIMEOUT_S, self._progress)
         assert job.trial is not None
         if record.status != "ok" or record.facts.inside is None:
             raise no_form(job.trial, record.reason)
         return record, record.facts.inside
-
-
-def _read_options(study: Study) -> dict[str, Any]:
-    """Return the user's settings for a module that is read without a look at its inputs before."""
-    sizes = [list(parse_size(size)) for size in study.sizes]
-    return {"sizes": sizes, "overrides": input_options.overrides(study.inputs, study.shapes)}
 
 
 def no_form(trial: Trial, reason: str) -> NoForm:
@@ -297,7 +293,7 @@ def no_form(trial: Trial, reason: str) -> NoForm:
     return NoForm(f"{trial.model.name}{form}: {reason}")
 
 
-def distinct(forms: Sequence[LayerGraph], sources: Mapping[int, str]) -> tuple[LayerGraph, ...]:
+def number_titles(forms: Sequence[LayerGraph], sources: Mapping[int, str]) -> tuple[LayerGraph, ...]:
     """Return the forms with distinct titles: numbered, and with the model's name if there are several models."""
     titles: Counter[str] = Counter()
     named = list(forms)

@@ -14,8 +14,8 @@ import numpy as np
 from dyno.formatting import counting
 from dyno.layers import align
 from dyno.layers.align import Flow
-from dyno.layers.tables import MODEL, names_cell, shape
-from dyno.layers.times import Times, origins, turned
+from dyno.layers.tables import MODEL, format_shape, names_cell
+from dyno.layers.times import Times, find_origins, invert_link
 from dyno.report import export
 from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph, Port
 
@@ -56,15 +56,15 @@ class Timeline:
         """Median seconds of each step; their sum is the time of all layers."""
         return np.median(self.seconds, axis=0) if len(self.seconds) else np.zeros(len(self.steps))
 
-    def about(self, at: int) -> dict[str, str]:
+    def describe_step(self, at: int) -> dict[str, str]:
         """Describe a step: its layer, type, modules, computing type, kernel, output and time, as far as known."""
         step, layer = self.steps[at], self.steps[at].layer
         own = {"layer": layer.name or self.steps[at].stack[-1], "type": layer.type, "modules": " ".join(step.modules)}
-        ran = {"computes in": layer.computes_in, "kernel": layer.tactic, "output": output(layer)}
+        ran = {"computes in": layer.computes_in, "kernel": layer.tactic, "output": format_output(layer)}
         moves = {"remark": "only changes type or layout" if layer.moves else ""}
-        return {name: text for name, text in {**own, **ran, **moves, **self.time(at)}.items() if text}
+        return {name: text for name, text in {**own, **ran, **moves, **self.describe_time(at)}.items() if text}
 
-    def time(self, at: int) -> dict[str, str]:
+    def describe_time(self, at: int) -> dict[str, str]:
         """Return the step's median and its share of all layers' medians, as text; {} where nothing was timed."""
         if not len(self.seconds):
             return {}
@@ -73,7 +73,7 @@ class Timeline:
         return {name: f"{1e6 * median:.3f}", "share, %": f"{100 * median / total:.2f}"}
 
 
-def timelines(
+def build_timelines(
     forms: Sequence[LayerGraph],
     graph_of: Mapping[int, int],
     module_of: Mapping[int, int],
@@ -82,11 +82,11 @@ def timelines(
 ) -> list[Timeline]:
     """Build the timelines of the forms `shown` (indices).
 
-    `times` has the times of the forms that were timed; the other arguments are as in `times.profile`.
+    `times` has the times of the forms that were timed; the other arguments are as in `times.profile_table`.
     """
     found = []
     for k in shown:
-        origin = origins(forms, k, graph_of.get(k), module_of.get(k))
+        origin = find_origins(forms, k, graph_of.get(k), module_of.get(k))
         timed = times.get(k)
         seconds = timed.layers if timed else np.zeros((0, len(forms[k].layers)))
         ran = [i for i, layer in enumerate(forms[k].layers) if not layer.skipped or seconds[:, i].any()]
@@ -121,12 +121,12 @@ def _find_shared_modules(modules: Sequence[str]) -> tuple[str, ...]:
     return tuple(accumulate(shared, lambda one, other: f"{one}{BETWEEN}{other}"))
 
 
-def output(layer: Layer) -> str:
+def format_output(layer: Layer) -> str:
     """Return shape, type and layout of the first output."""
     if not layer.outputs:
         return ""
     port = layer.outputs[0]
-    return " ".join(filter(None, (shape(port), port.dtype, port.format)))
+    return " ".join(filter(None, (format_shape(port), port.dtype, port.format)))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Mark:
     step: int | None = None
 
 
-def marks(steps: Sequence[TimelineStep], nanoseconds: Sequence[int], begin: int) -> Iterator[Mark]:
+def iter_marks(steps: Sequence[TimelineStep], nanoseconds: Sequence[int], begin: int) -> Iterator[Mark]:
     """Yield the calls of one repeat in the order of their begins and ends.
 
     Steps begin where the one before them ended, and a call around steps lasts from its first to its last one.
@@ -180,7 +180,7 @@ def _build_graph(form: LayerGraph, timeline: Timeline) -> dict[str, Any]:
         nodes.append({
             "id": str(step.index), "label": step.layer.type or step.stack[-1],
             "namespace": "/".join(name.replace("/", "|") for name in _list_modules(step)),
-            "attrs": _list_pairs(timeline.about(at)),
+            "attrs": _list_pairs(timeline.describe_step(at)),
             "outputsMetadata": [_build_output(str(k), port) for k, port in enumerate(step.layer.outputs)],
             "incomingEdges": [{"sourceNodeId": str(source), "sourceNodeOutputId": "0", "targetNodeInputId": str(number)}
                               for number, source in enumerate(flow.before[step.index]) if source in place],
@@ -189,7 +189,7 @@ def _build_graph(form: LayerGraph, timeline: Timeline) -> dict[str, Any]:
 
 
 def _build_output(name: str, port: Port) -> dict[str, Any]:
-    about = {"tensor_name": port.name, "shape": shape(port), "type": port.dtype, "layout": port.format}
+    about = {"tensor_name": port.name, "shape": format_shape(port), "type": port.dtype, "layout": port.format}
     return {"id": name, "attrs": _list_pairs(about)}
 
 
@@ -259,7 +259,7 @@ def list_node_notes(
     notes_of = [Note() for _ in forms[graph].layers]
     for k, timeline in timelines.items():
         if k == module:
-            layers_of = turned(align.link_layers(forms, k, graph))
+            layers_of = invert_link(align.link_layers(forms, k, graph))
         else:
             layers_of = {node: sorted(own) for node, own in align.link_layers(forms, graph, k).pairs.items()}
         place = {step.index: at for at, step in enumerate(timeline.steps)}
@@ -267,7 +267,7 @@ def list_node_notes(
         for node, note in enumerate(notes_of):
             ran = [i for i in layers_of.get(node, ()) if i in place]
             for i in ran:
-                note.add(timeline.title, timeline.about(place[i]), nodes[i])
+                note.add(timeline.title, timeline.describe_step(place[i]), nodes[i])
             if not ran:
                 note.lines.append(f"{timeline.title}: {UNKNOWN}")
     return notes_of
@@ -297,12 +297,12 @@ def _iter_events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
     thread = {"pid": pid, "tid": 1}
     yield from export.process_event(pid, timeline.title)
     yield export.track_event(pid, 1, "layers")
-    about = [timeline.about(at) for at in range(len(timeline.steps))]
+    about = [timeline.describe_step(at) for at in range(len(timeline.steps))]
     of_runs = f", mean of {counting(timeline.runs_each, 'run')}" if timeline.runs_each > 1 else ""
     begin = 0
     for number, seconds in enumerate(timeline.seconds, 1):
         lasts = [round(each * 1e9) for each in seconds.tolist()]
-        for mark in marks(timeline.steps, lasts, begin):
+        for mark in iter_marks(timeline.steps, lasts, begin):
             name = f"repeat {number}{of_runs}" if mark.name == MODEL else mark.name
             event = {"ph": "E" if mark.ends else "B", "name": name, "cat": "layers", **thread, "ts": mark.at / 1e3}
             yield event if mark.step is None else {**event, "args": about[mark.step]}

@@ -14,7 +14,7 @@ from typing import Any
 from dyno.formatting import counting, show
 from dyno.layers import pairs, reasons
 from dyno.layers.align import Flow
-from dyno.layers.graph_files import Timeline, timelines
+from dyno.layers.graph_files import Timeline, build_timelines
 from dyno.layers.pairs import PairSide
 from dyno.layers.waterfall import Estimates, Waterfall, draw_waterfall, list_waterfall_tables, make_waterfall
 from dyno.report.export import export
@@ -44,13 +44,10 @@ def draw_graph(form: LayerGraph, timeline: Timeline, parts: Mapping[int, int] = 
     total, most = float(timeline.medians.sum()), float(timeline.medians.max(initial=0.0))
     nodes: list[dict[str, Any]] = []
     for at, (step, seconds) in enumerate(zip(timeline.steps, timeline.medians.tolist(), strict=True)):
-        module = step.modules[0] if step.modules else ""
         node = {
-            "id": step.index,
-            "type": step.layer.type.rpartition(".")[2] or step.stack[-1],
-            "name": module,
-            "about": timeline.about(at),
-        }
+            "id": step.index, "type": step.layer.type.rpartition(".")[2] or step.stack[-1],
+            "name": step.modules[0] if step.modules else "", "about": timeline.describe_step(at),
+        }  # fmt: skip
         if step.index in parts:
             node["part"] = parts[step.index]
         if total:
@@ -79,11 +76,12 @@ def _find_return_edges(form: LayerGraph, read: set[int]) -> list[tuple[int, int]
 
 
 def graph_figure(graphs: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the graphs side by side, folded: they are laid out when they are opened. The page needs `scripts` once."""
+    """Draw the graphs side by side, laid out when they are opened. The page needs `graph_scripts` once."""
     shown = [each for each in graphs if each["nodes"] and len(each["nodes"]) <= MOST]
     if not shown:
         return ""
     counts = ", ".join(f"{each['title']}, {counting(len(each['nodes']), 'layer')}" for each in shown)
+    content = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")  # so that nothing ends the element
     return (
         f'<details class="layer-graph"><summary>{html.escape(f"Graph of the layers: {counts}")}</summary>\n'
         '<p class="tools"><input type="search" placeholder="conv, layer1.0 …" aria-label="Show layers that contain '
@@ -91,7 +89,7 @@ def graph_figure(graphs: Sequence[Mapping[str, Any]]) -> str:
         'data-do="whole">the whole graph</button></p>\n<div class="graphs"></div>\n'
         '<p class="about">The more time a layer takes, the darker it is. Select one to see what is known of it'
         f"{', and its counterpart' if len(shown) > 1 else ''}; drag to move, turn the wheel to zoom.</p>\n"
-        f'<script type="application/json">{_inside_script(shown)}</script>\n</details>'
+        f'<script type="application/json">{content}</script>\n</details>'
     )
 
 
@@ -99,11 +97,6 @@ def graph_scripts() -> str:
     """Return the style and scripts that a page with such figures needs once, at its end."""
     elements = "\n".join(f"<script>\n{_read_file(name)}</script>" for name in SCRIPTS)
     return f"<style>{_read_file(GRAPH_STYLE)}</style>\n{elements}"
-
-
-def _inside_script(content: Any) -> str:
-    """Encode JSON so that nothing in it ends the element around it."""
-    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _read_file(name: str) -> str:
@@ -143,7 +136,7 @@ def build_tree(timeline: Timeline) -> TreeMapNode:
             if path[:depth] not in by_name:
                 by_name[path[:depth]] = TreeMapNode(path[depth - 1])
                 by_name[path[: depth - 1]].parts.append(by_name[path[:depth]])
-        about = "\n".join(f"{name}: {text}" for name, text in timeline.about(at).items())
+        about = "\n".join(f"{name}: {text}" for name, text in timeline.describe_step(at).items())
         own = TreeMapNode(ITSELF, seconds, step.layer.type, about)
         by_name[path].parts.append(own)
         for depth in range(len(path) + 1):
@@ -223,9 +216,8 @@ def _draw_area(
         if node.parts and place["dx"] >= LEAST_WIDTH and place["dy"] >= LEAST_HEIGHT:
             inner = place["dx"] - 2 * EDGE, place["dy"] - HEAD - EDGE
             inside = f'<div class="inside">{_draw_area(node.parts, node.name, *inner, total, kinds)}</div>'
-            drawn.append(
-                f'<div class="module" style="{where}" title="{title}"><span>{name} {share}</span>{inside}</div>'
-            )
+            shown = f"<span>{name} {share}</span>{inside}"
+            drawn.append(f'<div class="module" style="{where}" title="{title}">{shown}</div>')
         else:
             tone = "" if node.parts else f";--kind:{kinds.get(node.type, OTHER)}"
             drawn.append(f'<div style="{where}{tone}" title="{title}"><span>{name}</span><span>{share}</span></div>')
@@ -276,7 +268,7 @@ def explained_fragment(
 def explained_graphs(waterfall: Waterfall) -> str:
     """Draw the layers of both forms side by side, by their times in the waterfall; selecting one shows its counterpart.
 
-    The page needs `layer_graph.scripts` once.
+    The page needs `graph_scripts` once.
     """
     sides, estimates = waterfall.pair.sides, (waterfall.a, waterfall.b)
     parts = [{layer: number for number, part in enumerate(waterfall.parts) for layer in (part.a, part.b)[k]}
@@ -286,7 +278,7 @@ def explained_graphs(waterfall: Waterfall) -> str:
 
 def _build_graph(waterfall: Waterfall, side: PairSide, times: Estimates, parts: dict[int, int]) -> dict[str, object]:
     modules = {side.form: side.module} if side.module is not None else {}
-    (bare,) = timelines(waterfall.pair.forms, waterfall.pair.graph_of, modules, {}, [side.form])
+    (bare,) = build_timelines(waterfall.pair.forms, waterfall.pair.graph_of, modules, {}, [side.form])
     seconds = times.layers[:1, [step.index for step in bare.steps]]
     form = waterfall.pair.forms[side.form]
     return draw_graph(form, replace(bare, seconds=seconds, own=True), parts)

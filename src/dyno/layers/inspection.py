@@ -25,11 +25,8 @@ class InspectionResult(FormsResult):
         """The layers of one form, or several side by side and the conversions that engines put in."""
         if len(self.shown) == 1:
             return [tables.list_layers(self.forms[self.shown[0]])]
-        each = [
-            tables.align_forms(self.forms, self.shown, self.graph_of),
-            tables.describe_conversions(self.forms, self.shown),
-        ]
-        return [table for table in each if table.rows]
+        aligned = tables.align_forms(self.forms, self.shown, self.graph_of)
+        return [table for table in (aligned, tables.describe_conversions(self.forms, self.shown)) if table.rows]
 
 
 def inspect(
@@ -51,8 +48,8 @@ def inspect(
     (batch,) = at_least(1, batch=batch)
     study = one_model(model, settings)
     reading = forms.FormReader(study, batch, Progress(quiet=quiet))
-    sides = forms.sides(study, others)
-    paths = files.named(save)
+    sides = forms.list_forms(study, others)
+    paths = files.list_paths(save)
     files.check(paths, sides, timed=False)
     sides = reading.read_all(sides)
     if not any(reading.forms[k].layers for k in reading.shown):

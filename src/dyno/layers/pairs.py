@@ -63,7 +63,7 @@ class FormPair:
         return {side.form: side.graph for side in self.sides if side.graph is not None}
 
 
-def of_run(folder: Path, a: str, b: str) -> Path:
+def name_file(folder: Path, a: str, b: str) -> Path:
     """Return the file in a run folder for the pair of the trials with these ids."""
     return folder / FOLDER / f"{a}{JOIN}{b}.json"
 

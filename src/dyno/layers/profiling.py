@@ -15,7 +15,7 @@ from dyno.layers import counters as hardware
 from dyno.layers import files, forms, graph_page, times
 from dyno.layers.counters import NcuReport
 from dyno.layers.files import FormsResult
-from dyno.layers.roofline import MEMORY, Ceilings, Rates, data_sheet, types_of
+from dyno.layers.roofline import MEMORY, Ceilings, Rates, data_sheet, list_types
 from dyno.layers.times import ORDERS, Times
 from dyno.results import timeline
 from dyno.results.files import read_npz
@@ -98,17 +98,17 @@ def profile(
     if sheet and not roofline:
         raise UserError("--data-sheet needs measured ceilings beside it; add --roofline")
     study = one_model(model, settings)
-    sides = engines(forms.sides(study, others))
+    sides = choose_engines(forms.list_forms(study, others))
     for side in sides:
         check(side, study.device, counters)
     reading = FormProfiler(study, batch, Progress(quiet=quiet), runs, hardware.find_tool() if counters else "")
-    paths = files.named(save)
+    paths = files.list_paths(save)
     files.check(paths, sides, timed=True, rated=roofline)
     sides = reading.read_all(sides)
     profiled = ProfileResult(
         **reading.describe(sides),
         times=dict(zip(reading.shown, reading.times, strict=True)),
-        ceilings=reading.ceilings(study, rates) if roofline else None,
+        ceilings=reading.measure_ceilings(study, rates) if roofline else None,
         records=tuple(reading.records),
         order=order,
         top=top,
@@ -118,21 +118,19 @@ def profile(
     return profiled
 
 
-def engines(requested: Sequence[forms.FormRequest]) -> list[forms.FormRequest]:
+def choose_engines(requested: Sequence[forms.FormRequest]) -> list[forms.FormRequest]:
     """Return the forms with the usual backend of each file; if forms of the first file are requested, only these."""
     first, *others = requested
     only_forms = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
-    return [_choose_usual(side) if _is_file(side) else side for side in (others if only_forms else requested)]
+    chosen = []
+    for side in others if only_forms else requested:
+        kind = registry.format_of(side.source) if _is_file(side) else None
+        chosen.append(replace(side, choice=Choice(kind.usual(Path(side.source)))) if kind else side)
+    return chosen
 
 
 def _is_file(side: forms.FormRequest) -> bool:
     return not side.precision and not side.named
-
-
-def _choose_usual(side: forms.FormRequest) -> forms.FormRequest:
-    kind = registry.format_of(side.source)
-    assert kind is not None
-    return replace(side, choice=Choice(kind.usual(Path(side.source))))
 
 
 def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
@@ -145,9 +143,9 @@ def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
         device = file_format.device
     name, kind = side.choice.name, device.split(":")[0]
     if name == forms.ONNX or kind not in registry.find(name).profiled:
-        what = (
-            "an ONNX graph doesn't run by itself" if name == forms.ONNX else f"{name} has no times of layers on {kind}"
-        )
+        what = f"{name} has no times of layers on {kind}"
+        if name == forms.ONNX:
+            what = "an ONNX graph doesn't run by itself"
         able = [f"{each} ({', '.join(on)})" for each in registry.names() if (on := registry.find(each).profiled)]
         raise UserError(f"{what}; these have times of layers: {', '.join(able)}")
     if counters and kind != "cuda":
@@ -168,7 +166,7 @@ class FormProfiler(forms.FormReader):
         self.counted: list[NcuReport] = []
         self._devices: set[str] = set()
 
-    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+    def read_form(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the form after storing its times, all from one process."""
         # First: where it can't count, nothing was measured in vain.
         counted = [hardware.count_kernels(self._tool, trial, artifact, self._progress)] if self._tool else []
@@ -176,18 +174,18 @@ class FormProfiler(forms.FormReader):
                   options={"runs": self._runs})  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "job"
-            record, inside = self.launched(job, folder)
+            record, inside = self.run_job(job, folder)
             samples = read_npz(folder / "samples.npz")
             clock = _read_clock(folder, *record.facts.timed.values())
         self.records.append(record)
         self.counted += counted
         self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings,
-                                times.of_samples(samples), clock, trial.backend, trial.precision,
+                                times.read_launches(samples), clock, trial.backend, trial.precision,
                                 record.facts.functions))  # fmt: skip
         self._devices.add(trial.runtime.device)
         return inside
 
-    def ceilings(self, study: Study, sheet: Rates) -> Ceilings:
+    def measure_ceilings(self, study: Study, sheet: Rates) -> Ceilings:
         """Measure with PyTorch the ceilings of the device that all forms ran on, for their layers' data types."""
         device, *others = self._devices
         if others:
@@ -195,7 +193,7 @@ class FormProfiler(forms.FormReader):
         runtime = replace(runtime_of(study, Choice(forms.MODULE)), device=device)
         runtime = replace(runtime, threads=study.threads or system.physical_cores())
         types = {kind for k, each in zip(self.shown, self.times, strict=True)
-                 for kind in types_of(self.forms[k], each.precision)}  # fmt: skip
+                 for kind in list_types(self.forms[k], each.precision)}  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "job"
             record = find_ceilings(runtime, types, folder, self._progress)

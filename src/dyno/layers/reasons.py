@@ -40,21 +40,24 @@ def list_reasons_why(waterfall: Waterfall) -> list[Reason]:
     A cause whose interval holds 0 has no sentence, nor has one of less than 5 % of the difference (of A's latency where
     no difference is shown).
     """
-    words = _Words(waterfall)
-    told = [words.gap(), *words.strangers(), *words.causes(), *words.alone(), *words.narrower(), *words.attributed()]
-    return [*told, *words.watched()]
+    writer = _ReasonWriter(waterfall)
+    return [
+        writer.state_gap(), *writer.find_strangers(), *writer.explain_causes(), *writer.explain_largest(),
+        *writer.explain_types(), *writer.sum_attributed(), *writer.state_excess(),
+    ]  # fmt: skip
 
 
-class _Words:
+class _ReasonWriter:
     """Makes the sentences of a waterfall."""
 
     def __init__(self, waterfall: Waterfall) -> None:
         self._w, self._gap = waterfall, waterfall.gap
-        self._a, self._b = _shorten_titles(waterfall.pair.titles)
+        bare = [VERSION.sub("", title) for title in waterfall.pair.titles]
+        self._a, self._b = bare if bare[0] != bare[1] else waterfall.pair.titles  # without versions, if they differ
         whole = abs(self._gap.difference.value) if self._gap.proven else self._gap.a
         self._least, self._large = NOTEWORTHY * whole, BY_ITSELF * whole
 
-    def gap(self) -> Reason:
+    def state_gap(self) -> Reason:
         """Return the reason that states the difference of the two latencies."""
         times = f"{self._b} takes {_format_seconds(self._gap.b)}, {self._a} {_format_seconds(self._gap.a)}"
         if self._gap.proven:
@@ -66,7 +69,7 @@ class _Words:
             text += f" {left_out} of {len(self._w.pair.a.processes)} rounds left out: other programs disturbed them."
         return _make_reason(GAP, text, self._gap)
 
-    def strangers(self) -> Iterator[Reason]:
+    def find_strangers(self) -> Iterator[Reason]:
         """Yield a reason where the two have no layer in common, so that the causes below compare nothing."""
         parts = self._w.parts
         if any(part.a and part.b for part in parts) or not any(part.a for part in parts):
@@ -74,18 +77,14 @@ class _Words:
         text = f"No layer of {self._b} corresponds to one of {self._a}, as where networks are different"
         yield Reason(STRANGERS, f"{text}: only the latencies can be compared.")
 
-    def causes(self) -> Iterator[Reason]:
+    def explain_causes(self) -> Iterator[Reason]:
         """Yield the causes that are proven and large enough, the largest first."""
         large = [s for s in self._w.causes if s.proven and abs(s.difference.value) >= self._least]
         for step in sorted(large, key=lambda s: -abs(s.difference.value)):
-            yield _make_reason(
-                step.cause.key,
-                f"{self._describe_step(step)}: {self._describe_amount(step)}.",
-                step,
-                self._list_names(step),
-            )
+            text = f"{self._describe_step(step)}: {self._describe_amount(step)}."
+            yield _make_reason(step.cause.key, text, step, self._list_names(step))
 
-    def alone(self) -> Iterator[Reason]:
+    def explain_largest(self) -> Iterator[Reason]:
         """Yield the part with the largest difference, where that alone is a large share of the whole."""
         steps = [s for s in self._w.steps if s.parts and s.cause.region and s.proven]
         largest = max(steps, key=lambda s: abs(s.difference.value), default=None)
@@ -97,7 +96,7 @@ class _Words:
         text = f"The largest part is {named}: {_format_seconds(largest.a)} in {self._a}{share}, "
         yield _make_reason(ALONE, f"{text}{_format_seconds(largest.b)} in {self._b}.", largest, part.names)
 
-    def narrower(self) -> Iterator[Reason]:
+    def explain_types(self) -> Iterator[Reason]:
         """Yield why a narrower type isn't faster: layers that didn't take it, and layers that it made slower."""
         precision = self._w.pair.b.precision
         stayed = [s for s in self._w.steps if s.cause == causes.STAYED]
@@ -114,7 +113,7 @@ class _Words:
             text = f"{counting(len(slower), 'layer')} took longer in the narrower type: {self._describe_amount(whole)}"
             yield _make_reason(NOT_FASTER, f"{text}, most of it in {_join_names(names[:1])}.", whole, names)
 
-    def attributed(self) -> Iterator[Reason]:
+    def sum_attributed(self) -> Iterator[Reason]:
         """Yield how much of the difference the layers explain."""
         if not self._gap.proven:
             return
@@ -126,14 +125,13 @@ class _Words:
                 if not s.cause.region]  # fmt: skip
         yield Reason(ATTRIBUTED, "; ".join([text, *rest]) + ".")
 
-    def watched(self) -> Iterator[Reason]:
+    def state_excess(self) -> Iterator[Reason]:
         """Yield how much watching slowed each side's layers, where that is noteworthy."""
         for title, side in zip((self._a, self._b), (self._w.a, self._w.b), strict=True):
             if side.excess >= NOTEWORTHY * side.latency[0]:
-                longer = (
-                    f"Watched, the layers of {title} took {side.excess / side.latency[0]:.0%} longer than its latency"
-                )
-                text = f"{longer}: they are scaled down alike, and the intervals hold the other extreme, too."
+                longer = f"took {side.excess / side.latency[0]:.0%} longer than its latency"
+                text = f"Watched, the layers of {title} {longer}: they are scaled down alike, and the intervals hold "
+                text += "the other extreme, too."
                 yield Reason(WATCHED, text, seconds=side.excess)
 
     def _describe_amount(self, step: WaterfallStep) -> str:
@@ -154,6 +152,8 @@ class _Words:
         are_a = "is" if count_a == 1 else "are"
         times = f"{_format_seconds(step.a)} in {a} and {_format_seconds(step.b)} in {b}"
         lack_b = "has no separate counterpart" if count_b == 1 else "have no separate counterparts"
+        before = next((self._w.parts[k].before for k in self._sort_parts(step)), "")
+        longest = f", the longest before {before}" if before else ""
         texts = {
             causes.NARROWER: f"{count} of the model {run} in a narrower type in {b} ({self._format_kinds(parts)})",
             causes.WIDER: f"{count} of the model {run} in a wider type in {b} ({self._format_kinds(parts)})",
@@ -163,8 +163,7 @@ class _Words:
             causes.SAME: f"{count} of the model {take} another time with the same kernel ({of_b})",
             causes.FUSED: f"{counting(count_a, 'layer')} of {a} {are_a} fused or left out in {b} ({of_a})",
             causes.SPLIT: f"{counting(count_b, 'layer')} of {b} {lack_b} in {a} ({of_b})",
-            causes.CONVERSION: f"Conversions of types and layouts, {count_a} in {a} and {count_b} in {b}"
-            f"{self._describe_largest(step)}",
+            causes.CONVERSION: f"Conversions of types and layouts, {count_a} in {a} and {count_b} in {b}{longest}",
             causes.CALLS: f"The model's own code and calling its parts, {times}",
             causes.UNALIGNED: f"{count_a} layers of {a} and {count_b} of {b}, whose counterparts are not known",
             causes.INTERRUPTED: f"Interruptions by other programs, {times}; measure again when the machine is quiet",
@@ -173,10 +172,6 @@ class _Words:
             causes.BETWEEN: f"Time outside the layers, {times}",
         }
         return texts[step.cause]
-
-    def _describe_largest(self, step: WaterfallStep) -> str:
-        before = [self._w.parts[k].before for k in self._sort_parts(step)[:1]]
-        return f", the longest before {before[0]}" if any(before) else ""
 
     def _sort_parts(self, step: WaterfallStep) -> list[int]:
         return sorted(step.parts, key=lambda k: -abs(self._w.steps[k].difference.value))
@@ -197,12 +192,6 @@ class _Words:
     def _list_names(self, step: WaterfallStep) -> tuple[str, ...]:
         """Return a name for each part of the step, the largest difference first."""
         return tuple(dict.fromkeys(name for k in self._sort_parts(step) for name in self._w.parts[k].names[:1]))
-
-
-def _shorten_titles(titles: Sequence[str]) -> list[str]:
-    """Return the titles without versions, where they still differ."""
-    plain = [VERSION.sub("", title) for title in titles]
-    return plain if len({*plain}) == len(plain) else list(titles)
 
 
 def _make_reason(key: str, text: str, step: WaterfallStep, names: Sequence[str] = ()) -> Reason:

@@ -91,10 +91,8 @@ def data_sheet(texts: Sequence[str]) -> Rates:
     found: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")
-        if name not in (*CEILING_TYPES, MEMORY):
-            raise UserError(
-                f"--data-sheet {text}: unknown ceiling {name!r}; give one of {', '.join(CEILING_TYPES)}, {MEMORY}"
-            )
+        if name not in (known := (*CEILING_TYPES, MEMORY)):
+            raise UserError(f"--data-sheet {text}: unknown ceiling {name!r}; give one of {', '.join(known)}")
         if name in found:
             raise UserError(f"--data-sheet has {name} twice; give it once")
         try:
@@ -137,7 +135,7 @@ class LayerWork:
         return max(moving, computing), ARITHMETIC if computing >= moving else MEMORY
 
 
-def counted(forms: Sequence[LayerGraph], k: int, graph: int | None, precision: str) -> list[LayerWork]:
+def count_work(forms: Sequence[LayerGraph], k: int, graph: int | None, precision: str) -> list[LayerWork]:
     """Count the work of each layer of form `k`; an engine's operations are those of the nodes of its graph."""
     form = forms[k]
     if form.form == MODULES or graph is None:
@@ -151,7 +149,7 @@ def counted(forms: Sequence[LayerGraph], k: int, graph: int | None, precision: s
     ]
 
 
-def types_of(form: LayerGraph, precision: str) -> set[str]:
+def list_types(form: LayerGraph, precision: str) -> set[str]:
     """Return the ceilings' types in which layers of the form compute."""
     return {_find_type(layer, form.form == MODULES, precision) for layer in form.layers} - {""}
 
@@ -317,7 +315,7 @@ def rate_layers(
 ) -> RooflineRating:
     """Rate form `k` under the ceilings; `graph` is the one that an engine was made from."""
     flops = _sum_known(layer.flops for layer in forms[k if graph is None else graph].layers)
-    return RooflineRating(counted(forms, k, graph, precision), ceilings, flops)
+    return RooflineRating(count_work(forms, k, graph, precision), ceilings, flops)
 
 
 def list_roofline_notes(rows: Iterable[Row]) -> list[str]:

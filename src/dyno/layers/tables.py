@@ -85,11 +85,10 @@ def _find_reasons(
         whole[name] += differences.get(id(r), 0)
         sharing[name] += _count_shared(forms, r, other) - _count_shared(forms, r, first)
     alike = [whole.pop(name) for name in [*whole] if whole[name] == sharing[name]]
-    for shared, words in (
-        (sum(n for n in alike if n > 0), "are stored once for several layers that have the same values"),
-        (sum(n for n in alike if n < 0), "are stored anew for each layer that has these values"),
-    ):
-        if shared:
+    once = "are stored once for several layers that have the same values"
+    anew = "are stored anew for each layer that has these values"
+    for sign, words in ((1, once), (-1, anew)):
+        if shared := sum(n for n in alike if sign * n > 0):
             yield f"{abs(shared):,} {words}"
             left -= shared
     where = _describe_place(whole)
@@ -114,9 +113,8 @@ def _describe_place(whole: Mapping[str, int]) -> str:
 
 def _is_folded(forms: Sequence[LayerGraph], first: int, other: int, region: Region) -> bool:
     """Return whether the region has a batch norm in the first form and none in the other, which folded it."""
-    return any(map(is_norm, _list_layers(forms, region, first))) and not any(
-        map(is_norm, _list_layers(forms, region, other))
-    )
+    before, after = (any(map(is_norm, _list_layers(forms, region, form))) for form in (first, other))
+    return before and not after
 
 
 def _is_blocked(forms: Sequence[LayerGraph], region: Region, first: int, other: int) -> bool:
@@ -193,7 +191,7 @@ def list_layers(form: LayerGraph) -> Table:
     for layer in form.layers:
         output = layer.outputs[0] if layer.outputs else Port("")
         rows.append({
-            "name": layer.name or MODEL, "type": layer.type, "output": shape(output), "dtype": output.dtype,
+            "name": layer.name or MODEL, "type": layer.type, "output": format_shape(output), "dtype": output.dtype,
             "format": output.format, "parameters": layer.added or None, "flops": layer.flops or None,
             "bytes": activation_bytes(layer), "computes_in": layer.computes_in, "kernel": layer.tactic,
             "nodes": " ".join(layer.nodes) if form.form == LAYERS else "",
@@ -223,7 +221,7 @@ def _choose_remark(layer: Layer) -> str:
     return ""
 
 
-def shape(port: Port) -> str:
+def format_shape(port: Port) -> str:
     """Format a shape as 1x64x56x56; an unknown dimension is ?."""
     return "x".join(str(n) if n >= 0 else "?" for n in port.shape)
 
@@ -234,7 +232,10 @@ def align_forms(forms: Sequence[LayerGraph], shown: Sequence[int], graph_of: Map
     `graph_of` has the index of the graph that an engine was made from.
     """
     links = align.find_pivots(forms, graph_of)
-    regions = [r for r in align.find_regions(forms, links) if any(_has_layer(forms, r, k) for k in shown)]
+    regions = [
+        r for r in align.find_regions(forms, links)
+        if any(not layer.skipped or layer.parameters for k in shown for layer in _list_layers(forms, r, k))
+    ]  # fmt: skip
     rows = [_make_row(forms, shown, region) for region in regions]
     names = [_choose_letter(k) for k in range(len(shown))]
     columns = [
@@ -256,10 +257,6 @@ def align_forms(forms: Sequence[LayerGraph], shown: Sequence[int], graph_of: Map
     return ALIGNED.of(columns, rows, notes=tuple(dict.fromkeys(notes)))
 
 
-def _has_layer(forms: Sequence[LayerGraph], region: Region, form: int) -> bool:
-    return any(not layer.skipped or layer.parameters for i in region.members[form] if (layer := forms[form].layers[i]))
-
-
 def _choose_letter(position: int) -> str:
     return chr(ord("a") + position)
 
@@ -270,35 +267,31 @@ def names_cell(name: str) -> Callable[[Row], str]:
     def format_names(row: Row) -> str:
         first, *others = row[f"{name}_names"] or [""]
         parent = "" if "/" in first else first.rpartition(".")[0]
-        shown = [first, *(_strip_parent(parent, each) for each in others[: NAMES - 1])]
+        shown = [each.removeprefix(parent) if parent and each.startswith(f"{parent}.") else each
+                 for each in others[: NAMES - 1]]  # fmt: skip
         more = f" … and {len(others) + 1 - NAMES} more" if len(others) >= NAMES else ""
-        return ", ".join(shown) + more
+        return ", ".join([first, *shown]) + more
 
     return format_names
 
 
-def _strip_parent(parent: str, name: str) -> str:
-    return name.removeprefix(parent) if parent and name.startswith(f"{parent}.") else name
-
-
 def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region) -> Row:
     row: Row = {}
+    present = []
     for position, k in enumerate(shown):
-        layers = [forms[k].layers[i] for i in region.members[k]]
         name = _choose_letter(position)
         row[f"{name}_names"] = _list_names(forms, region, k)
         row[name] = " ".join(row[f"{name}_names"])
-        row[f"parameters_{name}"] = sum(layer.added for layer in layers) or None
+        row[f"parameters_{name}"] = _sum_parameters(forms, region, k) or None
+        present += [k] if row[name] else []
     last = next((forms[k].layers[region.members[k][-1]] for k in reversed(shown) if region.members[k]), Layer())
     # A graph has each operation where it is; a module around others has its own in one place.
     order = sorted(range(len(forms)), key=lambda k: forms[k].form != NODES)
     counted = next((k for k in order if region.members[k] and forms[k].form != LAYERS), None)
     flops = sum(forms[counted].layers[i].flops or 0 for i in region.members[counted]) if counted is not None else 0
-    row["output"] = shape(last.outputs[0]) if last.outputs else ""
+    row["output"] = format_shape(last.outputs[0]) if last.outputs else ""
     row["flops"] = flops or None
     row["bytes"] = activation_bytes(last)
-    letters = map(_choose_letter, range(len(shown)))
-    present = [k for name, k in zip(letters, shown, strict=True) if row[name]]
     row["remark"] = _what_happened(forms, present, shown[-1], region)
     return row
 
@@ -336,17 +329,15 @@ def _what_happened(forms: Sequence[LayerGraph], there: Sequence[int], last: int,
 
 def describe_coverage(forms: Sequence[LayerGraph], link: align.Link) -> str:
     """Describe how the layers of the upper form found their counterparts, and how many have none."""
-    total = sum(not layer.skipped for layer in forms[link.upper].layers)
-    count = {why: sum(one == why for one in link.how.values()) for why in (NAMED, FLOW, CONSTANT)}
-    alone = total - sum(count.values())
+    upper, lower = forms[link.upper], forms[link.lower]
+    total, count = sum(not layer.skipped for layer in upper.layers), Counter(link.how.values())
+    alone = total - count.total()
     if not total:
         return ""
     words = {NAMED: "by name", FLOW: "by what flows between those", CONSTANT: "computed before the first run"}
-    shares = [f"{n:,} {words[why]}" for why, n in count.items() if n]
+    shares = [f"{count[why]:,} {text}" for why, text in words.items() if count[why]]
     shares += [f"{alone:,} unaligned ({alone / total:.1%})"] if alone else []
-    return (
-        f"{forms[link.upper].library} aligned with {forms[link.lower].library}, {total:,} in all: {', '.join(shares)}."
-    )
+    return f"{upper.library} aligned with {lower.library}, {total:,} in all: {', '.join(shares)}."
 
 
 def describe_conversions(forms: Sequence[LayerGraph], shown: Sequence[int]) -> Table:
@@ -355,9 +346,8 @@ def describe_conversions(forms: Sequence[LayerGraph], shown: Sequence[int]) -> T
     for k in shown:
         form = forms[k]
         writers = {port.name: layer for layer in form.layers for port in layer.outputs}
-        for layer in form.layers:
-            if form.form == LAYERS and layer.moves and not layer.skipped:
-                rows.append(_make_conversion_row(form, layer, writers))
+        moving = [layer for layer in form.layers if form.form == LAYERS and layer.moves and not layer.skipped]
+        rows += [_make_conversion_row(form, layer, writers) for layer in moving]
     columns = (
         Column("engine", "whose conversion it is", kind=TEXT, identity=True),
         Column("layer", "the conversion itself", kind=TEXT, rank=3),
@@ -376,14 +366,10 @@ def _make_conversion_row(form: LayerGraph, layer: Layer, writers: dict[str, Laye
     readers = [each.name for each in form.layers for port in each.inputs if written and port.name == written[0].name]
     before = source.outputs[0] if source and source.outputs else read[0] if read else Port("")
     return {
-        "engine": form.library,
-        "layer": layer.name,
-        "writer": source.name if source else (read[0].name if read else ""),
-        "reader": ", ".join(readers) or "output",
-        "before": _format_type(before),
-        "after": _format_type(written[0]) if written else "",
-        "bytes": activation_bytes(layer),
-    }
+        "engine": form.library, "layer": layer.name, "writer": source.name if source else before.name,
+        "reader": ", ".join(readers) or "output", "before": _format_type(before),
+        "after": _format_type(written[0]) if written else "", "bytes": activation_bytes(layer),
+    }  # fmt: skip
 
 
 def _format_type(port: Port) -> str:

@@ -12,7 +12,7 @@ from dyno.formatting import counting, show
 from dyno.layers import align, roofline
 from dyno.layers.align import Flow
 from dyno.layers.roofline import Ceilings, RooflineRating
-from dyno.layers.tables import MODEL, names_cell, shape
+from dyno.layers.tables import MODEL, format_shape, names_cell
 from dyno.report.tables import TableKind
 from dyno.results.remarks import Launch
 from dyno.results.stats import Interval, median_interval
@@ -83,7 +83,7 @@ class LaunchTimes:
         return f"compute-bound: the GPU ran kernels in {100 * (1 - idle):.0f} % of the latency"
 
 
-def of_samples(samples: dict[str, np.ndarray]) -> LaunchTimes | None:
+def read_launches(samples: dict[str, np.ndarray]) -> LaunchTimes | None:
     """Build the GPU's part from the arrays of a job of kind `profile`; None for one on a CPU."""
     names = ("unprofiled_model_gpu", "enqueue", "gpu_busy", "cuda_calls", "kernels")
     if not any(name in samples for name in names):
@@ -132,10 +132,8 @@ class Path:
         whole = sum(one.path for one in self.functions) or 1.0
         for one in self.functions:
             shares[one.where] = shares.get(one.where, 0.0) + one.path / whole
-        parts = [
-            f"{100 * share:.0f} % {IN_WORDS.get(where, where)}"
-            for where, share in sorted(shares.items(), key=lambda item: -item[1])
-        ]
+        ordered = sorted(shares.items(), key=lambda item: -item[1])
+        parts = [f"{100 * share:.0f} % {IN_WORDS.get(where, where)}" for where, share in ordered]
         told = ["the critical path is " + ", ".join(parts)]
         if self.slowed > SLOWED:
             most = sum(share for where, share in shares.items() if where != "GPU")
@@ -214,7 +212,7 @@ class Times:
         idle = self.gpu.idle(self.latency) if self.gpu and self.gpu.busy.size else 0.0
         return Path(self.functions, float(np.median(self.profiled)) / self.latency, idle)
 
-    def ran(self, form: LayerGraph) -> list[int]:
+    def list_ran(self, form: LayerGraph) -> list[int]:
         """Return the indices of the form's layers, without those that have no time and don't run."""
         medians = np.median(self.layers, axis=0)
         return [i for i, layer in enumerate(form.layers) if medians[i] > 0 or not layer.skipped]
@@ -235,14 +233,12 @@ def profile_table(
     indices of the graph that an engine was made from, and of the module, where they exist. With `ceilings` each layer
     is rated by them.
     """
-    rows = []
+    rows, notes = list[Row](), list[str]()
     for k, each in times.items():
-        names = modules_of(forms, k, graph_of.get(k), module_of.get(k))
+        names = name_modules(forms, k, graph_of.get(k), module_of.get(k))
         rated = roofline.rate_layers(forms, k, graph_of.get(k), each.precision, ceilings) if ceilings else None
         rows += _build_rows(forms[k], names, each, order, top, rated)
-    notes = [
-        note for k in times for note in (*forms[k].notes, *(f"{forms[k].library}: {w}" for w in times[k].warnings))
-    ]
+        notes += [*forms[k].notes, *(f"{forms[k].library}: {warning}" for warning in each.warnings)]
     notes += roofline.list_roofline_notes(rows) if ceilings else []
     columns = (*COLUMNS, *(roofline.RATED_COLUMNS if ceilings else ()))
     return PROFILE.of(columns, rows, notes=tuple(dict.fromkeys(notes)), group=("form",))
@@ -252,7 +248,7 @@ def _build_rows(
     form: LayerGraph, names: Sequence[list[str]], each: Times, order: str, top: int, rated: RooflineRating | None
 ) -> list[Row]:
     """Build the rows of one form, without layers that have no time and don't run."""
-    seconds, ran = each.layers, each.ran(form)
+    seconds, ran = each.layers, each.list_ran(form)
     medians = np.median(seconds, axis=0)
     slowest = sorted(ran, key=lambda i: -medians[i])
     chosen = slowest[: top or None]
@@ -282,20 +278,20 @@ def _build_row(form: LayerGraph, layer: Layer, names: list[str], seconds: np.nda
         "form": form.library, "modules": " ".join(names), "modules_names": names,
         "layer": layer.name if form.form != MODULES else "", "type": layer.type, "seconds": value,
         **limited("time_us", interval, 1e6),
-        "output": shape(layer.outputs[0] if layer.outputs else Port("")), "computes_in": layer.computes_in,
+        "output": format_shape(layer.outputs[0] if layer.outputs else Port("")), "computes_in": layer.computes_in,
         "kernel": layer.tactic, "remark": "only changes type or layout" if layer.moves else "",
     }  # fmt: skip
 
 
-def modules_of(forms: Sequence[LayerGraph], k: int, graph: int | None, owner: int | None) -> list[list[str]]:
+def name_modules(forms: Sequence[LayerGraph], k: int, graph: int | None, owner: int | None) -> list[list[str]]:
     """Return the modules that each layer of the form came from, in the order of their calls.
 
     Where no module is known these are the nodes of the graph; a conversion that the engine inserted has neither.
     """
-    return [modules or nodes for modules, nodes in origins(forms, k, graph, owner)]
+    return [modules or nodes for modules, nodes in find_origins(forms, k, graph, owner)]
 
 
-def origins(
+def find_origins(
     forms: Sequence[LayerGraph], k: int, graph: int | None, owner: int | None
 ) -> list[tuple[list[str], list[str]]]:
     """Return the modules that each layer of the form came from, in the order of their calls, and the graph's nodes.
@@ -308,8 +304,8 @@ def origins(
     if form.form != NODES and graph is None:
         return [([], [*layer.nodes]) for layer in form.layers]
     pivot = k if form.form == NODES or graph is None else graph
-    nodes = {i: [i] for i in range(len(form.layers))} if pivot == k else turned(align.link_layers(forms, pivot, k))
-    calls = turned(align.link_layers(forms, owner, pivot)) if owner is not None else {}
+    nodes = {i: [i] for i in range(len(form.layers))} if pivot == k else invert_link(align.link_layers(forms, pivot, k))
+    calls = invert_link(align.link_layers(forms, owner, pivot)) if owner is not None else {}
     constant = Flow(forms[pivot].layers).constant
 
     def list_modules(node: int) -> list[str]:
@@ -326,7 +322,7 @@ def origins(
     return origin_of
 
 
-def turned(link: align.Link) -> dict[int, list[int]]:
+def invert_link(link: align.Link) -> dict[int, list[int]]:
     """Return the upper form's counterparts of each lower layer; those of modules around others only where sure."""
     by_lower: dict[int, list[int]] = {}
     for upper, own in sorted(link.pairs.items()):
@@ -358,7 +354,7 @@ def reconcile(
         })  # fmt: skip
         if ceilings:
             rated = roofline.rate_layers(forms, k, (graph_of or {}).get(k), each.precision, ceilings)
-            rows[-1] |= rated.of_latency(each.ran(forms[k]), each.latency)
+            rows[-1] |= rated.of_latency(each.list_ran(forms[k]), each.latency)
             bounds.append(f"{forms[k].library}: {rated.sentence(np.median(each.layers, axis=0))}.")
     columns = (
         Column("form", "which engine", kind=TEXT),

@@ -1,15 +1,15 @@
 """From the latency of A to that of B in steps, a step for each cause and each part, with intervals; it closes exactly.
 
 A layer's time is the median over processes of its median over repeats, as is the latency. Where a form's layers add up
-to more than its latency, watching slowed them, and all are scaled down alike (`scaled`); what they leave of it is a
-separate step. So all steps add up to the difference of the latencies.
+to more than its latency, watching slowed them, and all are scaled down alike (`scale_layers`); what they leave of it is
+a separate step. So all steps add up to the difference of the latencies.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -157,7 +157,7 @@ def make_waterfall(pair: FormPair) -> Waterfall:
     left_out = find_rejected(np.log(sides[1] / sides[0]))
     rounds = [number for number in range(sides.shape[1]) if number not in left_out]
     a, b = (_make_estimates([side.processes[number] for number in rounds]) for side in pair.sides)
-    return Waterfall(pair, tuple(causes.parts(pair)), a, b, tuple(sorted(left_out)))
+    return Waterfall(pair, tuple(causes.split_regions(pair)), a, b, tuple(sorted(left_out)))
 
 
 def _make_estimates(processes: Sequence[Times]) -> Estimates:
@@ -165,7 +165,7 @@ def _make_estimates(processes: Sequence[Times]) -> Estimates:
     medians = np.hstack([_resample_medians(samples, rng) for samples in _list_samples(processes)])
     latency, layers, sums, working = medians[:, 0], medians[:, 1:-2], medians[:, -2], medians[:, -1]
     watched = float(layers[0].sum())
-    layers, even = scaled(latency, layers), lowered(latency, layers)
+    layers, even = scale_layers(latency, layers), lower_layers(latency, layers)
     left = np.maximum(0.0, latency - layers.sum(axis=1))
     left[left < TINY] = 0.0  # rounding, where the layers were scaled down
     interrupted = np.clip(sums - layers.sum(axis=1), 0.0, left)
@@ -180,16 +180,13 @@ def _list_samples(processes: Sequence[Times]) -> list[np.ndarray]:
     Of one process they are its repeats, which are resampled quantity by quantity; of several one array of their
     medians, with a row for each process.
     """
-    each = [(t.unprofiled[:, None], np.column_stack([t.layers, t.layers.sum(axis=1)]), _find_busy_seconds(t)[:, None])
-            for t in processes]  # fmt: skip
+    # Where no kernels were seen, no GPU waits: it works for ever.
+    busy = [t.gpu.busy if t.gpu and t.gpu.busy.size else np.array([np.inf]) for t in processes]
+    each = [(t.unprofiled[:, None], np.column_stack([t.layers, t.layers.sum(axis=1)]), own[:, None])
+            for t, own in zip(processes, busy, strict=True)]  # fmt: skip
     if len(each) == 1:
         return [*each[0]]
     return [np.array([np.concatenate([np.median(part, axis=0) for part in parts]) for parts in each])]
-
-
-def _find_busy_seconds(times: Times) -> np.ndarray:
-    """Return the seconds of a watched run in which a GPU ran kernels; infinite where none were seen: no GPU waits."""
-    return times.gpu.busy if times.gpu and times.gpu.busy.size else np.array([np.inf])
 
 
 def _resample_medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -199,14 +196,14 @@ def _resample_medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarr
     return np.array([np.median(each, axis=0) for each in drawn])
 
 
-def scaled(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
+def scale_layers(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """Return the layers' seconds [draws, layers], scaled by one factor where their sum exceeds the latency [draws]."""
     factors = np.minimum(1.0, latency / np.maximum(layers.sum(axis=1), TINY))
     found: np.ndarray = layers * factors[:, None]
     return found
 
 
-def lowered(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
+def lower_layers(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """Return the layers' seconds [draws, layers], lowered where their sum exceeds the latency [draws].
 
     The same time is taken off each layer, enough for them to add up to the latency; no layer falls below 0. It is the
@@ -237,7 +234,7 @@ PARTS = TableKind("explained", "Part by part", "What each part of the model take
                   command="dyno explain")  # fmt: skip
 
 
-def signed(value: float) -> str:
+def format_signed(value: float) -> str:
     """Format a number with its sign: +310, −12.4, 0."""
     return significant(value) if not value or value != value else ("+" if value > 0 else "−") + significant(abs(value))
 
@@ -246,15 +243,21 @@ def _format_difference(row: Row) -> str:
     value, low, high = (row.get(name) for name in ("difference_us", "difference_us_low", "difference_us_high"))
     if value is None:
         return ""
-    return signed(value) if low is None or high is None else f"{signed(value)} [{signed(low)}, {signed(high)}]"
+    return (
+        format_signed(value)
+        if low is None or high is None
+        else f"{format_signed(value)} [{format_signed(low)}, {format_signed(high)}]"
+    )
 
 
 TIMES = (
     Column("a_us", "seconds in A, in microseconds", "µs", title="A, µs"),
     Column("b_us", "seconds in B, in microseconds", "µs", title="B, µs"),
     Column("difference_us", "B less A with its 95 % interval", "µs", title="B − A, µs", cell=_format_difference),
-    Column("difference_us_low", "lower end of the interval", "µs", cell=lambda row: ""),
-    Column("difference_us_high", "upper end of the interval", "µs", cell=lambda row: ""),
+    *(
+        Column(f"difference_us_{end}", f"{end}er end of the interval", "µs", cell=lambda row: "")
+        for end in ("low", "high")
+    ),
     Column("share", "share of the whole difference", "%", PERCENT, title="share, %"),
 )
 
@@ -316,22 +319,18 @@ def by_part(waterfall: Waterfall, top: int) -> Table:
     if rest := order[len(rows) :]:
         steps = [waterfall.steps[k] for k in rest]
         a, b = sum(s.a for s in steps), sum(s.b for s in steps)
-        rows.append({"modules": counting(len(rest), "more part"), "modules_names": [counting(len(rest), "more part")],
-                     "a_us": 1e6 * a, "b_us": 1e6 * b, "difference_us": 1e6 * (b - a),
-                     "share": _compute_share(waterfall, b - a)})  # fmt: skip
+        label = counting(len(rest), "more part")
+        rows.append({"modules": label, "modules_names": [label], "a_us": 1e6 * a, "b_us": 1e6 * b,
+                     "difference_us": 1e6 * (b - a), "share": _compute_share(waterfall, b - a)})  # fmt: skip
     columns = (
         Column("modules", "the model's own modules, else nodes or layers", kind=TEXT, cell=names_cell("modules")),
         Column("cause", "why it takes another time", kind=TEXT),
-        Column(
-            "layers_a", "kinds of its layers in A, and the type that they compute in", kind=TEXT, title="in A", rank=2
-        ),
-        Column(
-            "layers_b", "kinds of its layers in B, and the type that they compute in", kind=TEXT, title="in B", rank=2
-        ),
+        *(Column(f"layers_{side}", f"kinds of its layers in {side.upper()}, and the type that they compute in",
+                 kind=TEXT, title=f"in {side.upper()}", rank=2) for side in "ab"),
         *TIMES,
         Column("kernels_a", "kernels or providers in A", kind=TEXT, title="kernel in A", rank=4),
         Column("kernels_b", "kernels or providers in B", kind=TEXT, title="kernel in B", rank=3),
-    )
+    )  # fmt: skip
     return PARTS.of(columns, rows)
 
 
@@ -349,8 +348,8 @@ def _make_row(waterfall: Waterfall, k: int) -> Row:
 
 def _format_counts(names: Sequence[str]) -> str:
     """Return the names, each with its count: `2 Mul, Conv`."""
-    counted: Callable[[str, int], str] = lambda name, n: f"{n} {name}" if n > 1 else name  # noqa: E731
-    return ", ".join(counted(name.rpartition(".")[2], n) for name, n in Counter(names).items())
+    counts = Counter(names).items()
+    return ", ".join(f"{f'{n} ' if n > 1 else ''}{name.rpartition('.')[2]}" for name, n in counts)
 
 
 # The waterfall from A to B as a chart: both latencies, and between them a bar for each cause.
@@ -369,11 +368,8 @@ def draw_waterfall(waterfall: Waterfall) -> Any:
     with styled() as figure_class:
         figure = figure_class((WIDTH, ROW * (len(steps) + 2) + EDGE), layout="constrained")
         axes = figure.add_subplot()
-        names = [
-            f"A: {waterfall.pair.titles[0]}",
-            *(step.cause.title for step in steps),
-            f"B: {waterfall.pair.titles[1]}",
-        ]
+        a, b = waterfall.pair.titles
+        names = [f"A: {a}", *(step.cause.title for step in steps), f"B: {b}"]
         texts = [_draw_whole(axes, 0, waterfall.gap.a)]
         reached = 1e6 * waterfall.gap.a
         corners = [reached]
@@ -385,7 +381,7 @@ def draw_waterfall(waterfall: Waterfall) -> Any:
             limits = [reached + 1e6 * end for end in (step.difference.low, step.difference.high)]
             axes.plot(limits, [y, y], color=INK, lw=1.1, marker="|", ms=5)
             axes.plot([reached, reached], [y - 1, y], color=INK, lw=0.6)
-            texts.append(signed(value))
+            texts.append(format_signed(value))
             reached += value
             corners.append(reached)
         axes.plot([reached, reached], [len(steps), len(steps) + 1], color=INK, lw=0.6)
@@ -403,4 +399,4 @@ def draw_waterfall(waterfall: Waterfall) -> Any:
 
 def _draw_whole(axes: Any, y: float, seconds: float) -> str:
     axes.barh(y, 1e6 * seconds, 0.66, color=INK)
-    return signed(1e6 * seconds).removeprefix("+")
+    return format_signed(1e6 * seconds).removeprefix("+")

@@ -15,20 +15,9 @@ import numpy as np
 
 from dyno import __version__
 from dyno.formatting import counting
+from dyno.packs import opening
 from dyno.packs.card import SUFFIX, card_paths, write_card
-from dyno.packs.opening import (
-    FORMAT,
-    HEAD,
-    MOST_BYTES,
-    MOST_MEMBERS,
-    MOST_TEXT_BYTES,
-    RUN,
-    SCHEMA,
-    STUDY,
-    VERDICT,
-    find_limit,
-    refuse_code,
-)  # fmt: skip
+from dyno.packs.opening import HEAD, RUN, STUDY, VERDICT
 from dyno.packs.verification import describe_verdict, hash_files, read_results
 from dyno.results.files import read_npz, read_table
 from dyno.results.trial_result import PLACEMENTS, SELF_TEST, Results, load_run
@@ -110,7 +99,9 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     folder = Path(run)
     results = self_test.attach(load_run(folder))
     folders = [folder.absolute(), folder.resolve(), Path.cwd(), Path.home()]
-    redaction = Redaction(folders, _list_hosts(folder), names=with_names)
+    notes = (read_table(path, [], {"host": str}) or {} for path in sorted((folder / PLACEMENTS).glob("*.json")))
+    hosts = [note["host"] for note in notes if note.get("host")]  # on which blocks of the run were measured
+    redaction = Redaction(folders, hosts, names=with_names)
     name = redaction.redact_value(results.name)
     file = Path(out) if out else Path(f"{name}{SUFFIX}")
     for path in (file, *(card_paths(file) if card else ())):
@@ -118,7 +109,7 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     with tempfile.TemporaryDirectory() as scratch:
         copied = Path(scratch) / RUN
         _copy_run(folder, copied, results, redaction)
-        refuse_code(copied, f"{folder}, which can't become a pack,")
+        opening.refuse_code(copied, f"{folder}, which can't become a pack,")
         study, read = earlier(copied), read_results(load_run(copied))
         if card and (study is None or study.baseline):
             raise UserError(f"{folder} compares two sides, which a card can't show; omit --card")
@@ -164,12 +155,6 @@ def _copy_arrays(path: Path, target: Path, redaction: Redaction) -> None:
         target.write_bytes(path.read_bytes())
 
 
-def _list_hosts(folder: Path) -> list[str]:
-    """Return the hosts on which blocks of the run were measured."""
-    notes = (read_table(path, [], {"host": str}) or {} for path in sorted((folder / PLACEMENTS).glob("*.json")))
-    return [note["host"] for note in notes if note.get("host")]
-
-
 def _list_files(folder: Path) -> Iterator[Path]:
     yield from (path for name in FILES if (path := folder / name).is_file())
     for name in FOLDERS:
@@ -189,7 +174,7 @@ def _describe_pack(run: Path, name: str, with_names: bool) -> dict[str, Any]:
         if images.get("sha256"):
             data[images["sha256"]] = {"name": images.get("name", ""), "sha256": images["sha256"]}
     host = {"host": platform.node()} if with_names else {}
-    about = {"format": FORMAT, "schema": SCHEMA, "dyno": __version__, "run": name, **host}
+    about = {"format": opening.FORMAT, "schema": opening.SCHEMA, "dyno": __version__, "run": name, **host}
     return {**about, "models": [*models.values()], "data": [*data.values()], "files": hash_files(run)}
 
 
@@ -197,10 +182,11 @@ def _write_zip(folder: Path, file: Path) -> None:
     """Write the files of the folder as a zip file whose bytes depend on their content alone."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     sizes = {path: path.stat().st_size for path in paths}
-    too_large = any(size > find_limit(path) for path, size in sizes.items())
-    texts = sum(size for path, size in sizes.items() if path.suffix != ".npz")
-    if too_large or len(paths) > MOST_MEMBERS or sum(sizes.values()) > MOST_BYTES or texts > MOST_TEXT_BYTES:
-        total = f"{counting(len(paths), 'file')} of {sum(sizes.values()) >> 20:,} MiB"
+    too_large = any(size > opening.find_limit(path) for path, size in sizes.items())
+    figures = len(paths), sum(sizes.values()), sum(n for path, n in sizes.items() if path.suffix != ".npz")
+    limits = opening.MOST_MEMBERS, opening.MOST_BYTES, opening.MOST_TEXT_BYTES
+    if too_large or any(figure > limit for figure, limit in zip(figures, limits, strict=True)):
+        total = f"{counting(len(paths), 'file')} of {figures[1] >> 20:,} MiB"
         raise UserError(f"the run is too large for a pack ({total}); run it with fewer images or configurations")
     with replacing(file) as f, zipfile.ZipFile(f, "w") as packed:
         for path in paths:

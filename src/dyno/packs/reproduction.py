@@ -211,25 +211,22 @@ def _make_study(
     """Return the pack's study for this machine, and why configurations are left out, by name."""
     table = Study.from_toml(opened.run / "study.toml").to_table()
     if others := sorted(table.keys() - {*TAKEN, *REPLACED}):
-        raise UserError(
-            f"a study with {join_names(others)} can't be reproduced from a pack; run it from its study file"
-        )
+        named = join_names(others)
+        raise UserError(f"a study with {named} can't be reproduced from a pack; run it from its study file")
     models = _find_models(theirs, table["models"], list(map(str, given)))
     backends, unavailable = _choose_backends(table, theirs)
     images = str(table.get("data", ""))
     if images and images != BUILT_IN and not data:
-        recorded = {
-            (each["name"], each["sha256"]) for t in theirs if (each := t.spec.get("data")) and each.get("sha256")
-        }
+        every = [t.spec.get("data") or {} for t in theirs]
+        recorded = {(each["name"], each["sha256"]) for each in every if each.get("sha256")}
         names = ", ".join(f"{shorten(name)} (sha256 {sha256[:SHOWN]}…)" for name, sha256 in sorted(recorded))
         raise UserError(f"the pack was measured on images: {names or images}; give their folder with --data")
     if data and (not images or images == BUILT_IN):
         raise UserError(f"the pack was measured on {images or 'random inputs'}; omit --data")
     device = str(table.get("device", "cpu")).partition(",")[0]
     settings = {name: value for name, value in table.items() if name in TAKEN and name != "device"}
-    return Study(
-        models=models, backends=backends, data=str(data) or images, device=device, **settings
-    ), unavailable  # fmt: skip
+    settings |= {"models": models, "backends": backends, "data": str(data) or images, "device": device}
+    return Study(**settings), unavailable
 
 
 def _find_models(theirs: Results, sources: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
@@ -314,9 +311,8 @@ def _check_data(study: Study, theirs: Results) -> None:
     found = {entry.trial.data.sha256 for entry in expand(study)} - {""}
     if found != expected:
         shown = [join_names([f"sha256 {each[:SHOWN]}…" for each in sorted(each)]) for each in (found, expected)]
-        raise UserError(
-            f"{study.data} has other images ({shown[0]}) than the pack ({shown[1]}); give theirs with --data"
-        )
+        other = f"other images ({shown[0]}) than the pack ({shown[1]})"
+        raise UserError(f"{study.data} has {other}; give theirs with --data")
 
 
 # Both runs, compared.
@@ -340,14 +336,8 @@ def _compare_runs(theirs: RunData, ours: RunData, folder: Path, unavailable: Map
             absent[t.label] = own.reason if own else "this machine's study has no such trial"
         elif own.status != "ok":
             failed[t.label] = f"{own.status}, {own.reason}"
-    return Reproduction(
-        folder,
-        tuple(_pair_rankings(theirs, ours)),
-        tuple(_pair_ratios(theirs, ours, here)),
-        absent,
-        failed,
-        _find_differences(theirs.records, ours.records),
-    )
+    rankings, ratios = tuple(_pair_rankings(theirs, ours)), tuple(_pair_ratios(theirs, ours, here))
+    return Reproduction(folder, rankings, ratios, absent, failed, _find_differences(theirs.records, ours.records))
 
 
 def _pair_ratios(theirs: RunData, ours: RunData, here: Mapping[Key, TrialResult]) -> Iterator[RatioPair]:
@@ -365,9 +355,8 @@ def _pair_ratios(theirs: RunData, ours: RunData, here: Mapping[Key, TrialResult]
 
 
 def _read_limits(row: Mapping[str, Any]) -> tuple[float, float, float]:
-    low, value, high = (
-        math.nan if missing(row[name]) else float(row[name]) for name in ("speedup_low", "speedup", "speedup_high")
-    )
+    cells = (row[name] for name in ("speedup_low", "speedup", "speedup_high"))
+    low, value, high = (math.nan if missing(cell) else float(cell) for cell in cells)
     return low, value, high
 
 
@@ -396,14 +385,10 @@ def _list_decisions(run: RunData) -> Iterator[tuple[Key, str, list[TrialResult]]
 
 
 def _find_differences(theirs: Results, ours: Results) -> dict[str, tuple[Any, Any]]:
-    a, b = (
-        {**r.environment, **(r.environment.get("versions") or {}), "threads": _list_threads(r)} for r in (theirs, ours)
-    )
-    versions = [*(theirs.environment.get("versions") or {}), *(ours.environment.get("versions") or {})]
-    names = dict.fromkeys((*ENVIRONMENT, "threads", *versions))
+    runs = theirs, ours
+    versions = [r.environment.get("versions") or {} for r in runs]
+    counts = [{t.facts.threads for t in r if t.good and t.facts.threads is not None} for r in runs]
+    a, b = ({**r.environment, **own, "threads": ", ".join(map(str, sorted(threads)))}
+            for r, own, threads in zip(runs, versions, counts, strict=True))  # fmt: skip
+    names = dict.fromkeys((*ENVIRONMENT, "threads", *versions[0], *versions[1]))
     return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
-
-
-def _list_threads(results: Results) -> str:
-    counts = {t.facts.threads for t in results if t.good and t.facts.threads is not None}
-    return ", ".join(map(str, sorted(counts)))

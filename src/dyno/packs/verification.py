@@ -29,13 +29,8 @@ def read_results(results: Results) -> RunData:
     return trial_table.read_trials(results)
 
 
-def compute_verdict(folder: Path) -> dict[str, Any]:
-    """Compute the verdict of a stored run as data: decisions, sentences and the trials' rows."""
-    return describe_verdict(read_results(load_run(folder)), folder)
-
-
 def describe_verdict(run: RunData, folder: Path) -> dict[str, Any]:
-    """Return the verdict of a run as data, without the name of its folder."""
+    """Return the verdict of a run as data, decisions, sentences and rows, without the name of its folder."""
     from dyno.report.export import export
     from dyno.report.tables.trial_table import TRIALS
     from dyno.report.verdict.verdict import about
@@ -86,7 +81,7 @@ def verify(file: str | Path) -> Verification:
 def verify_opened(opened: OpenPack, file: Path) -> Verification:
     """Verify a pack that is open: see `verify`."""
     try:
-        computed = compute_verdict(opened.run)
+        computed = describe_verdict(read_results(load_run(opened.run)), opened.run)
     except UserError as e:
         why = str(e).replace(f"{opened.run}/", "").replace(str(opened.run), "the run")
         raise UserError(f"{file} is a damaged pack: {why}") from e

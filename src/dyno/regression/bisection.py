@@ -10,8 +10,8 @@ from typing import Any
 
 from dyno.jobs.progress import Progress
 from dyno.regression.compare_table import RATIO_SHOWN
-from dyno.regression.comparison import Comparison, compare, undecided
-from dyno.regression.rules import SLOWER, GateRules, changes
+from dyno.regression.comparison import Comparison, compare, explain_undecided
+from dyno.regression.rules import SLOWER, GateRules, list_changes
 from dyno.results.trial_result import TrialResult
 from dyno.study import commits
 from dyno.study import interpreters as study_interpreters
@@ -64,7 +64,7 @@ class Bisection:
     def changed(self) -> list[str]:
         """The facts of the engine that differ between the last good and the first bad version."""
         trials = [self._find_trial(self.good), self._find_trial(self.bad)]
-        return changes(trials[0], trials[1]) if trials[0] and trials[1] else []
+        return list_changes(trials[0], trials[1]) if trials[0] and trials[1] else []
 
     def _find_trial(self, name: str) -> TrialResult | None:
         """Return the trial under this version; the first version's comes from its comparison with the first bad one."""
@@ -122,9 +122,8 @@ def bisect(
         interpreters: dict[str, Callable[[], str]] = {name: partial(str, path) for name, path in pythons.items()}
     else:
         needed = {version: [f"{library}=={version}", "numpy", *add] for version in versions}
-        interpreters = {
-            version: partial(study_interpreters.python_with, packages) for version, packages in needed.items()
-        }
+        make = study_interpreters.python_with
+        interpreters = {version: partial(make, packages) for version, packages in needed.items()}
     if len(interpreters) < 2:
         raise UserError("bisect needs two or more versions, the good one first")
     folder = folder_for(out, "bisect", [source])
@@ -140,14 +139,10 @@ def _choose_backend(source: str, library: str, chosen: Sequence[str]) -> str:
     default, _ = default_runner(commits.split_commit(source)[0])
     if chosen or not library:
         return chosen[0] if chosen else default
-    users = [name for name in (default, *registry.names()) if _has_requirement(name, library)]
-    if not users:
-        raise UserError(f"no backend needs {library}; give --backend")
-    return users[0]
-
-
-def _has_requirement(name: str, library: str) -> bool:
-    return any(library in either.split("|") for either in registry.find(name).requires)
+    for name in (default, *registry.names()):
+        if any(library in either.split("|") for either in registry.find(name).requires):
+            return name
+    raise UserError(f"no backend needs {library}; give --backend")
 
 
 @dataclass
@@ -241,7 +236,7 @@ def _judge_version(name: str, first: str, comparison: Comparison) -> BisectionSt
         return BisectionStep(name, BAD, "", comparison)
     if comparison.exit_code == 0:
         return BisectionStep(name, GOOD, "", comparison)
-    row: Row = next(r for r in rows if undecided(r))
+    row: Row = next(r for r in rows if explain_undecided(r))
     ran = row["status"] == "ok" and row["ratio"] == row["ratio"] and row["ratio"] is not None
-    reason = undecided(row) if row["status"] == "ok" else f"{row['status']}, {row['reason']}"
+    reason = explain_undecided(row) if row["status"] == "ok" else f"{row['status']}, {row['reason']}"
     return BisectionStep(name, UNDECIDED if ran else SKIPPED, reason, comparison)

@@ -99,7 +99,7 @@ def compare(
     if fail_on:
         overrides["fail_on"] = tuple(_parse_items(fail_on))
     result = comparison.compare(a, b or None, out=out or None, quiet=False, **overrides)
-    raise typer.Exit(output(result, format, junit, summary))
+    raise typer.Exit(write_output(result, format, junit, summary))
 
 
 def check_files(junit: str, summary: str) -> None:
@@ -159,7 +159,7 @@ def _parse_interpreters(text: str) -> dict[str, str]:
 # What `dyno compare` prints and writes.
 
 
-def output(comparison: Comparison, format: str, junit: str, summary: str) -> int:
+def write_output(comparison: Comparison, format: str, junit: str, summary: str) -> int:
     """Write the files, print the table and the sentences; the exit code."""
     from dyno.report.export import export
 

@@ -26,7 +26,7 @@ from dyno.results.ranking import cpu_contention
 from dyno.results.rounds import LATENCIES
 from dyno.results.self_test import read_summary
 from dyno.results.trial_result import Results, TrialResult, clock_of
-from dyno.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, missing
+from dyno.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, missing, with_limits
 from dyno.worker.spec import UserError
 
 TOLERATED, NO_CHANGE, LOST, GAINED = "slower, tolerated", "no change shown", "less accurate", "more accurate"
@@ -51,11 +51,9 @@ def _metric_columns(metric: Metric) -> Iterator[Column]:
     for run in "ab":
         yield Column(f"{metric.column}_{run}", f"{metric.label} of {run.upper()}", "%", PERCENT)
     meaning = f"{metric.label} of B less A's on the same images"
-    yield Column(metric.diff, meaning, "points", POINTS, "change, points", 2, True)
-    yield from (Column(f"{metric.diff}_{end}", f"{end} limit of its 95 % interval", "points", POINTS) for end in ENDS)
+    yield from with_limits(Column(metric.diff, meaning, "points", POINTS, "change, points", 2))
 
 
-ENDS = ("low", "high")
 RATIO_SHOWN = Column("ratio", "latency of B over A's: above 1 is slower", kind=FINE, title="B / A", interval=True)
 COLUMNS = (
     *pick(*IDENTITY),
@@ -63,8 +61,7 @@ COLUMNS = (
     *pick("status", "reason", "boundary"),
     Column("latency_a_ms", "of A, over its processes", "ms", title="A ms", rank=1),
     Column("latency_b_ms", "of B, over its processes", "ms", title="B ms"),
-    RATIO_SHOWN,
-    *(Column(f"ratio_{end}", f"{end} limit of its 95 % interval", kind=FINE) for end in ENDS),
+    *with_limits(RATIO_SHOWN),
     Column("verdict", "slower, faster, equivalent, undecided, two sessions, wrong outputs …", kind=TEXT, cell=verdict),
     Column("p_value", "of no difference, adjusted for all pairs"),
     Column("measured", "in turns, one after the other, or in two sessions", kind=TEXT),
@@ -76,7 +73,7 @@ COLUMNS = (
     *(column for metric in metrics.known().values() for column in _metric_columns(metric)),
     Column("accuracy", "less accurate, more accurate or no change shown", kind=TEXT, rank=3),
     Column("close", "share of B's output values close to A's, 0 to 1", title="agree", rank=1,
-           cell=lambda r: "" if missing(r["close"]) else f"{floored(r['close'])} %"),
+           cell=lambda r: "" if missing(r["close"]) else f"{floor_percent(r['close'])} %"),
     Column("max_abs", "largest difference of outputs"),
     Column("failed", "conditions that the row breaks", kind=TEXT),
     Column("trial_a", "id of A's trial", kind=TEXT),
@@ -88,12 +85,8 @@ COLUMNS = (
 PRINTED = (*IDENTITY, "latency_a_ms", "latency_b_ms", "ratio", "verdict",
            *(m.diff for m in metrics.known().values() if m.diff in m.printed_columns), "accuracy", "close",
            "failed")  # fmt: skip
-COMPARE = TableKind(
-    "compare",
-    "Two runs",
-    "A row per trial that two runs share: ratio of latencies, accuracy, agreement, and what became worse.",
-    command="dyno compare A B",
-)
+COMPARE = TableKind("compare", "Two runs", "A row per trial that two runs share: ratio of latencies, accuracy, "
+                    "agreement, and what became worse.", command="dyno compare A B")  # fmt: skip
 
 
 def compare_runs(a: Results, b: Results, rules: GateRules | None = None) -> Table:
@@ -106,8 +99,11 @@ def compare_runs(a: Results, b: Results, rules: GateRules | None = None) -> Tabl
     `notes` are sentences on possible explanations of a difference. UserError when nothing can be compared.
     """
     rules = rules or GateRules()
-    if not any(x.good for x, _ in pair_trials(a, b)):
-        raise UserError(_why_nothing(a, b, pair_trials(a, b)))
+    shared = pair_trials(a, b)
+    if not shared:
+        raise UserError(f"{a.folder} and {b.folder} share no trial; {_some_trials(a)} against {_some_trials(b)}")
+    if not any(x.good for x, _ in shared):
+        raise UserError(f"nothing to compare: no trial that both runs have succeeded in {a.folder}")
     table = _make_table(a, b, rules, (_check_outputs(a), _check_outputs(b)))
     refused = [r["verdict"] for r in table.rows if r["verdict"].startswith(INCOMPARABLE)]
     if len(refused) == len(table.rows):
@@ -116,7 +112,7 @@ def compare_runs(a: Results, b: Results, rules: GateRules | None = None) -> Tabl
     return table
 
 
-def of_sides(run: Results, rules: GateRules) -> Table:
+def compare_sides(run: Results, rules: GateRules) -> Table:
     """Build the table of `compare` for the two sides of a comparison that was measured as one study.
 
     Outputs are compared with the other side's. UserError for a run folder without a comparison.
@@ -134,7 +130,7 @@ def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked
     looks = 2 if rules.gate and any(x.side for x, _ in shared) else 1  # what doesn't pass is measured again, once
     speeds = _compare_speeds(shared, outputs, stats.Rule(rules.tolerance, looks=looks), known_sessions(a, b))
     accuracies = _compare_accuracies(shared, rules.loss)
-    rows = [_apply_gate(row(x, y, rules, both, speed | accuracy), x, y, rules, elsewhere)
+    rows = [_apply_gate(compare_trial(x, y, rules, both, speed | accuracy), x, y, rules, elsewhere)
             for (x, y), both, speed, accuracy in zip(shared, outputs, speeds, accuracies, strict=True)]  # fmt: skip
     refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
     left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
@@ -179,9 +175,8 @@ def _apply_gate(
     elif elsewhere:
         reason = f"A was measured on another machine ({elsewhere}); measure it again here with --remeasure"
     elif contention and contention.mostly:
-        reason = (
-            f"other programs kept up to {contention.processors:.1f} processors busy, and it wasn't measured in turns"
-        )
+        busy = f"other programs kept up to {contention.processors:.1f} processors busy"
+        reason = f"{busy}, and it wasn't measured in turns"
     elif SLOWER not in row["failed"] and high >= 1 + rules.tolerance:
         reason = f"{BEYOND}: the interval reaches {slowdown(high - 1)}, and {100 * rules.tolerance:g} % are allowed"
     else:
@@ -206,7 +201,11 @@ def pair_trials(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]
     """
     ids = {t.id: t for t in b}
     own_ids = {t.id for t in a}
-    left, right = (_by_name(t for t in run if not (t.id in ids and t.id in own_ids)) for run in (a, b))
+    left, right = defaultdict[str, list[TrialResult]](list), defaultdict[str, list[TrialResult]](list)
+    for run, by_name in ((a, left), (b, right)):
+        for t in run:
+            if not (t.id in ids and t.id in own_ids):
+                by_name[_name_trial(t)].append(t)
     matched = []
     for t in a:
         name = _name_trial(t)
@@ -217,21 +216,8 @@ def pair_trials(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]
     return matched
 
 
-def _by_name(trials: Iterator[TrialResult]) -> Mapping[str, list[TrialResult]]:
-    by_name: dict[str, list[TrialResult]] = defaultdict(list)
-    for t in trials:
-        by_name[_name_trial(t)].append(t)
-    return by_name
-
-
 def _name_trial(t: TrialResult) -> str:
     return json.dumps([t.pair or t.configuration, t.group, t.spec["dims"].get("shapes")], sort_keys=True)
-
-
-def _why_nothing(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> str:
-    if shared:
-        return f"nothing to compare: no trial that both runs have succeeded in {a.folder}"
-    return f"{a.folder} and {b.folder} share no trial; {_some_trials(a)} against {_some_trials(b)}"
 
 
 def _some_trials(run: Results) -> str:
@@ -239,7 +225,7 @@ def _some_trials(run: Results) -> str:
     return first + (f" and {len(others)} more" if others else "")
 
 
-def row(
+def compare_trial(
     a: TrialResult, b: TrialResult, rules: GateRules, checked: tuple[str, str], judged: dict[str, Any]
 ) -> dict[str, Any]:
     """Compare one trial of B with the same of A, as a dict of COLUMNS; columns that don't apply are "", None or NaN.
@@ -255,7 +241,7 @@ def row(
         columns["options"] = columns["options"].removeprefix(f"side={b.side.upper()}").strip()
     rounds = {"rounds_a": len(a.good), "rounds_b": len(b.good)}
     columns |= {"status_a": a.status, "trial_a": a.id, "trial_b": b.id, **rounds}
-    if reason := refusal(a, b):
+    if reason := explain_refusal(a, b):
         return columns | {"verdict": f"{INCOMPARABLE}: {reason}"}
     columns |= judged | _compare_outputs(*checked)
     if (values := agreement.read_agreement(b, a, rules.rtol, rules.atol)) is not None:
@@ -264,7 +250,7 @@ def row(
     return columns
 
 
-def refusal(a: TrialResult, b: TrialResult) -> str:
+def explain_refusal(a: TrialResult, b: TrialResult) -> str:
     """Return the reason why two trials can't be compared (different weights, data, inputs or boundaries), or ""."""
     weights = [t.facts.weights_sha256 for t in (a, b)]
     if not (all(weights) or a.side) and _identify_weights(a) != _identify_weights(b):
@@ -307,7 +293,7 @@ def _compare_speeds(
     family: list[stats.Evidence | None] = []
     unknown: set[int] = set()
     for (a, b), outputs in zip(shared, checked, strict=True):
-        boundary = "" if refusal(a, b) else trial_table.compared_boundary(b, a)
+        boundary = "" if explain_refusal(a, b) else trial_table.compared_boundary(b, a)
         clock = clock_of(boundary, a, b)
         medians = a.medians(boundary, clock), b.medians(boundary, clock)
         if not (boundary and all(medians)):
@@ -328,9 +314,8 @@ def _compare_speeds(
         if e is not None:
             row |= {"ratio": s.value, "ratio_low": s.low, "ratio_high": s.high, "p_value": s.p,
                     "verdict": TWO_SESSIONS if place in unknown else verdict, "measured": s.measured}  # fmt: skip
-            row["smallest"] = 100 * smallest_slowdown(
-                e.error, e.freedom, stats.ALPHA / max(count, 1) / rule.looks, rule.margin
-            )
+            level = stats.ALPHA / max(count, 1) / rule.looks
+            row["smallest"] = 100 * smallest_slowdown(e.error, e.freedom, level, rule.margin)
     return rows
 
 
@@ -389,7 +374,7 @@ def _compare_accuracies(shared: Sequence[tuple[TrialResult, TrialResult]], loss:
     judged: dict[int, Change] = {}  # by the row
     for a, b in shared:
         rows.append({})
-        for columns, change in () if refusal(a, b) else _compare_accuracy(a, b):
+        for columns, change in () if explain_refusal(a, b) else _compare_accuracy(a, b):
             rows[-1] = {**columns, **rows[-1]}
             judged.setdefault(len(rows) - 1, change)
     verdicts = judge_accuracies([change.cautious for change in judged.values()], loss)
@@ -492,6 +477,6 @@ def _flatten_values(values: Mapping[str, Any]) -> dict[str, str]:
     return flat
 
 
-def floored(share: float) -> str:
+def floor_percent(share: float) -> str:
     """Format a share in percent to two places, rounded down so that only a whole one reads as 100."""
     return f"{math.floor(1e4 * share + 1e-9) / 100:.2f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +15,8 @@ from dyno.api import Result
 from dyno.formatting import bullet, counting, plain, points
 from dyno.jobs.progress import Progress
 from dyno.regression import compare_table as tables
-from dyno.regression.compare_table import RATIO_SHOWN, TWO_SESSIONS, floored, verdict
-from dyno.regression.rules import LESS_ACCURATE, POWER, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, changes, slowdown
+from dyno.regression.compare_table import RATIO_SHOWN, TWO_SESSIONS, floor_percent, verdict
+from dyno.regression.rules import LESS_ACCURATE, POWER, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, list_changes, slowdown
 from dyno.report.export import export
 from dyno.results import stats
 from dyno.results.correctness import INCOMPARABLE, WRONG
@@ -90,12 +90,37 @@ class Comparison:
         return self.table.to_pandas()
 
     def junit(self, path: str | Path) -> None:
-        """Write JUnit's XML: a test case per pair."""
-        format_junit(self.table, self.verdicts, Path(path))
+        """Write JUnit's XML: a test case per pair, with a failure for a regression and an error for an undecided one.
+
+        The format is small enough for the standard library.
+        """
+        counts = {"failures": sum(bool(r["failed"]) for r in self.rows),
+                  "errors": sum(bool(not r["failed"] and explain_undecided(r)) for r in self.rows)}  # fmt: skip
+        attributes = {"name": "dyno compare", "tests": str(len(self.rows)), **{k: str(n) for k, n in counts.items()}}
+        suites = Xml.Element("testsuites", attributes)
+        suite = Xml.SubElement(suites, "testsuite", attributes)
+        for r in self.rows:
+            seconds = "0" if missing(r["latency_b_ms"]) else f"{r['latency_b_ms'] / 1e3:.9f}"
+            about = {"classname": "dyno.compare", "name": describe_where(r), "time": seconds}
+            case = Xml.SubElement(suite, "testcase", about)
+            if r["failed"]:
+                Xml.SubElement(case, "failure", {"type": r["failed"], "message": drop_controls(explain_failure(r))})
+            elif reason := explain_undecided(r):
+                Xml.SubElement(case, "error", {"type": "undecided", "message": drop_controls(reason)})
+            ratio = "" if missing(r["ratio"]) else f"{RATIO_SHOWN.text(r)} the latency, "
+            Xml.SubElement(case, "system-out").text = drop_controls(f"{ratio}{verdict(r)}")
+        Xml.SubElement(suite, "system-out").text = "\n".join(map(drop_controls, self.verdicts))
+        Xml.indent(suites)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_text(Path(path), Xml.tostring(suites, encoding="unicode", xml_declaration=True) + "\n")
 
     def summary(self, path: str | Path) -> None:
-        """Append a summary in Markdown, for a pull request."""
-        format_summary(self.table, self.verdicts, Path(path))
+        """Append a summary in Markdown, for a pull request, as `$GITHUB_STEP_SUMMARY` takes it."""
+        title = f"### Dyno: {HEADINGS[self.exit_code]} in {counting(len(self.rows), 'pair')}"
+        text = "\n".join([title, "", export([self.table], "markdown").strip(), "", *map(bullet, self.verdicts), "", ""])
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:  # other steps of the same build have written there
+            file.write(text)
 
     @property
     def _sides(self) -> list[str]:
@@ -106,7 +131,7 @@ class Comparison:
         sentences = [f"A is {a}, B is {b}."]
         for r in self.rows:
             pair = [self.result.records.trial(r[name]) for name in ("trial_a", "trial_b")]
-            if differences := changes(pair[0], pair[1]):
+            if differences := list_changes(pair[0], pair[1]):
                 where = f"{describe_where(r)}: " if len(self.rows) > 1 else ""
                 sentences.append(f"{where}besides the speed, these changed: {'; '.join(differences)}.")
         return sentences
@@ -149,7 +174,7 @@ def compare(
     if None not in runs and not (remeasure or baseline_python or commits or settings):
         loaded = [self_test.renew(run) for run in runs if run is not None]
         if len(loaded) == 1:
-            return Comparison(tables.of_sides(loaded[0], rules), loaded[0].folder)
+            return Comparison(tables.compare_sides(loaded[0], rules), loaded[0].folder)
         both = tables.pair_trials(loaded[0], loaded[1])
         return Comparison(tables.compare_runs(loaded[0], loaded[1], rules), video=videos.make_comparison_table(both))
     if len(runs) == 2 and None not in runs and not remeasure:
@@ -157,10 +182,10 @@ def compare(
     study = _build_study(sources, remeasure, baseline_python, commits, settings)
     models = dict.fromkeys(model for side in study.sides.values() for model in side.models)
     folder = folder_for(out, "compare", list(models))
-    return measured(study, folder, rules, Progress(quiet=quiet))
+    return measure_missing(study, folder, rules, Progress(quiet=quiet))
 
 
-def measured(study: Study, folder: Path, rules: GateRules, progress: Progress) -> Comparison:
+def measure_missing(study: Study, folder: Path, rules: GateRules, progress: Progress) -> Comparison:
     """Measure those parts of the comparison that the folder lacks, and judge it.
 
     Pairs that fail a gate, or are undecided, are measured again in as many fresh rounds, and judged by all of them: a
@@ -169,18 +194,15 @@ def measured(study: Study, folder: Path, rules: GateRules, progress: Progress) -
     if rules.gate and study.rounds < 2:
         raise UserError("one round can't show how much rounds differ, so slower=… needs --rounds 2 or more")
     execute(study, folder, progress)
-    comparison = Comparison(tables.of_sides(load_run(folder), rules), folder)
-    suspects = [r for r in comparison.rows if _is_suspect(r) and min(r["rounds_a"], r["rounds_b"]) < 2 * study.rounds]
+    comparison = Comparison(tables.compare_sides(load_run(folder), rules), folder)
+    suspects = [r for r in comparison.rows if SLOWER in r["failed"] or r["undecided"].startswith(tables.BEYOND)]
+    suspects = [r for r in suspects if min(r["rounds_a"], r["rounds_b"]) < 2 * study.rounds]
     if not (rules.gate and suspects):
         return comparison
     progress.note(f"measured again before it is judged: {', '.join(map(describe_where, suspects))}")
     ids = {r[name] for r in suspects for name in ("trial_a", "trial_b")}
     execute(replace(study, rounds=2 * study.rounds), folder, progress, only=TrialSelection(ids))
-    return Comparison(tables.of_sides(load_run(folder), rules), folder)
-
-
-def _is_suspect(r: Row) -> bool:
-    return SLOWER in r["failed"] or r["undecided"].startswith(tables.BEYOND)
+    return Comparison(tables.compare_sides(load_run(folder), rules), folder)
 
 
 def _load_run(source: Any) -> Results | None:
@@ -249,9 +271,8 @@ def _at_commits(model: str, span: str) -> tuple[str, str]:
     """Return the model at both commits of `A..B`; without B, the second is the file in its current state."""
     before, dots, after = span.partition("..")
     if not (before and dots) or after.startswith(".") or commits.split_commit(model)[1]:
-        raise UserError(
-            f"--commits {span!r} is not A..B, two commits of {model}; write main..HEAD, or main.. for the file as it is"
-        )
+        advice = "write main..HEAD, or main.. for the file as it is"
+        raise UserError(f"--commits {span!r} is not A..B, two commits of {model}; {advice}")
     sources = [commits.fix_commit(f"{model}@{commit}") if commit else model for commit in (before, after)]
     for commit, source in zip((before, after), sources, strict=True):
         if commit and not commits.split_commit(source)[1]:
@@ -260,6 +281,7 @@ def _at_commits(model: str, span: str) -> tuple[str, str]:
 
 
 GOOD, REGRESSION, UNDECIDED = 0, 1, 3  # exit codes
+HEADINGS = {GOOD: "no regression", REGRESSION: "regression", UNDECIDED: "undecided"}
 APART = "Two stored runs, measured one after the other; --remeasure measures both here in turns."
 SESSIONS = (
     "Not comparable: measured in two sessions, and rounds don't show what differs between sessions. Measure them again "
@@ -279,7 +301,7 @@ def list_comparison(table: Table, stored: bool = True) -> list[str]:
              for r in rows if r["verdict"].startswith(WRONG)]  # fmt: skip
     verdicts = ", ".join(f"{n} {name}" for name, n in counts.most_common())
     lines += [f"{counting(len(rows), 'shared trial' if stored else 'pair')}: {verdicts}."]
-    lines += [f"failed: {describe_where(r)}: {failure(r)}" for r in rows if r["failed"]]
+    lines += [f"failed: {describe_where(r)}: {explain_failure(r)}" for r in rows if r["failed"]]
     lines += [f"undecided: {describe_where(r)}: {r['undecided']}" for r in rows if r["undecided"]]
     if counts[stats.ONE_ROUND]:
         lines.append("One round can't show that a difference is real: measure both with two rounds or more.")
@@ -318,7 +340,7 @@ def describe_where(r: Row) -> str:
     return f"{plain(r['model'])} {plain(configuration_of(r))} b{r['batch']} {r['size']}"
 
 
-def failure(r: Row) -> str:
+def explain_failure(r: Row) -> str:
     """Return the reason why a row fails."""
     return "; ".join(_explain_failure(condition, r) for condition in r["failed"].split(", "))
 
@@ -333,10 +355,12 @@ def _explain_failure(condition: str, r: Row) -> str:
         return f"was ok, now {r['status']}: {plain(r['reason'])}"
     if condition == WRONG_OUTPUTS:
         return str(r["verdict"])
-    return "no outputs to compare with A's" if missing(r["close"]) else f"only {floored(r['close'])} % of values agree"
+    if missing(r["close"]):
+        return "no outputs to compare with A's"
+    return f"only {floor_percent(r['close'])} % of values agree"
 
 
-def undecided(r: Row) -> str:
+def explain_undecided(r: Row) -> str:
     """Return the reason why a row is undecided, "" if it isn't."""
     reason = r["verdict"] if r["verdict"].startswith((INCOMPARABLE, WRONG)) else ""
     return str(r["undecided"] or reason)
@@ -346,49 +370,4 @@ def exit_code(table: Table) -> int:
     """Return 1 where a condition failed, else 3 where a row is undecided, not comparable or wrong, else 0."""
     if any(r["failed"] for r in table.rows):
         return REGRESSION
-    return UNDECIDED if any(map(undecided, table.rows)) else GOOD
-
-
-# A comparison for a build server: JUnit's XML and a Markdown summary for a pull request.
-#
-# Both are small enough for the standard library: JUnit's format is a dozen lines of `xml.etree` here.
-
-HEADINGS = {GOOD: "no regression", REGRESSION: "regression"}
-
-
-def outcome(table: Table) -> str:
-    """Return the comparison's outcome in one or two words."""
-    return HEADINGS.get(exit_code(table), "undecided")
-
-
-def format_junit(table: Table, sentences: Sequence[str], path: Path) -> None:
-    """Write a test case for each row: a failure for a regression, an error for an undecided one."""
-    rows = table.rows
-    counts = {"failures": sum(bool(r["failed"]) for r in rows),
-              "errors": sum(bool(not r["failed"] and undecided(r)) for r in rows)}  # fmt: skip
-    attributes = {"name": "dyno compare", "tests": str(len(rows)), **{name: str(n) for name, n in counts.items()}}
-    suites = Xml.Element("testsuites", attributes)
-    suite = Xml.SubElement(suites, "testsuite", attributes)
-    for r in rows:
-        seconds = "0" if missing(r["latency_b_ms"]) else f"{r['latency_b_ms'] / 1e3:.9f}"
-        about = {"classname": "dyno.compare", "name": describe_where(r), "time": seconds}
-        case = Xml.SubElement(suite, "testcase", about)
-        if r["failed"]:
-            Xml.SubElement(case, "failure", {"type": r["failed"], "message": drop_controls(failure(r))})
-        elif reason := undecided(r):
-            Xml.SubElement(case, "error", {"type": "undecided", "message": drop_controls(reason)})
-        ratio = "" if missing(r["ratio"]) else f"{RATIO_SHOWN.text(r)} the latency, "
-        Xml.SubElement(case, "system-out").text = drop_controls(f"{ratio}{verdict(r)}")
-    Xml.SubElement(suite, "system-out").text = "\n".join(map(drop_controls, sentences))
-    Xml.indent(suites)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, Xml.tostring(suites, encoding="unicode", xml_declaration=True) + "\n")
-
-
-def format_summary(table: Table, sentences: Sequence[str], path: Path) -> None:
-    """Append the comparison in Markdown, as `$GITHUB_STEP_SUMMARY` takes it."""
-    title = f"### Dyno: {outcome(table)} in {counting(len(table.rows), 'pair')}"
-    text = "\n".join([title, "", export([table], "markdown").strip(), "", *map(bullet, sentences), "", ""])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:  # other steps of the same build have written there
-        file.write(text)
+    return UNDECIDED if any(map(explain_undecided, table.rows)) else GOOD

@@ -62,7 +62,7 @@ class GateRules:
 
     def _parse_conditions(self, conditions: tuple[str, ...]) -> None:
         names = []
-        for name, parse in ((SLOWER, percent), (LESS_ACCURATE, parse_points)):
+        for name, parse in ((SLOWER, parse_percent), (LESS_ACCURATE, parse_points)):
             limited = [c for c in conditions if c.startswith(f"{name}=")]
             if len({parse(c.partition("=")[2]) for c in limited}) > 1:
                 raise UserError(f"{', '.join(limited)} contradict each other; give one of them")
@@ -75,10 +75,10 @@ class GateRules:
                 object.__setattr__(self, "loss", parse_points(limit))
             elif equals and name != SLOWER:
                 raise UserError(f"{name} takes no limit; write {name} instead of {text!r}")
-            elif equals and self.tolerance not in (TOLERANCE, percent(limit)):
+            elif equals and self.tolerance not in (TOLERANCE, parse_percent(limit)):
                 raise UserError(f"{text} and a tolerance of {self.tolerance:g} contradict each other; give one of them")
             elif equals:
-                object.__setattr__(self, "tolerance", percent(limit))
+                object.__setattr__(self, "tolerance", parse_percent(limit))
                 object.__setattr__(self, "gate", True)
             names.append(name)
         object.__setattr__(self, "fail_on", tuple(names))
@@ -89,7 +89,7 @@ def slowdown(share: float) -> str:
     return f"{100 * share:.1f} %" if share <= MOST else f"more than {100 * MOST:,.0f} %"
 
 
-def percent(text: str) -> float:
+def parse_percent(text: str) -> float:
     """Return the share for a text such as `2%`; UserError for anything but a percentage of 0 to 1000."""
     number = text.strip().removesuffix("%")
     try:
@@ -137,7 +137,7 @@ def smallest_slowdown(error: float, freedom: float, level: float, tolerance: flo
 UNKNOWN = "unknown"  # of layers that can't be watched, as TorchScript's
 
 
-def changes(a: TrialResult, b: TrialResult) -> list[str]:
+def list_changes(a: TrialResult, b: TrialResult) -> list[str]:
     """Return each fact of the engine that differs in B, as `layers 41 to 44`: versions, types, layers, file size."""
     if not (a.good and b.good):
         return []

@@ -142,9 +142,8 @@ def _plan_trial(study: Study, builds: bool) -> Trial:
     planned = expand(replace(study, builds=LEAST_ROUNDS) if builds else study)
     if len(planned) > 1:
         names = ", ".join(entry.trial.label for entry in planned[:3])
-        raise UserError(
-            f"these options make {len(planned)} trials ({names}…), and a self-test measures one; give one of each"
-        )
+        made = f"these options make {len(planned)} trials ({names}…)"
+        raise UserError(f"{made}, and a self-test measures one; give one of each")
     if planned[0].refusal:
         raise UserError(planned[0].refusal)
     trial = planned[0].trial
@@ -198,10 +197,8 @@ def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, 
         ProcessPair(layout.slowdowns[b], tuple(map(float, within(medians[a], medians[b])))) for a, b in layout.pairs
     ]
     busy = [float(process.facts.others_busy.get("model", 0.0)) for process in measured]
-    first_s = statistics.median(medians[0].values())
-    return TestRound(
-        first_s, tuple(pairs), statistics.fmean(busy), _compute_stolen_share(before), _read_clocks(measured)
-    )
+    first_s, stolen = statistics.median(medians[0].values()), _compute_stolen_share(before)
+    return TestRound(first_s, tuple(pairs), statistics.fmean(busy), stolen, _read_clocks(measured))
 
 
 def _read_round(member: InterleavedJob, count: int) -> Round:

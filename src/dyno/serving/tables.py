@@ -31,7 +31,7 @@ from dyno.table import (
     printed,
     with_limits,
 )
-from dyno.videos.words import of_each
+from dyno.videos.words import describe_each
 from dyno.worker.serve import rates as serve_rates
 from dyno.worker.serve.options import PERCENTILES
 
@@ -318,7 +318,7 @@ RATE_COLUMNS = (
 SERVE = TableKind(
     "serve", "Requests", "The highest rate of requests that holds a bound of latency, and where the time goes there.",
     _make_serve_table, "this run is of no requests; `dyno bench serve` makes one", "tables", 18,
-    leads=True, sentences=lambda run: of_each(figures.list_served(run), list_sentences),
+    leads=True, sentences=lambda run: describe_each(figures.list_served(run), list_sentences),
 )  # fmt: skip
 RATES = TableKind(
     "serve-rates", "Rates of requests", "Each rate that was tried: latency, batches, queue and compute.",

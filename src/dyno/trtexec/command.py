@@ -69,7 +69,7 @@ def _fill_shape(shape: tuple[int | str, ...], dims: Mapping[str, Any]) -> tuple[
     return tuple(int(n) if isinstance(n, int) else int(values.get(axis, 1)) for axis, n in enumerate(shape))
 
 
-def dynamic(trial: TrialResult) -> bool:
+def is_dynamic(trial: TrialResult) -> bool:
     """Return whether the engine takes more than one shape."""
     option = trial.facts.options.get("dynamic")
     if option is not None:
@@ -87,7 +87,7 @@ def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES)
         raise UserError(f"{trial.label}: the record names no engine file for trtexec to load; time an .engine file")
     plan, ran = trial.spec.get("plan") or {}, trial.facts.options
     arguments = [name_tool(trial), f"--loadEngine={path}"]
-    if dynamic(trial):
+    if is_dynamic(trial):
         arguments.append(f"--shapes={make_spec(read_shapes(trial)) or 'INPUT:NxCxHxW'}")
     arguments.append(f"--device={trial.device.partition(':')[2] or 0}")
     if ran.get("graph", True):
@@ -95,14 +95,10 @@ def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES)
     if boundary == "model":
         arguments.append("--noDataTransfers")
     return [
-        *arguments,
-        "--useSpinWait",
-        f"--warmUp={1e3 * plan.get('warmup_s', 1.0):.0f}",
-        f"--duration={plan.get('seconds', 3.0):g}",
-        f"--iterations={plan.get('min_samples', 30)}",
-        f"--percentile={PERCENTILES}",
-        f"--exportTimes={times}",
-    ]
+        *arguments, "--useSpinWait", f"--warmUp={1e3 * plan.get('warmup_s', 1.0):.0f}",
+        f"--duration={plan.get('seconds', 3.0):g}", f"--iterations={plan.get('min_samples', 30)}",
+        f"--percentile={PERCENTILES}", f"--exportTimes={times}",
+    ]  # fmt: skip
 
 
 def make_spec(shapes_by_input: Mapping[str, Sequence[int]]) -> str:
@@ -125,11 +121,8 @@ def read_build(trial: TrialResult) -> list[str]:
     source, converted = str(model.get("source", "")), f"{trial.model}.{'fp32' if same else trial.precision}.onnx"
     onnx = source.removeprefix("file:") if same and source.endswith(".onnx") else converted
     profile = _choose_profile(trial, made_by.profiles)
-    arguments = [
-        name_tool(trial),
-        f"--onnx={onnx}",
-        f"--saveEngine={PurePath(find_engine(trial) or 'model.engine').name}",
-    ]
+    engine = PurePath(find_engine(trial) or "model.engine").name
+    arguments = [name_tool(trial), f"--onnx={onnx}", f"--saveEngine={engine}"]
     arguments += _list_precision_flags(trial, 11 if rtx else major)
     for number, name in enumerate(("min", "opt", "max") if profile else ()):
         arguments.append(f"--{name}Shapes={make_spec({key: ranges[number] for key, ranges in profile.items()})}")

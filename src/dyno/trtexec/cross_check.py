@@ -17,7 +17,7 @@ import numpy as np
 
 from dyno.jobs.telemetry import Telemetry
 from dyno.results import stats, timeline
-from dyno.results.rounds import GPU, HOST, Round
+from dyno.results.rounds import GPU, HOST
 from dyno.results.trial_result import TrialResult
 from dyno.runner.device_lock import held
 from dyno.trtexec import command, log
@@ -78,6 +78,7 @@ def read_medians(trial: TrialResult) -> TrialMedians:
         return stats.over_rounds(samples).median if samples else None
 
     images = trial.value("throughput", "throughput")
+    names = (str(one.arrays("telemetry.npz", ("gpu_name",)).get("gpu_name", "")) for one in trial.good)
     return TrialMedians(
         model=compute_median("latency", "model", GPU),
         model_host=compute_median("latency", "model", HOST),
@@ -89,12 +90,8 @@ def read_medians(trial: TrialResult) -> TrialMedians:
         rate=images / trial.batch if images else None,
         graph=bool(trial.facts.options.get("graph", True)),
         clock=_find_clock(trial),
-        device=next(filter(None, map(_gpu_name, trial.good)), ""),
+        device=next(filter(None, names), ""),
     )
-
-
-def _gpu_name(one: Round) -> str:
-    return str(one.arrays("telemetry.npz", ("gpu_name",)).get("gpu_name", ""))
 
 
 def _find_clock(trial: TrialResult) -> float | None:
@@ -118,7 +115,7 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3f} ms" if abs(seconds) >= 1e-5 else f"{1e3 * seconds:.4f} ms"
 
 
-def signed(seconds: float) -> str:
+def signed_ms(seconds: float) -> str:
     """Format seconds as `ms` does, with a sign."""
     return ("+" if seconds >= 0 else "−") + ms(abs(seconds))
 
@@ -214,7 +211,7 @@ class GapPart:
     why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} {signed(self.seconds)}{f' ({self.why})' if self.why else ''}"
+        return f"{self.name} {signed_ms(self.seconds)}{f' ({self.why})' if self.why else ''}"
 
 
 @dataclass(frozen=True)
@@ -236,7 +233,7 @@ class Gap:
 
     def __str__(self) -> str:
         share = f"{100 * self.seconds / self.theirs:+.1f} %".replace("-", "−") if self.theirs else "no ratio"
-        head = f"{self.what}: Dyno {ms(self.ours)}, trtexec {ms(self.theirs)}: {signed(self.seconds)} ({share})"
+        head = f"{self.what}: Dyno {ms(self.ours)}, trtexec {ms(self.theirs)}: {signed_ms(self.seconds)} ({share})"
         if self.agree:
             return f"{head}; they agree within {100 * CLOSE:g} %."
         causes = [str(part) for part in self.parts if abs(part.seconds) >= NOTHING or part.name == GRAPH]
@@ -269,13 +266,9 @@ def list_differences(trial: TrialResult, report: TrtexecReport) -> str:
     device = read_medians(trial).device
     if device and report.device and device != report.device:
         return f"Not compared: trtexec ran on {report.device}, Dyno on {device}."
-    return _other_shapes(command.read_shapes(trial), report.shapes)
-
-
-def _other_shapes(ours: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]) -> str:
+    ours, theirs, spec = command.read_shapes(trial), report.shapes, command.make_spec
     if not ours or not theirs or ours == theirs:
         return ""
-    spec = command.make_spec
     return f"Not compared: trtexec ran {spec(theirs)}, Dyno {spec(ours)}; give both the same shapes."
 
 
@@ -341,9 +334,8 @@ def _explain_launch(mine: TrialMedians, report: TrtexecReport, left: float) -> G
     """
     if mine.enqueue is None or left <= 0:
         return None
-    return GapPart(
-        "launch", _compute_share(left, mine.enqueue), "at most one enqueue, which trtexec hides by queueing ahead"
-    )
+    why = "at most one enqueue, which trtexec hides by queueing ahead"
+    return GapPart("launch", _compute_share(left, mine.enqueue), why)
 
 
 def _latency_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
@@ -417,7 +409,7 @@ def is_engine(trial: TrialResult) -> bool:
     return bool(trial.good) and trial.artifact is not None and trial.artifact.format == "engine"
 
 
-def boundaries(trial: TrialResult) -> list[str]:
+def list_boundaries(trial: TrialResult) -> list[str]:
     """Return the trial's boundaries that a trtexec run can repeat; `all` also gives its throughput."""
     measured = trial.spec.get("plan", {}).get("boundaries") or ("model", "all")
     return [b for b in ("model", "all") if b in measured] or ["all"]
@@ -425,7 +417,7 @@ def boundaries(trial: TrialResult) -> list[str]:
 
 def command_lines(trial: TrialResult) -> list[str]:
     """Return the shell commands that should reproduce the trial's numbers, and its engine if Dyno built it."""
-    purposes = [(command.read_timing(trial, boundary), f"latency/{boundary}") for boundary in boundaries(trial)]
+    purposes = [(command.read_timing(trial, boundary), f"latency/{boundary}") for boundary in list_boundaries(trial)]
     if build := command.read_build(trial):
         purposes.append((build, "such an engine"))
     return ["The same by hand:", *(f"  {shlex.join(arguments)}    # for {purpose}" for arguments, purpose in purposes)]
@@ -437,7 +429,7 @@ def _run_all(trial: TrialResult) -> Iterator[str]:
     if shutil.which(tool) is None:
         yield f"{tool} is not on the PATH; run the command where it is, and give its log or times.json with --trtexec."
         return
-    for boundary in boundaries(trial):
+    for boundary in list_boundaries(trial):
         yield f"{tool} was run for latency/{boundary}:"
         try:
             yield from compare_results(trial, measure(trial, boundary))
@@ -450,18 +442,13 @@ def measure(trial: TrialResult, boundary: str = "model") -> log.TrtexecReport:
 
     It holds the GPU lock, as Dyno's own jobs do.
     """
-    with held(Runtime(device=trial.device), _print_waiting):
-        return _measure_trial(trial, boundary)
 
+    def print_waiting(owner: str) -> None:
+        print(f"trtexec is waiting for process {owner}, another dyno on this GPU", file=sys.stderr)
 
-def _print_waiting(owner: str) -> None:
-    print(f"trtexec is waiting for process {owner}, another dyno on this GPU", file=sys.stderr)
-
-
-def _measure_trial(trial: TrialResult, boundary: str) -> log.TrtexecReport:
     plan = trial.spec.get("plan") or {}
     measuring_s = float(plan.get("warmup_s", 1.0)) + float(plan.get("seconds", 3.0))
-    with tempfile.TemporaryDirectory() as scratch:
+    with held(Runtime(device=trial.device), print_waiting), tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         arguments = command.read_timing(trial, boundary, str(folder / command.TIMES))
         telemetry = Telemetry(trial.device)

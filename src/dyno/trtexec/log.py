@@ -93,7 +93,8 @@ def _parse_log(text: str, name: str) -> TrtexecReport:
     if "compute" not in medians:
         raise UserError(f"{name} ends before trtexec's summary does; run trtexec again")
     running = RUNNING.search(text)
-    flags = _parse_flags(running[2]) if running else {}
+    options = re.findall(r"--(\w+)(?:=(.*?))?(?=\s--|\s*$)", running[2] if running else "")  # values may hold spaces
+    flags = {key: (value or "").strip() for key, value in options}
     return TrtexecReport(
         **{**medians, **_run_options(flags, lines)},
         rate=_find_rate(lines[start:], name),
@@ -140,11 +141,6 @@ def _parse_number(text: Any, name: str) -> float:
 def _find_rate(lines: Iterable[str], name: str) -> float | None:
     matches = (re.fullmatch(r"Throughput: (\S+) qps", line) for line in lines)
     return next((_parse_number(match[1], name) for match in matches if match), None)
-
-
-def _parse_flags(command: str) -> dict[str, str]:
-    """Parse the options of the command line in the log; a flag without a value is "". Values may hold spaces."""
-    return {key: (value or "").strip() for key, value in re.findall(r"--(\w+)(?:=(.*?))?(?=\s--|\s*$)", command)}
 
 
 def _find_echo(lines: Iterable[str], key: str) -> str:

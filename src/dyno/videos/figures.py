@@ -106,9 +106,9 @@ class Video:
     @cached_property
     def by_stage(self) -> Bound:
         """The limit of the slowest stage, if all others cost nothing."""
-        return _find_lowest({k: v for k, v in self.limits(self.facts.streams).items() if k != PROCESSORS})
+        return _find_lowest({k: v for k, v in self.find_limits(self.facts.streams).items() if k != PROCESSORS})
 
-    def limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+    def find_limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
         """Return the frames/s that each stage and the processors allow `streams` streams together.
 
         With `shares`, stages take only that share of their time, and of their processor time.
@@ -120,14 +120,9 @@ class Video:
         seconds = sum(s.cpu_under_load * shares.get(s.name, 1.0) for s in self.stages)
         return rates | {PROCESSORS: self.facts.processors / seconds if seconds > 0 else math.inf}
 
-    @cached_property
-    def by_processors(self) -> Bound:
-        """The limit of the shared processors: their number over a frame's processor time while all are at work."""
-        return Bound(PROCESSORS, self.limits(self.facts.streams)[PROCESSORS])
-
     def find_percentile(self, q: float, to: str = "known") -> float | None:
         """Return a percentile of the latencies; None with too few frames. The median needs one frame alone."""
-        samples = self.latencies(to)
+        samples = self.list_latencies(to)
         least = 1 if q == PERCENTILES[0] else stats.samples_for(q)
         return stats.percentile_of(samples, q) if len(samples) >= least else None
 
@@ -141,7 +136,7 @@ class Video:
         """Processor time of a frame with every processor at work, all stages together, in seconds."""
         return sum(stage.cpu_under_load for stage in self.stages)
 
-    def crowding(self, busy: float) -> float:
+    def find_crowding(self, busy: float) -> float:
         """Return the factor on the processor time of work while `busy` processors are busy.
 
         It is as measured where all are, and in proportion between that and one.
@@ -153,18 +148,13 @@ class Video:
     @property
     def bound(self) -> Bound:
         """The lower of both."""
-        return _find_lowest(self.limits(self.facts.streams))
+        return _find_lowest(self.find_limits(self.facts.streams))
 
-    def without(self, name: str, share: float) -> Bound:
+    def find_bound(self, name: str, share: float) -> Bound:
         """Return the bound if that stage took only a `share` of its time, and of its processor time."""
-        return _find_lowest(self.limits(self.facts.streams, {name: share}))
+        return _find_lowest(self.find_limits(self.facts.streams, {name: share}))
 
-    @property
-    def heaviest(self) -> Stage:
-        """The stage that takes the most processor time."""
-        return max(self.stages, key=lambda stage: stage.cpu_under_load)
-
-    def latencies(self, to: str) -> np.ndarray:
+    def list_latencies(self, to: str) -> np.ndarray:
         """Return the seconds from the start of reading a frame until its boxes are `known`, or it is `written`."""
         began = self.arrays["frame_began"]
         ended = self.arrays["frame_known"] if to == "known" else self.arrays.get("encode_ended", np.empty(0))
@@ -176,24 +166,15 @@ class Video:
         frames, whole = max(1, len(self.arrays["frame_known"])), self.facts.seconds
         starved = began[1:] - handed[:-1]
         waiting = self.arrays[f"{name}_waiting"]
-        alone, cpu = mean_interval(self.arrays[f"alone_{name}"]), self.facts.cpu.get(name, 0.0)
-        return Stage(
-            name,
-            alone,
-            mean_interval(ended - began, len(began) / frames),
-            cpu,
-            self._estimate_cpu_under_load(name, cpu),
-            float((ended - began).sum() / whole),
-            float(starved.sum() / whole),
-            float((handed - ended).sum() / whole),
-            float(waiting.mean()) if len(waiting) else 0.0,
-        )
-
-    def _estimate_cpu_under_load(self, name: str, cpu: float) -> float:
-        """Return the processor time of a frame with every processor at work; an engine's was measured by itself."""
-        if name == SHARED and self.facts.cpu_inference:
-            return max(cpu, self.facts.cpu_inference)
-        return cpu * self.crowding(self.facts.processors)
+        cpu = self.facts.cpu.get(name, 0.0)
+        cpu_under_load = cpu * self.find_crowding(self.facts.processors)
+        if name == SHARED and self.facts.cpu_inference:  # which was measured by itself
+            cpu_under_load = max(cpu, self.facts.cpu_inference)
+        parts = ended - began, starved, handed - ended
+        working, empty, blocked = (float(seconds.sum() / whole) for seconds in parts)
+        alone, beside = mean_interval(self.arrays[f"alone_{name}"]), mean_interval(ended - began, len(began) / frames)
+        queue = float(waiting.mean()) if len(waiting) else 0.0
+        return Stage(name, alone, beside, cpu, cpu_under_load, working, empty, blocked, queue)
 
 
 def section_interval(samples: np.ndarray, estimate: Callable[[np.ndarray], float], least: int) -> Interval:
@@ -278,7 +259,7 @@ class VideoRun(LoadRun):
         return [1 / video.rate for video in self.videos]
 
 
-def of_run(run: RunData) -> list[VideoRun]:
+def list_runs(run: RunData) -> list[VideoRun]:
     """Return each trial that answered a video, in the order of the trials."""
     return [each for trial in run.records if (each := list_videos(trial)) is not None]
 
@@ -432,10 +413,11 @@ def predict_streams(video: Video, streams: int) -> StreamPrediction:
     known = max(place for place, stage in enumerate(video.stages) if stage.name in KNOWN)
     frames = max(len(video.stages), min(FRAMES, PIECES // streams))
     facts = video.facts
-    found = Simulation(servers, known, streams, frames, facts.processors, facts.depth, video.crowding).run()
+    found = Simulation(servers, known, streams, frames, facts.processors, facts.depth, video.find_crowding).run()
     latency = stats.percentile_of(found.latencies, PERCENTILES[-1])
     more_in_flight = (facts.slots - 1) * next(s.alone.value for s in video.stages if s.name == SHARED)
-    return StreamPrediction(streams, found.rate, latency + more_in_flight, _find_lowest(video.limits(streams)).name)
+    lowest = _find_lowest(video.find_limits(streams))
+    return StreamPrediction(streams, found.rate, latency + more_in_flight, lowest.name)
 
 
 def _make_server(video: Video, stage: Stage) -> Server:
@@ -443,7 +425,7 @@ def _make_server(video: Video, stage: Stage) -> Server:
 
     The simulation slows all stages down alike, so these seconds include the stage's own slow-down under full CPU load.
     """
-    in_crowd = stage.cpu_under_load / stage.cpu / video.crowding(video.facts.processors) if stage.cpu else 1.0
+    in_crowd = stage.cpu_under_load / stage.cpu / video.find_crowding(video.facts.processors) if stage.cpu else 1.0
     handed = video.facts.hand_over if stage is not video.stages[0] else 0.0
     seconds = video.arrays[f"alone_{stage.name}"] * in_crowd + handed
     processors = (stage.cpu + handed) / (stage.alone.value + handed)
@@ -452,5 +434,5 @@ def _make_server(video: Video, stage: Stage) -> Server:
 
 def count_fitting(video: Video, rate: float) -> int:
     """Return how many streams at that rate each fit by the bounds, at most MOST_STREAMS; 0 if not even one fits."""
-    fits = [k for k in range(1, MOST_STREAMS + 1) if min(video.limits(k).values()) / k >= rate]
+    fits = [k for k in range(1, MOST_STREAMS + 1) if min(video.find_limits(k).values()) / k >= rate]
     return max(fits, default=0)

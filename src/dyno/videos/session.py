@@ -60,24 +60,24 @@ class VideoJobSpec:
         options = dataclasses.asdict(self.options)
         return {"source": self.source, "options": options, "written": bool(self.output), **content}
 
-    def unwritten(self) -> tuple[str, ...]:
+    def list_unwritten(self) -> tuple[str, ...]:
         """Return the requested files that don't exist."""
         wanted = [Path(path) for path in (self.output, self.boxes) if path]
         made = [p for p in wanted if p.exists() or (self.several and any(p.parent.glob(
             f"{glob.escape(p.stem)}-*{glob.escape(p.suffix)}")))]  # fmt: skip
         return tuple(str(path) for path in wanted if path not in made)
 
-    def named(self, path: str, trial: Trial) -> str:
+    def name_output(self, path: str, trial: Trial) -> str:
         """Return the output path of this trial."""
         if not path or not self.several:
             return path
         whole = Path(path)
         return str(whole.with_name(f"{whole.stem}-{trial.variant}-{trial.precision}{whole.suffix}"))
 
-    def job(self, job: Job, folder: Path) -> Job:
+    def make_job(self, job: Job, folder: Path) -> Job:
         """Return a round's job with the video in place of the usual measurement."""
         assert job.trial is not None
-        outputs = [self.named(path, job.trial) for path in (self.output, self.boxes)]
+        outputs = [self.name_output(path, job.trial) for path in (self.output, self.boxes)]
         if scratch := job.round > 0:
             outputs = [str(folder.resolve() / f"scratch{Path(path).suffix}") if path else "" for path in outputs]
         output, boxes = (str(Path(path).resolve()) if path else "" for path in outputs)
@@ -91,7 +91,7 @@ class VideoJobSpec:
 
         If it is interrupted, it closes its file, and its record is stored before the interrupt goes on.
         """
-        own = self.job(job, folder)
+        own = self.make_job(job, folder)
         pipe = own.options["source"]
         inherited = [int(pipe.removeprefix("pipe:"))] if pipe.startswith("pipe:") else []
         try:
@@ -150,18 +150,16 @@ class VideoResult(LoadResult):
     @property
     def refused(self) -> str:
         """Why the source, or the boxes in the networks' outputs, can't be read; "" if they can."""
-        worst = [trial.worst for trial in self.records]
-        refused = all(
-            w is not None and w.status == "failed" and (w.record.stage == OPENING or UNREAD in w.record.reason)
-            for w in worst
-        )
-        return worst[0].record.reason if worst and worst[0] is not None and refused else ""
+        worst = [trial.worst.record if trial.worst else None for trial in self.records]
+        failed = [r for r in worst if r is not None and r.status == "failed"]
+        refused = [r.reason for r in failed if r.stage == OPENING or UNREAD in r.reason]
+        return refused[0] if refused and len(refused) == len(worst) else ""
 
     def save(self, path: Path) -> None:
         """Write the pipeline's trace: a track for each stage and each frame of each engine's typical round."""
         from dyno.videos import figures, words
 
-        write_text(path, json.dumps(words.chrome_trace(figures.of_run(self.data))) + "\n")
+        write_text(path, json.dumps(words.chrome_trace(figures.list_runs(self.data))) + "\n")
 
 
 def bench_video(
@@ -186,9 +184,8 @@ def bench_video(
     check_types({"options": options}, {"options": VideoOptions | None})
     study, several = study_of_own_jobs(model, 1, settings)
     (name,) = study.models
-    job_spec = VideoJobSpec(
-        _make_absolute(source), str(output or ""), str(boxes or ""), options or VideoOptions(), several
-    )
+    written = str(output or ""), str(boxes or "")
+    job_spec = VideoJobSpec(_make_absolute(source), *written, options or VideoOptions(), several)
     _check_options(job_spec, study)
     if save and not str(save).endswith(TRACE):
         raise UserError(f"{str(save)!r} can't be saved; end its name in {TRACE} (Perfetto)")
@@ -206,7 +203,7 @@ def bench_video(
         stopped = True
     result = VideoResult(folder, stopped=stopped)
     if not stopped and all(trial.status == "ok" for trial in result.records):
-        result = replace(result, unwritten=job_spec.unwritten())
+        result = replace(result, unwritten=job_spec.list_unwritten())
     if save:
         result.save(Path(save))
     return result
@@ -215,7 +212,11 @@ def bench_video(
 def _make_absolute(source: str | Path) -> str:
     """Return a path made absolute, because jobs may run elsewhere; anything else unchanged."""
     text = str(source)
-    return text if text == STDIN or ":" in text.split("/")[0] else str(Path(text).absolute())
+    return str(Path(text).absolute()) if _is_path(text) else text
+
+
+def _is_path(source: str) -> bool:
+    return source != STDIN and ":" not in source.split("/")[0]
 
 
 def _check_options(job_spec: VideoJobSpec, study: Study) -> None:
@@ -226,8 +227,7 @@ def _check_options(job_spec: VideoJobSpec, study: Study) -> None:
         raise UserError("raw frames don't say how large they are; give --frame-size WIDTHxHEIGHT")
     if job_spec.options.streams > 1 and (job_spec.source == STDIN or job_spec.source.startswith("camera:")):
         raise UserError(f"{job_spec.source} can be read only once; omit --streams")
-    path = Path(job_spec.source)
-    local = job_spec.source != STDIN and ":" not in job_spec.source.split("/")[0]
+    path, local = Path(job_spec.source), _is_path(job_spec.source)
     if local and not path.exists():
         raise UserError(f"{path} does not exist; give a video, an image, a folder of images, a URL, camera:0 or -")
     for written in filter(None, (job_spec.output, job_spec.boxes)):

@@ -38,7 +38,7 @@ STREAMS = (1, 2, 4, 8, 16, 32)
 
 
 def _make_video_table(run: RunData) -> Table | None:
-    runs = figures.of_run(run)
+    runs = figures.list_runs(run)
     if not runs:
         return None
     rows = [_make_row(each) for each in runs]
@@ -86,7 +86,7 @@ def _make_stages_table(run: RunData) -> Table | None:
             "working": 100 * stage.working, "starved": 100 * stage.starved, "blocked": 100 * stage.blocked,
             "queue": stage.queue,
         }
-        for each in figures.of_run(run) for stage in each.typical.stages
+        for each in figures.list_runs(run) for stage in each.typical.stages
     ]  # fmt: skip
     if not rows:
         return None
@@ -95,7 +95,7 @@ def _make_stages_table(run: RunData) -> Table | None:
 
 
 def _make_streams_table(run: RunData) -> Table | None:
-    runs = figures.of_run(run)
+    runs = figures.list_runs(run)
     rows = [_stream_row(f, count) for f in runs for count in sorted({*STREAMS, f.typical.facts.streams})]
     videos = {f.trial.label: f for f in runs}
     if not rows:
@@ -150,9 +150,7 @@ VIDEO_COLUMNS = (
     Column("bound_fps", "what the stages allow at most", "1/s", title="bound, fps", rank=4),
     Column("bound_by", "the stage that bounds the whole, or the processors", kind=TEXT, title="bound by", rank=2),
     Column("reached", "share of the bound", "%", rank=4),
-    duration("p50_s", "from a frame's reading to its boxes", rank=6),
-    duration("p95_s", "from a frame's reading to its boxes", rank=6),
-    duration("p99_s", "from a frame's reading to its boxes", rank=6),
+    *(duration(f"p{100 * q:g}_s", "from a frame's reading to its boxes", rank=6) for q in PERCENTILES),
     *with_limits(Column("speedup", "fps over the reference's", kind=RATIO, rank=1)),
     Column("verdict", "end to end, against the reference", kind=TEXT, rank=1),
 )
@@ -185,7 +183,7 @@ STREAM_COLUMNS = (
 VIDEO = TableKind(
     "video", "Video", "Frames per second of a video end to end and of inference, what bounds it, and latency.",
     _make_video_table, "this run is of no video; `dyno bench video` makes one", "tables", 15,
-    leads=True, sentences=lambda run: words.of_run(figures.of_run(run)),
+    leads=True, sentences=lambda run: words.describe_runs(figures.list_runs(run)),
 )  # fmt: skip
 STAGES = TableKind(
     "video-stages", "Stages of the video", "Each stage of a video's pipeline, alone and beside the others.",
@@ -209,7 +207,7 @@ def draw_timeline(run: RunData) -> Any:
 
     A pale bar follows where the next stage had no room for the frame.
     """
-    runs = figures.of_run(run)[:MOST_TRIALS]
+    runs = figures.list_runs(run)[:MOST_TRIALS]
     if not runs:
         return None
     rows = [len(each.typical.stages) for each in runs]
@@ -346,7 +344,7 @@ def _find_source(before: StageTimeline, track: StageTimeline, piece: int) -> int
 
 
 def _make_table(run: RunData) -> Table | None:
-    rows = [row for each in figures.of_run(run) for row in _iter_rows(each.trial.label, each.typical)]
+    rows = [row for each in figures.list_runs(run) for row in _iter_rows(each.trial.label, each.typical)]
     return PATH.of(PATH_COLUMNS, rows, notes=(NOTE,), group=("label",)) if rows else None
 
 
@@ -414,13 +412,8 @@ def make_comparison_table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> 
     rows += [{"label": b.trial.label, "part": WHOLE, "verdict": OTHER_VIDEO} for a, b in pairs if (a, b) not in same]
     order = [b.trial.label for _, b in pairs]
     rows.sort(key=lambda row: order.index(row["label"]))
-    return COMPARED.of(
-        COMPARISON_COLUMNS,
-        rows,
-        notes=tuple(_write_sentences(rows)),
-        group=("label",),
-        printed=printed(COMPARISON_COLUMNS),
-    )
+    notes, shown = tuple(_write_sentences(rows)), printed(COMPARISON_COLUMNS)
+    return COMPARED.of(COMPARISON_COLUMNS, rows, notes=notes, group=("label",), printed=shown)
 
 
 def _make_shot_key(one: VideoRun) -> tuple[int, ...]:

@@ -20,15 +20,15 @@ LATENCY_NOTE = (
 REACHED = 0.95  # of the bound: nothing in the pipeline itself is left to gain
 
 
-def of_each(runs: Sequence[Run], describe: Callable[[Run], Iterable[str]]) -> list[str]:
+def describe_each(runs: Sequence[Run], describe: Callable[[Run], Iterable[str]]) -> list[str]:
     """Return the sentences of each trial, under its name where there are several."""
     named = [(each, [f"{each.trial.label}:"] if len(runs) > 1 else []) for each in runs]
     return [line for each, name in named for line in (*name, *describe(each))]
 
 
-def of_run(runs: Sequence[VideoRun]) -> list[str]:
+def describe_runs(runs: Sequence[VideoRun]) -> list[str]:
     """Return the sentences of each trial."""
-    sentences = of_each(runs, lambda each: [*list_sentences(each.typical), *(f"{w}." for w in each.warnings)])
+    sentences = describe_each(runs, lambda each: [*list_sentences(each.typical), *(f"{w}." for w in each.warnings)])
     return [*sentences, LATENCY_NOTE]
 
 
@@ -52,8 +52,7 @@ def _describe_rates(video: Video) -> str:
     several = f"{facts.streams} streams at once, the first of " if facts.streams > 1 else ""
     return (
         f"{several}{counting(facts.frames, 'frame')} of {facts.width} x {facts.height} in "
-        f"{show(facts.seconds, 'duration')}"
-        f"{ended}: {_format_rate(video.rate)} end to end{realtime}; inference alone "
+        f"{show(facts.seconds, 'duration')}{ended}: {_format_rate(video.rate)} end to end{realtime}; inference alone "
         f"{_format_rate(video.inference_rate)}, and {_format_rate(video.inference_beside)} beside the other stages."
     )
 
@@ -77,12 +76,13 @@ def _set_up(video: Video) -> Iterator[str]:
 
 
 def _describe_bounds(video: Video) -> Iterator[str]:
-    stage, processors = video.by_stage, video.by_processors
+    stage = video.by_stage
+    # The number of the processors over a frame's processor time while all are at work.
+    processors = Bound(PROCESSORS, video.find_limits(video.facts.streams)[PROCESSORS])
     yield (
         f"The slowest stage, {stage.name}, allows {_format_rate(stage.rate)}: {_format_share(stage, video)} of that "
-        "was reached. "
-        f"{_format_processors(video)} at {show(video.cpu_under_load, 'duration')} of processor time per frame "
-        f"{'allows' if video.facts.processors == 1 else 'allow'} {_format_rate(processors.rate)}: "
+        f"was reached. {_format_processors(video)} at {show(video.cpu_under_load, 'duration')} of processor time per "
+        f"frame {'allows' if video.facts.processors == 1 else 'allow'} {_format_rate(processors.rate)}: "
         f"{_format_share(processors, video)}."
     )
     slowdown = video.cpu_under_load / (sum(s.cpu for s in video.stages) or math.inf)
@@ -96,7 +96,7 @@ def _describe_bounds(video: Video) -> Iterator[str]:
 def _describe_changes(video: Video) -> Iterator[str]:
     bound = video.bound
     if bound.name == PROCESSORS:
-        stage = video.heaviest
+        stage = max(video.stages, key=lambda each: each.cpu_under_load)
         share = stage.cpu_under_load / video.cpu_under_load
         what = (
             f"The processors bound the whole: the stages share them, and {stage.name} takes "
@@ -105,7 +105,7 @@ def _describe_changes(video: Video) -> Iterator[str]:
     else:
         stage = video.slowest
         what = f"{stage.name.capitalize()} bounds the whole."
-    after = video.without(stage.name, HALF)
+    after = video.find_bound(stage.name, HALF)
     gain = after.rate / bound.rate
     limit = "the processors bound it" if after.name == PROCESSORS else f"{after.name} bounds it"
     then = f", and then {limit}" if after.name != bound.name else ""

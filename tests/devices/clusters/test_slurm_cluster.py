@@ -212,9 +212,8 @@ def test_a_job_that_runs_but_says_nothing_does_not_keep_the_study(
 ) -> None:
     monkeypatch.setenv("FAKE_DEAF", "1")
     monkeypatch.setattr(slurm_cluster, "MINUTE_S", 0.01)
-    with pytest.raises(
-        UserError, match=r"no job .* can take part: job 1 gave no sign of life within 2 min \(it wrote no"
-    ):
+    said = r"no job .* can take part: job 1 gave no sign of life within 2 min \(it wrote no"
+    with pytest.raises(UserError, match=said):
         spread.run(fake_study(on="slurm=1,wait=2"), tmp_path / "run", Progress(quiet=True))
     assert "1" in (fake_slurm / "cancelled").read_text().split()
 
@@ -263,10 +262,7 @@ def test_what_is_asked_of_slurm() -> None:
     ("fields", "message"),
     [
         ({"on": "slrum=2"}, "unknown cluster 'slrum'; did you mean 'slurm'"),
-        (
-            {"on": "slurm=two"},
-            "whole number of jobs of at least 1, not 'two'; write e.g. --cluster slurm=4,partition=gpu",
-        ),
+        ({"on": "slurm=two"}, "whole number of jobs of at least 1, not 'two'; write e.g. --cluster slurm=4,part"),
         ({"on": "slurm=0"}, "needs a whole number of jobs of at least 1, not '0'"),
         ({"on": "slurm=2,partion=gpu"}, "unknown option of --cluster slurm 'partion'; did you mean 'partition'"),
         ({"on": "slurm=2,gpu"}, "'gpu' of --cluster slurm is not NAME=VALUE"),

@@ -228,12 +228,9 @@ def test_operators_of_libraries_are_looked_for(tmp_path: Path) -> None:
         "assert 'torchvision' not in sys.modules\nsaved_modules.load('rolls.pt2')\n"
         "try:\n    saved_modules.load('twice.pt2')\nexcept UserError as e:\n    print(e)\n"
     )
-    for program_text in (["save.py"], ["-c", load]):
-        command, env = (
-            [sys.executable, *program_text],
-            {**os.environ, "PYTHONPATH": str(Path(graph.__file__).parents[3])},
-        )
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(Path(graph.__file__).parents[3])}
+    for words in (["save.py"], ["-c", load]):
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("twice.pt2 needs the operator strange::twice, which another library registers; name")
 

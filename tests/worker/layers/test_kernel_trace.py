@@ -69,27 +69,27 @@ NOISE = [{"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"
 
 
 def test_work_is_of_the_innermost_call_in_which_its_operator_began() -> None:
-    runs = kernel_trace.read([*NOISE, *one_run(0, 100), *one_run(200, 200)], ROWS, 4)
+    runs = kernel_trace.read_runs([*NOISE, *one_run(0, 100), *one_run(200, 200)], ROWS, 4)
     assert len(runs) == 2
     for run in runs:
         assert run.seconds == pytest.approx([10e-6, 6e-6, 3e-6, 5e-6])
         assert run.kernels == 4, "a copy is none"
         assert run.busy == pytest.approx(23e-6), "two overlap by a microsecond"
         assert run.calls == pytest.approx(10e-6), "a wait is no work"
-    names = kernel_trace.labels(runs, 4)
+    names = kernel_trace.list_kernels(runs, 4)
     assert names[0] == "cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x64_16x6_tn_align4>"
     assert names[3].startswith("Memcpy DtoD + vectorized_elementwise_kernel<4, CUDAFunctor_add<float>")
 
 
 def test_a_call_without_a_row_is_its_caller_s() -> None:
     rows = {("a", 0): 0, ("", 0): 1}
-    (run,) = kernel_trace.read(one_run(0, 100), rows, 2)
+    (run,) = kernel_trace.read_runs(one_run(0, 100), rows, 2)
     assert run.seconds == pytest.approx([19e-6, 5e-6])
 
 
 def test_work_outside_of_runs_is_of_none() -> None:
     warm_up = launched("kernel", ADD, 500, 510, 9, 0, 999)
-    (run,) = kernel_trace.read([*one_run(0, 100), *warm_up], ROWS, 4)
+    (run,) = kernel_trace.read_runs([*one_run(0, 100), *warm_up], ROWS, 4)
     assert sum(run.seconds) == pytest.approx(24e-6) and run.kernels == 4
 
 
@@ -131,9 +131,9 @@ def test_a_real_trace_tells_whose_an_operator_is_and_no_hook_stays() -> None:
     operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"] in wanted]
     for k, operator in enumerate(operators):
         events += launched("kernel", operator["name"], 0, 1e6 * k, 5, operator["args"]["External id"], k)
-    runs = kernel_trace.read(events, module.list_modules(inside), len(inside.layers))
+    runs = kernel_trace.read_runs(events, module.list_modules(inside), len(inside.layers))
     assert [layer.name for layer in inside.layers] == ["conv", "relu", "relu", ""]
-    assert kernel_trace.labels(runs, 4) == ["aten::conv2d", "aten::relu", "aten::relu", "aten::add"]
+    assert kernel_trace.list_kernels(runs, 4) == ["aten::conv2d", "aten::relu", "aten::relu", "aten::add"]
     assert [run.seconds for run in runs] == [pytest.approx([5e-6] * 4)] * 3
     assert [run.kernels for run in runs] == [4] * 3 and runs[0].busy == pytest.approx(20e-6)
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())

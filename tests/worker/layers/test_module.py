@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dyno.layers.counters import Kernel, owners_of
+from dyno.layers.counters import Kernel, find_owners
 from dyno.worker.layers import module
 from dyno.worker.nets import flops
 from dyno.worker.spec import Unavailable, UserError
@@ -238,7 +238,7 @@ def test_every_layer_that_runs_has_its_range(made: Callable[[], tuple[Any, Any]]
         elif kind == "pop":
             kernels.append(Kernel("k", tuple(open_ranges)))
             open_ranges.pop()
-    owners = owners_of(inside, kernels)
+    owners = find_owners(inside, kernels)
     ran = {k for k, layer in enumerate(inside.layers) if not layer.skipped}
     assert ran <= set(owners) and None not in owners
 

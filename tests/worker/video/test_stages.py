@@ -49,6 +49,19 @@ class Pairs(Collect):
         return held
 
 
+class Broken(Collect):
+    """Fails at that item."""
+
+    def __init__(self, at: int, lanes: int = 1) -> None:
+        super().__init__("broken")
+        self._at, self.lanes = at, lanes
+
+    def work(self, item: Any) -> Iterable[Any]:
+        if item.index == self._at:
+            raise ValueError("broken")
+        return super().work(item)
+
+
 class Gate(Collect):
     """Waits at each item until it is opened."""
 
@@ -116,15 +129,9 @@ def test_a_live_source_never_waits_and_the_oldest_go() -> None:
 
 
 def test_an_error_stops_all_and_is_raised() -> None:
-    class Broken(Collect):
-        def work(self, item: Any) -> Iterable[Any]:
-            if item.index == 3:
-                raise ValueError("broken")
-            return super().work(item)
-
-    broken, last = Broken("broken"), Collect("last")
+    last = Collect("last")
     with pytest.raises(ValueError, match="broken"):
-        run_pipelines([VideoPipeline("read", frames(1000), [broken, last])], lambda: None)
+        run_pipelines([VideoPipeline("read", frames(1000), [Broken(3), last])], lambda: None)
     assert last.seen == list(range(len(last.seen))) and len(last.seen) <= 3
 
 
@@ -153,17 +160,9 @@ def test_lanes_wait_for_none_but_keep_the_order() -> None:
 
 
 def test_lanes_end_with_the_whole() -> None:
-    class Broken(Collect):
-        lanes = 3
-
-        def work(self, item: Any) -> Iterable[Any]:
-            if item.index == 5:
-                raise ValueError("broken")
-            return super().work(item)
-
     gate = Gate()
     with pytest.raises(ValueError, match="broken"):  # while the others wait for room, or for items
-        run_pipelines([VideoPipeline("read", frames(1000), [Broken("broken"), gate])], lambda: gate.open.set())
+        run_pipelines([VideoPipeline("read", frames(1000), [Broken(5, lanes=3), gate])], lambda: gate.open.set())
     assert not [t for t in threading.enumerate() if t.name in ("broken", "gate")]
 
 
@@ -171,13 +170,8 @@ def test_several_run_side_by_side_and_end_together() -> None:
     lasts = [Collect(f"last{k}") for k in range(3)]
     run_pipelines([VideoPipeline("read", frames(20 + k), [last]) for k, last in enumerate(lasts)], lambda: None)
     assert [last.seen for last in lasts] == [list(range(20 + k)) for k in range(3)]
-
-    class Broken(Collect):
-        def work(self, item: Any) -> Iterable[Any]:
-            raise ValueError("broken")
-
     other = Collect("other")
-    lines = [VideoPipeline("read", frames(10**9), [other]), VideoPipeline("read", frames(1), [Broken("broken")])]
+    lines = [VideoPipeline("read", frames(10**9), [other]), VideoPipeline("read", frames(1), [Broken(0)])]
     with pytest.raises(ValueError, match="broken"):
         run_pipelines(lines, lambda: None)
     assert other.seen == list(range(len(other.seen)))

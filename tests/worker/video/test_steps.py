@@ -68,10 +68,9 @@ def test_an_error_in_a_thread_ends_the_pipeline() -> None:
     wrong = Frame(3, Rgb(np.zeros((0, 4, 3), np.uint8)), now())  # nothing to resize
     preparations = [preparation(2), preparation(2)]
     prepare = steps.PreparationStage(preparations, [preparations[0].new_feed() for _ in range(8)])
+    pipeline = VideoPipeline("read", iter([*frames(3), wrong, *frames(20)]), [prepare, Copies(2)])
     with pytest.raises(Exception, match=r"(?i)size|empty|zero"):
-        run_pipelines(
-            [VideoPipeline("read", iter([*frames(3), wrong, *frames(20)]), [prepare, Copies(2)])], lambda: None
-        )
+        run_pipelines([pipeline], lambda: None)
 
 
 class InLanes(PipelineStage):
@@ -179,9 +178,8 @@ def seen(
 ) -> Frame:
     """Frame k with a box of 40 x 40 at each of those places, from the left."""
     boxes = np.array([[left, 10, left + 40, 50] for left in places], np.float32).reshape(-1, 4)
-    found = Detections(
-        boxes, np.array(scores or [0.9] * len(places)), np.array(kinds or [0] * len(places), int), None, None
-    )
+    count = len(places)
+    found = Detections(boxes, np.array(scores or [0.9] * count), np.array(kinds or [0] * count, int), None, None)
     image = np.zeros((100, 900, 3), np.uint8)
     return Frame(k, Rgb(image), 0, seconds=k / RATE if timed else None, detections=found)
 

@@ -98,11 +98,7 @@ class Node:
         self._folder, self._held = _own_folder()
         write_files(files, self._folder)
         self._sent = _list_stamps(self._folder)
-        for name, value in own.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        places.set_variables(own)
         with suppress(PermissionError):  # what a child inherits; Ray gives way to all other programs
             os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
         if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
@@ -310,19 +306,19 @@ def same_dyno(name: str, about: NodeDescription) -> NodeDescription:
     return about
 
 
-def gpu(about: NodeDescription, name: str, host: RemoteHost) -> Place:
+def make_gpu_place(about: NodeDescription, name: str, host: RemoteHost) -> Place:
     """Return the GPU of a node as a place, by its name on that host."""
     where = f"{about.host}/{name}"
     return Place(where, "cuda:0", about.card, threads=len(about.cores), machine=about.host, host=host)
 
 
-def processors(about: NodeDescription, own: Sequence[tuple[int, ...]], host: RemoteHost) -> Place:
+def make_core_place(about: NodeDescription, own: Sequence[tuple[int, ...]], host: RemoteHost) -> Place:
     """Return these physical cores of a node as a place."""
     cores = tuple(cpu for core in own for cpu in core)
     return Place(about.host, "cpu", share(about.card, cores), cores, threads=len(own), machine=about.host, host=host)
 
 
-def distinct(places: Sequence[Place]) -> list[Place]:
+def number_names(places: Sequence[Place]) -> list[Place]:
     """Return the places with distinct names: the second one of a name is NAME#2."""
     names, named = Counter[str](), []
     for place in places:

@@ -13,18 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from dyno import __version__
-from dyno.devices.clusters.node import (
-    Node,
-    NodeDescription,
-    NodeLost,
-    NodeSilent,
-    RemoteHost,
-    check_device,
-    distinct,
-    gpu,
-    processors,
-    same_dyno,
-)
+from dyno.devices.clusters import node as nodes
+from dyno.devices.clusters.node import Node, NodeDescription, NodeLost, NodeSilent, RemoteHost
 from dyno.devices.places import Place
 from dyno.worker.extras import install
 from dyno.worker.spec import UserError, shorten
@@ -39,14 +29,14 @@ SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
 @contextmanager
-def places(address: str, device: str) -> Iterator[list[Place]]:
+def hold_places(address: str, device: str) -> Iterator[list[Place]]:
     """Hold the places of the cluster for a device, `cpu` or `cuda`, while the block runs.
 
     `address` is a head node's (HOST:PORT or ray://…), "" for the cluster of this host; if there is none, Ray is started
     here and ended afterwards. Raises `UserError`, one line.
     """
-    check_device(device)
-    os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
+    nodes.check_device(device)
+    os.environ |= {**SETTINGS, **os.environ}
     try:
         import ray
     except ImportError as e:
@@ -76,9 +66,8 @@ def _check_reachable(address: str) -> None:
     scheme, _, place = address.rpartition("://")
     host, _, port = place.rpartition(":")
     if scheme not in ("", "ray") or not host or not port.isdecimal() or int(port) > LAST_PORT:
-        raise UserError(
-            f"{address!r} is not the address of a Ray cluster; write --cluster ray=HOST:PORT of its head node"
-        )
+        advice = "write --cluster ray=HOST:PORT of its head node"
+        raise UserError(f"{address!r} is not the address of a Ray cluster; {advice}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except OSError as e:
@@ -104,15 +93,13 @@ def _list_places(device: str) -> list[Place]:
     for node, count, actor in actors:
         host = RayHost(actor)
         about = _describe_node(host, node, device)
-        if about is not None:
-            places.append(
-                gpu(about, f"cuda:{about.gpu}", host)
-                if device == "cuda"
-                else _choose_processors(about, count, taken, host)
-            )
+        if about is not None and device == "cuda":
+            places.append(nodes.make_gpu_place(about, f"cuda:{about.gpu}", host))
+        elif about is not None:
+            places.append(_choose_processors(about, count, taken, host))
     if not places:
         raise UserError("every node of the Ray cluster was lost while it was asked; see `ray status`")
-    return distinct(places)
+    return nodes.number_names(places)
 
 
 def _list_alive() -> dict[str, dict[str, Any]]:
@@ -137,7 +124,7 @@ def _describe_node(host: RayHost, node: dict[str, Any], device: str) -> NodeDesc
         if node["NodeID"] not in _list_alive():
             return None
         raise UserError(f"{name} can't take part: {e}; install Dyno {__version__} there as here") from e
-    return same_dyno(name, about)
+    return nodes.same_dyno(name, about)
 
 
 def _choose_processors(about: NodeDescription, count: int, taken: Counter[str], host: RayHost) -> Place:
@@ -150,7 +137,7 @@ def _choose_processors(about: NodeDescription, count: int, taken: Counter[str], 
     if not own:
         raise UserError(f"the Ray nodes of {about.host} count more processors than it has physical cores")
     taken[about.host] += count
-    return processors(about, own, host)
+    return nodes.make_core_place(about, own, host)
 
 
 class RayHost(RemoteHost):

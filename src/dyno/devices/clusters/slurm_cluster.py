@@ -18,17 +18,9 @@ from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
 from dyno.devices import places as devices
+from dyno.devices.clusters import node as nodes
 from dyno.devices.clusters import slurm_job
-from dyno.devices.clusters.node import (
-    NodeDescription,
-    NodeLost,
-    RemoteHost,
-    check_device,
-    distinct,
-    gpu,
-    processors,
-    same_dyno,
-)
+from dyno.devices.clusters.node import NodeDescription, NodeLost, RemoteHost
 from dyno.devices.clusters.slurm_job import ANSWER, ASK, BEAT_S, DRIVER, LEFT, OVER, Mail
 from dyno.devices.places import Place
 from dyno.jobs.progress import Progress
@@ -67,10 +59,9 @@ def parse(spec: str) -> SlurmRequest:
     """Parse the words after `slurm=`, e.g. `4,partition=gpu`; raise `UserError`, one line, for invalid ones."""
     items = [item.strip() for item in spec.split(",")] if spec.strip() else []
     jobs = items.pop(0) if items and "=" not in items[0] else "1"
-    if not (jobs.isascii() and jobs.isdecimal() and int(jobs)):
-        raise UserError(
-            f"--cluster slurm needs a whole number of jobs of at least 1, not {jobs!r}; write e.g. {EXAMPLE}"
-        )
+    if not _is_count(jobs):
+        needed = "a whole number of jobs of at least 1"
+        raise UserError(f"--cluster slurm needs {needed}, not {jobs!r}; write e.g. {EXAMPLE}")
     given: dict[str, str] = {}
     for item in items:
         name, _, value = (part.strip() for part in item.partition("="))
@@ -82,16 +73,18 @@ def parse(spec: str) -> SlurmRequest:
         given[name] = value
     cluster = given.pop("cluster", CLUSTERS[0])
     check_known("cluster of --cluster slurm", cluster, CLUSTERS)
-    minutes = {name: _parse_minutes(name, given.pop(name, str(usual))) for name, usual in MINUTES.items()}
+    minutes = {}
+    for name, usual in MINUTES.items():
+        if not _is_count(value := given.pop(name, str(usual))):
+            raise UserError(f"{name} of --cluster slurm must be a whole number of minutes, not {value!r}")
+        minutes[name] = int(value)
     if given and cluster == "local":
         raise UserError(f"cluster=local runs the jobs on this host, where {', '.join(given)} has no meaning; omit it")
     return SlurmRequest(int(jobs), cluster, minutes, given)
 
 
-def _parse_minutes(name: str, value: str) -> int:
-    if not (value.isascii() and value.isdecimal() and int(value)):
-        raise UserError(f"{name} of --cluster slurm must be a whole number of minutes, not {value!r}")
-    return int(value)
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and int(text) > 0
 
 
 # A job of Slurm as a host: asked through files, and taken for lost when it or Slurm says so, or nothing is heard.
@@ -170,8 +163,8 @@ class SlurmHost(RemoteHost):
             raise self._end_job("its process was killed")
         if not self.local and self.about and time.monotonic() - self._heard > QUEUE_S:
             self._heard = time.monotonic()
-            state, _ = states([self]).get(self.id, ("", ""))
-            if over(state):
+            state, _ = read_states([self]).get(self.id, ("", ""))
+            if is_over(state):
                 raise self._end_job(f"Slurm says that it is {state.lower()}")
 
     def _end_job(self, why: str) -> NodeLost:
@@ -207,12 +200,12 @@ def cancel(ids: Sequence[str]) -> None:
             subprocess.run(command, capture_output=True, timeout=COMMAND_S, check=False)
 
 
-def over(state: str) -> bool:
+def is_over(state: str) -> bool:
     """Return whether a job in this state is over; "" is an unknown state."""
     return state not in ("", *WAITING, *ALIVE)
 
 
-def states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
+def read_states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
     """Return Slurm's state of each job with its reason; `FORGOTTEN` for an unknown job, empty if Slurm doesn't answer.
 
     Asked of `squeue`, because `sacct` knows nothing on clusters without accounting, and never why a job waits.
@@ -257,7 +250,7 @@ class Queue:
         """
         while self._waiting:
             if not self._waiting[0].local and time.monotonic() - self._asked > QUEUE_S:
-                self._asked, self._states = time.monotonic(), states(self._waiting)
+                self._asked, self._states = time.monotonic(), read_states(self._waiting)
             for host in list(self._waiting):
                 self._look_at(host, wait_s)
             if self._waiting:
@@ -269,10 +262,10 @@ class Queue:
 
     def _look_at(self, host: SlurmHost, wait_s: float) -> None:
         """See whether the job has started, or never will."""
-        now, (state, reason) = time.monotonic(), self._find_state(host)
+        now, (state, reason) = time.monotonic(), self._states.get(host.id, ("", ""))
         try:
             if answer := host.answer():
-                host.about = same_dyno(host.name, answer[0])
+                host.about = nodes.same_dyno(host.name, answer[0])
                 self._first = self._first or now
                 self._waiting.remove(host)
                 return
@@ -282,16 +275,13 @@ class Queue:
         if state in WAITING:
             self._awaited.pop(host.id, None)
         awaited = now - self._awaited.setdefault(host.id, now) if state not in WAITING else 0.0
-        if over(state):
+        if is_over(state):
             self._leave_out(host, f"{host.name} did not start: it is {state.lower()} ({host.last_words()})")
         elif awaited > wait_s:
             why = f"gave no sign of life within {wait_s / MINUTE_S:g} min"
             self._leave_out(host, f"{host.name} {why} ({host.last_words()})")
         elif self._first and now - self._first > wait_s:
             self._leave_out(host, f"{host.name} did not start in time" + (f" ({reason})" if reason else ""))
-
-    def _find_state(self, host: SlurmHost) -> tuple[str, str]:
-        return self._states.get(host.id, ("", ""))
 
     def _leave_out(self, host: SlurmHost, why: str) -> None:
         self._waiting.remove(host)
@@ -304,7 +294,7 @@ class Queue:
         """Show what the jobs are waiting for, as Slurm reports it, whenever that changes."""
         words = []
         for host in self._waiting:
-            state, reason = self._find_state(host)
+            state, reason = self._states.get(host.id, ("", ""))
             if state in WAITING:
                 words.append(f"{host.name} waits in the queue ({state.lower() if reason in ('', 'None') else reason})")
         if words and words != self._said:
@@ -319,7 +309,7 @@ END_S = 20.0  # that jobs have to end by themselves
 
 def count_expected(spec: str, device: str) -> list[Place]:
     """Return the expected places, as far as a plan needs to know them, without starting a job."""
-    check_device(device)
+    nodes.check_device(device)
     parse(spec)
     return [Place("slurm", "cuda:0" if device == "cuda" else "cpu", "", threads=system.physical_cores())]
 
@@ -331,7 +321,7 @@ def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> It
     `folder` is the study's run folder, used by no other program, on a file system that the nodes share. Raises
     `UserError`, one line.
     """
-    check_device(device)
+    nodes.check_device(device)
     wanted, submitit = parse(spec), _import_submitit()
     base = folder.resolve() / SLURM
     refuse_links(base.parent, [SLURM])
@@ -467,9 +457,10 @@ def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
         assert about is not None
         if device == "cuda":
             unique = about.card.rpartition(", ")[2]
-            places.append(gpu(about, unique[:12] if unique.startswith("GPU-") else f"cuda:{about.gpu}", host))
+            name = unique[:12] if unique.startswith("GPU-") else f"cuda:{about.gpu}"
+            places.append(nodes.make_gpu_place(about, name, host))
             continue
-        places.append(processors(about, about.cores, host))
+        places.append(nodes.make_core_place(about, about.cores, host))
         for cpu in places[-1].cores:
             if (other := owners.setdefault((about.host, cpu), host)) is not host:
                 raise UserError(
@@ -477,7 +468,7 @@ def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
                     "job there; leave cpus-per-task out, so that each has a host for itself"
                 )
     # The jobs of one host in their own order: the next command's may start in another.
-    return distinct(sorted(places, key=lambda place: (place.name, place.cores)))
+    return nodes.number_names(sorted(places, key=lambda place: (place.name, place.cores)))
 
 
 def _end_jobs(jobs: Sequence[SlurmHost], mail: Path) -> None:

@@ -10,7 +10,6 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,9 @@ def main(folder: str, setting: dict[str, Any]) -> None:
         if name.startswith(OF_LAUNCHERS):
             del os.environ[name]
     if share := setting.get("share"):
-        os.sched_setaffinity(0, _list_processors(*share))
+        number, count = share
+        threads = system.core_threads()
+        os.sched_setaffinity(0, places.list_share(threads, len(threads) // count, number))
     if visible := setting.get("visible"):
         os.environ[places.VISIBLE] = visible
     pilot = Pilot(Path(folder), setting["silent_s"], setting.get("driver", 0))
@@ -89,13 +90,6 @@ def main(folder: str, setting: dict[str, Any]) -> None:
     with suppress(FileExistsError):  # Slurm started the job a second time, and its study goes on without it
         (pilot.mail.folder / BEGUN).touch(exist_ok=False)
         pilot.serve()
-
-
-def _list_processors(number: int, count: int) -> Iterable[int]:
-    """Return the logical processors of share `number` of `count` equal shares."""
-    threads = system.core_threads()
-    each = len(threads) // count
-    return [cpu for core in threads[number * each : (number + 1) * each] for cpu in core]
 
 
 class Pilot:

@@ -34,17 +34,17 @@ def read_graph(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
     """
     read_io(path)
     check_files_beside(path)
-    return nodes(path, shapes)
+    return read_nodes(path, shapes)
 
 
-def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
-    """Read the nodes as `read` does, of a complete file; its weights may be in files elsewhere."""
+def read_nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
+    """Read the nodes as `read_graph` does, of a complete file; its weights may be in files elsewhere."""
     onnx = import_onnx()
     model = onnx.load(path, load_external_data=False)
     inferred = flops.with_shapes(model, shapes)
     graph, inferred_shapes = inferred if inferred else (model.graph, {})
     reader = _GraphReader(onnx, graph, model, inferred_shapes)
-    layers = tuple(reader.layer(node) for node in graph.node if node.op_type != "Constant")
+    layers = tuple(reader.read_layer(node) for node in graph.node if node.op_type != "Constant")
     unknown = sum(any(-1 in port.shape or not port.dtype for port in layer.outputs) for layer in layers)
     notes: tuple[str, ...] = (f"the shapes of {unknown} of {len(layers)} nodes can't be inferred",) * bool(unknown)
     if uncounted := sum(layer.flops is None for layer in layers):
@@ -67,7 +67,7 @@ class _GraphReader:
         self._counted: set[str] = set()
         self.stored = 0
 
-    def layer(self, node: Any) -> Layer:
+    def read_layer(self, node: Any) -> Layer:
         """Return the node as a layer, and add the weights that no node before it had to `self.stored`."""
         own = self._scope.weights(node)
         pairs = (pair for scope in self._scope.inner(node) for pair in scope.walk())
@@ -77,7 +77,7 @@ class _GraphReader:
         self._counted |= fresh
         self.stored += sum(sizes[key] for key in fresh)
         kind = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
-        name = name_of(node)
+        name = name_node(node)
         operator = node.op_type.removeprefix("Fused")
         count = flops.of_node(node, self._shapes) if operator in flops.PRODUCTS else 0
         return Layer(
@@ -104,7 +104,7 @@ class _GraphReader:
         return Port(name, shape, self._named.get(self._types.get(name, 0), ""))
 
 
-def name_of(node: Any) -> str:
+def name_node(node: Any) -> str:
     """Return the node's name; a node without one is named after its operator and output."""
     return node.name or f"{node.op_type} to {next(iter(node.output), '')}"
 
@@ -152,18 +152,17 @@ def read_optimised_graph(path: str, source: str, profile: Profile, library: str)
 
     A node without an event in the profile was not run. Raises UserError for a file that can't be read.
     """
-    written = nodes(path, {})
-    source_names = {name_of(node) for node in _read_nodes(source)}
+    written = read_nodes(path, {})
+    source_names = {name_node(node) for node in _read_nodes(source)}
     layers, blocked = [], set[str]()
     for layer, kernel in zip(written.layers, list_kernels(written.layers, profile.outer, source), strict=True):
-        moves = _name_operator(layer) in MOVES or (
-            _name_operator(layer) == "Transpose" and layer.name not in source_names
-        )
+        operator = _name_operator(layer)
+        moves = operator in MOVES or (operator == "Transpose" and layer.name not in source_names)
         layer = replace(layer, moves=moves, computes_in=profile.computed_in.get(kernel, "") if kernel else "")
         layer = _as_run(layer, profile.outer[kernel] if kernel else None)
         # Only a reordering ends the layout; an elementwise operator doesn't care for it.
         enters = ".nchwc." in layer.type or any(port.name in blocked for port in layer.inputs)
-        if enters and _name_operator(layer) != "ReorderOutput":
+        if enters and operator != "ReorderOutput":
             blocked |= {port.name for port in layer.outputs}
             layer = replace(layer, outputs=tuple(replace(port, format="nchwc") for port in layer.outputs))
         layers.append(layer)
@@ -187,9 +186,9 @@ def list_kernels(layers: Sequence[Layer], kernels: Iterable[Kernel], source: str
         found.append(own.pop(0) if own else None)
     left = sorted((one for each in pending.values() for one in each), key=lambda each: int(each[1] or 0))
     for k, layer in enumerate(layers):
-        if found[k] is None and layer.outputs and layer.name == f"{_name_operator(layer)} to {layer.outputs[0].name}":
-            name = f"{_name_operator(layer)}_"
-            found[k] = next((each for each in left if each[0] == f"{name}{each[1]}_kernel_time"), None)
+        name = _name_operator(layer)
+        if found[k] is None and layer.outputs and layer.name == f"{name} to {layer.outputs[0].name}":
+            found[k] = next((each for each in left if each[0] == f"{name}_{each[1]}_kernel_time"), None)
             left = [each for each in left if each != found[k]]
     return found
 
@@ -239,10 +238,15 @@ def list_program_parts(model: ModelSpec, dims: Dims) -> Any:
 
 def _name_classes(module: Any) -> Any:
     """Name the classes like those of the original; torch's own would all be called InterpreterModule."""
-    wrapped = module.type_name().startswith(WRAPPED)
+
+    def list_inner_modules(self: Any, *args: Any, **keywords: Any) -> Any:
+        """Return the `named_modules` inside Dyno's wrapper, which runs nothing itself."""
+        return self.model.named_modules(*args, **keywords)
+
+    wrapped, aten = module.type_name().startswith(WRAPPED), import_torch().ops.aten
     kinds = {part: part.type_name() for part in module.modules() if hasattr(part, "type_name")}
     for part, kind in kinds.items():
-        inside = {"named_modules": _inner_modules} if wrapped and part is module else {}
+        inside = {"named_modules": list_inner_modules} if wrapped and part is module else {}
         name = kinds[part.model] if inside else kind
         if name:
             part.__class__ = type(name.rpartition(".")[2], (type(part),), inside)
@@ -252,23 +256,12 @@ def _name_classes(module: Any) -> Any:
             delattr(part, key)
             part.register_buffer(key, value, persistent=False)
         if hasattr(part, "finalize"):
-            _replace_views(part.graph)
+            for node in part.graph.nodes:
+                if node.target is aten.view.default:  # which refuses results of attention's unfused form
+                    node.target = aten.reshape.default
             part.finalize()  # its code was older than its graph where a part of it is called twice
     module.check_input_constraints = False  # at every call, which costs time
     return module
-
-
-def _replace_views(graph: Any) -> None:
-    """Make views accept the results of attention's unfused form, in which its operations are counted."""
-    aten = import_torch().ops.aten
-    for node in graph.nodes:
-        if node.target is aten.view.default:
-            node.target = aten.reshape.default
-
-
-def _inner_modules(self: Any, *args: Any, **keywords: Any) -> Any:
-    """Return the `named_modules` inside Dyno's wrapper, which runs nothing itself."""
-    return self.model.named_modules(*args, **keywords)
 
 
 def _check_same(program: Any, found: Any, example: Callable[[], tuple[Any, Any]]) -> None:

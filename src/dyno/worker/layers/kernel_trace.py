@@ -8,7 +8,7 @@ so that a kernel belongs to the innermost call in which its operator began.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class TracedRun:
     """
 
     seconds: list[float]
-    by_kernel: dict[tuple[int, str], float] = field(default_factory=dict)
+    by_kernel: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     busy: float = 0.0
     calls: float = 0.0
     kernels: int = 0
@@ -50,7 +50,7 @@ class _Range:
     row: int = -1
 
 
-def read(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun]:
+def read_runs(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun]:
     """Return the runs of a trace in order, with `count` rows each; work of a call without a row is its caller's."""
     owners = _Owners(events, rows)
     runs = [TracedRun([0.0] * count) for _ in range(owners.runs)]
@@ -60,26 +60,22 @@ def read(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun]:
     for event in (e for e in events if is_kind(e, WORK)):
         details = event["args"]
         moment = begun.get(details.get("External id"), launched.get(details.get("correlation"), -math.inf))
-        run, row = owners.at(moment)
+        run, row = owners.find_owner(moment)
         if run >= 0:
             work[run].append(event)
             if row >= 0:
-                _add_event(runs[run], row, event)
+                seconds, key = event["dur"] * 1e-6, (row, shorten_kernel(event["name"]))
+                runs[run].seconds[row] += seconds
+                runs[run].by_kernel[key] += seconds
     calls: list[list[Event]] = [[] for _ in runs]
     for event in (e for e in events if is_kind(e, HOST) and WAITS not in e["name"]):
-        run, _ = owners.at(event["ts"])
+        run, _ = owners.find_owner(event["ts"])
         if run >= 0:
             calls[run].append(event)
     for each, own, made in zip(runs, work, calls, strict=True):
-        each.busy, each.calls = covered(own), covered(made)
+        each.busy, each.calls = sum_covered(own), sum_covered(made)
         each.kernels = sum(e["cat"] == "kernel" for e in own)
     return runs
-
-
-def _add_event(run: TracedRun, row: int, event: Event) -> None:
-    seconds, name = event["dur"] * 1e-6, shorten_kernel(event["name"])
-    run.seconds[row] += seconds
-    run.by_kernel[row, name] = run.by_kernel.get((row, name), 0.0) + seconds
 
 
 def is_kind(event: Event, kinds: Sequence[str]) -> bool:
@@ -91,9 +87,8 @@ class _Owners:
     """Which call is the innermost at any moment of the host."""
 
     def __init__(self, events: Sequence[Event], rows: Rows) -> None:
-        named = [
-            e for e in events if is_kind(e, ("user_annotation",)) and e["name"].startswith((RUN_RANGE, CALL_RANGE))
-        ]
+        marked = (e for e in events if is_kind(e, ("user_annotation",)))
+        named = (e for e in marked if e["name"].startswith((RUN_RANGE, CALL_RANGE)))
         ranges = [_Range(e["ts"], e["ts"] + e["dur"], e["name"]) for e in named]
         self._ranges = sorted(ranges, key=lambda one: (one.begin, -one.end))
         self._times, self._owners = [-math.inf], [-1]
@@ -133,13 +128,13 @@ class _Owners:
             if one.row < 0 and one.around >= 0:
                 one.row = self._ranges[one.around].row
 
-    def at(self, moment: float) -> tuple[int, int]:
+    def find_owner(self, moment: float) -> tuple[int, int]:
         """Return the numbers of the run and row of the innermost call, -1 for none."""
         owner = self._owners[bisect_right(self._times, moment) - 1]
         return (self._ranges[owner].run, self._ranges[owner].row) if owner >= 0 else (-1, -1)
 
 
-def covered(events: Iterable[Event]) -> float:
+def sum_covered(events: Iterable[Event]) -> float:
     """Return the seconds in which at least one of the events was going on."""
     total, until = 0.0, -math.inf
     for begin, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
@@ -148,12 +143,12 @@ def covered(events: Iterable[Event]) -> float:
     return total * 1e-6
 
 
-def labels(runs: Sequence[TracedRun], count: int) -> list[str]:
+def list_kernels(runs: Sequence[TracedRun], count: int) -> list[str]:
     """Return the kernels of each row, the slowest first."""
-    total: dict[tuple[int, str], float] = {}
+    total: dict[tuple[int, str], float] = defaultdict(float)
     for run in runs:
         for key, seconds in run.by_kernel.items():
-            total[key] = total.get(key, 0.0) + seconds
+            total[key] += seconds
     names: list[list[str]] = [[] for _ in range(count)]
     for row, name in sorted(total, key=lambda key: -total[key]):
         names[row].append(name)
@@ -192,9 +187,8 @@ def list_functions(events: Sequence[Event], discarded: int) -> tuple[Function, .
 
     They are means over the runs of the trace, without the first `discarded`, in seconds.
     """
-    bounds = sorted(
-        (e["ts"], e["ts"] + e["dur"]) for e in events if is_kind(e, ("user_annotation",)) and e["name"] == RUN_RANGE
-    )
+    marked = (e for e in events if is_kind(e, ("user_annotation",)) and e["name"] == RUN_RANGE)
+    bounds = sorted((e["ts"], e["ts"] + e["dur"]) for e in marked)
     calls, launches = _find_outermost([_make_piece(e) for e in events if is_kind(e, HOST)])
     work = sorted((_make_piece(e) for e in events if is_kind(e, WORK)), key=lambda each: each.begin)
     runs = [
@@ -251,7 +245,9 @@ class _CriticalPath:
             if each.stream in last:
                 self._before[id(each)] = last[each.stream]
             last[each.stream] = each
-        self._walk_back(end)
+        moment, running = end, None
+        while moment > begin:
+            moment, running = self._from_work(running, moment) if running else self._from_host(moment)
         for call in calls:
             self._add_piece(CALL, call)
             if waited := self._waited_for(call, call.end):
@@ -267,14 +263,8 @@ class _CriticalPath:
         self.calls[where, piece.name] += 1
         self.time[where, piece.name] += piece.end - piece.begin
 
-    def _walk_back(self, moment: float) -> None:
-        """Walk from that moment, at which the host is, to the beginning."""
-        running: _Piece | None = None
-        while moment > self._begin:
-            moment, running = self._from_work(running, moment) if running else self._from_host(moment)
-
     def _from_host(self, moment: float) -> tuple[float, _Piece | None]:
-        place = _find_before(self._begins, moment)
+        place = bisect_left(self._begins, moment) - 1  # of the last call that begins before
         if place < 0:
             return self._add_part(BETWEEN, OUTSIDE, moment, self._begin), None
         call = self._calls[place]
@@ -305,9 +295,3 @@ class _CriticalPath:
                 return last
             place -= 1
         return None
-
-
-def _find_before(begins: Sequence[float], moment: float) -> int:
-    """Return the index of the last one that begins before the moment, -1 for none."""
-    place = bisect_right(begins, moment) - 1
-    return place - 1 if place >= 0 and begins[place] >= moment else place

@@ -29,29 +29,29 @@ MARK = "_dyno_port"  # the attribute by which a tensor is known again where it i
 
 
 def read(module: Any, *args: Any, **keywords: Any) -> LayerGraph:
-    """Read the module's calls on these arguments; see `watched`."""
-    return watched(module, lambda: module(*args, **keywords))
+    """Read the module's calls on these arguments; see `watch_run`."""
+    return watch_run(module, lambda: module(*args, **keywords))
 
 
-def watched(module: Any, run: Callable[[], Any]) -> LayerGraph:
+def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
     """Run the module once: a row for each call of a part, in the order in which the calls end.
 
     A part that only calls others is none, nor is a module of several parts itself where it has no parameters and no
     operations.
     Operations are counted by `torch.utils.flop_counter`. A call in which nothing runs, such as a Dropout's, is
     `skipped`, and so is a part with parameters that was never called itself; it has no outputs. Raises `UserError` for
-    TorchScript and programs of torch.export, whose parts can't be watched (see `program.parts`).
+    TorchScript and programs of torch.export, whose parts can't be watched (see `list_program_parts`).
     """
     torch = import_torch()
     if isinstance(module, torch.jit.ScriptModule):
         raise UserError(f"it is TorchScript, {UNSEEN}")
-    with _make_dispatch_mode(torch) as ran, flops.counting() as counter:
+    with _make_dispatch_mode() as ran, flops.counting() as counter:
         watch = _ModuleWatch(torch, module, lambda: (counter.get_total_flops(), ran.count))
         try:
             run()
         finally:
             watch.end()
-    if isinstance(module, torch.fx.GraphModule) and not watch.parts_ran:
+    if isinstance(module, torch.fx.GraphModule) and not watch.called_parts:
         raise UserError(f"it is a program of torch.export, {UNSEEN}")
     return LayerGraph(
         form=MODULES,
@@ -61,7 +61,7 @@ def watched(module: Any, run: Callable[[], Any]) -> LayerGraph:
     )
 
 
-def _make_dispatch_mode(torch: Any) -> Any:
+def _make_dispatch_mode() -> Any:
     """Return a mode that counts the operators that run inside it.
 
     Their results get the mark of the last part whose result they read, so that the part is known behind `x + y` too.
@@ -83,16 +83,16 @@ def _make_dispatch_mode(torch: Any) -> Any:
     return OperatorCounter()
 
 
-def parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
+def list_parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
     """Return the module and its parts by name, without pure containers and parts that take no hooks."""
-    return [(name, part) for name, part in _list_parts(torch, module) if takes_hooks(torch, part)]
+    return [(name, part) for name, part in _skip_containers(torch, module) if takes_hooks(torch, part)]
 
 
 @contextmanager
-def hooked(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -> Iterator[None]:
-    """Hold hooks before and after the calls of each of `parts`, made for its name, while the block runs."""
+def hold_hooks(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -> Iterator[None]:
+    """Hold hooks before and after the calls of each of `list_parts`, made for its name, while the block runs."""
     hooks = []
-    for name, part in parts(torch, module):
+    for name, part in list_parts(torch, module):
         hooks.append(part.register_forward_pre_hook(entering(name)))
         hooks.append(part.register_forward_hook(leaving(name)))
     try:
@@ -102,7 +102,7 @@ def hooked(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -> It
             hook.remove()
 
 
-def _list_parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
+def _skip_containers(torch: Any, module: Any) -> list[tuple[str, Any]]:
     containers = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
     return [(name, part) for name, part in module.named_modules() if type(part) not in containers]
 
@@ -122,14 +122,14 @@ class _ModuleWatch:
 
     def __init__(self, torch: Any, module: Any, so_far: Callable[[], tuple[int, int]]) -> None:
         self._so_far, self._calls, self._open = so_far, list[Layer](), list[_OpenCall]()
-        self._parts = _list_parts(torch, module)
+        self._parts = _skip_containers(torch, module)
         self._size_of = {name: sum(p.numel() for p in part.parameters(recurse=False)) for name, part in self._parts}
         self._outer = {name for name, part in self._parts if next(part.children(), None) is not None}
         self._names: dict[int, list[str]] = {}  # a part that stands in several places has a name for each
         for name, part in module.named_modules(remove_duplicate=False):
             self._names.setdefault(id(part), []).append(name)
         self._hooks = []
-        for name, part in parts(torch, module):
+        for name, part in list_parts(torch, module):
             self._hooks.append(part.register_forward_pre_hook(self._enter_part))
             self._hooks.append(part.register_forward_hook(self._make_leave_hook(name), with_kwargs=True))
 
@@ -162,10 +162,9 @@ class _ModuleWatch:
             hook.remove()
 
     @property
-    def parts_ran(self) -> bool:
-        """Whether any part with parameters was called; the module itself is none."""
-        called = {call.name for call in self._calls if call.name}
-        return any(count and name in called for name, count in self._own_parameters().items())
+    def called_parts(self) -> set[str]:
+        """The parts with parameters that were called; the module itself is none."""
+        return {call.name for call in self._calls if call.name and self._own_parameters()[call.name]}
 
     def rows(self) -> list[Layer]:
         """Return the calls, then the parts that never ran; later calls share the parameters of their part's first."""
@@ -177,10 +176,8 @@ class _ModuleWatch:
             if counted.parameters or not (only_calls and call.name in self._outer):
                 calls.append(counted)
         kinds = {name: getattr(part, "original_name", type(part).__name__) for name, part in self._parts}
-        left = [
-            Layer(name=n, type=kinds[n], parameters=count, modules=(n,), skipped=True) for n, count in fresh.items()
-        ]
-        return calls + [layer for layer in left if layer.parameters]
+        left = [(name, count) for name, count in fresh.items() if count]
+        return calls + [Layer(name=n, type=kinds[n], parameters=count, modules=(n,), skipped=True) for n, count in left]
 
     def _own_parameters(self) -> dict[str, int]:
         """Return the parameters of each part itself; one that two parts share counts for the first."""
@@ -222,11 +219,11 @@ def measure_modules(
 ) -> LayerTimes:
     """Measure the seconds of each call of a part, without its own parts', in `runs` runs of `once`.
 
-    `plainly` calls the module for `layers.module.watched`, outside inference mode, in which operations aren't counted.
+    `plainly` calls the module for `watch_run`, outside inference mode, in which operations aren't counted.
     `restore` is called before each run, untimed. Hooks cost less than the profiler of PyTorch, which watches every
-    operator. Raises `UserError` as `watched` does.
+    operator. Raises `UserError` as `watch_run` does.
     """
-    inside = watched_whole(module, plainly, restore)
+    inside = watch_whole(module, plainly, restore)
     marks: list[Mark] = []
     clock = time.perf_counter_ns
 
@@ -238,7 +235,7 @@ def measure_modules(
 
     rows = list_modules(inside)
     layers, whole = [], []
-    with hooked(import_torch(), module, make_enter_hook, make_leave_hook):
+    with hold_hooks(import_torch(), module, make_enter_hook, make_leave_hook):
         for _ in range(DISCARDED + runs):
             restore()
             marks.clear()
@@ -249,11 +246,11 @@ def measure_modules(
     return LayerTimes(inside, np.array(layers[DISCARDED:]), np.array(whole[DISCARDED:]), HOOKS_NOTE)
 
 
-def watched_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[], None]) -> LayerGraph:
-    """Return the calls of the module's parts by `layers.module.watched`, and the module itself."""
+def watch_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[], None]) -> LayerGraph:
+    """Return the calls of the module's parts by `watch_run`, and the module itself."""
     restore()
     with import_torch().no_grad():
-        return add_whole(watched(module, plainly), module)
+        return add_whole(watch_run(module, plainly), module)
 
 
 def add_whole(inside: LayerGraph, module: Any) -> LayerGraph:
@@ -307,16 +304,16 @@ def measure_kernels(
 ) -> LayerTimes:
     """Measure the seconds of the kernels of each call of a part, without its own parts', in `runs` runs of `once`.
 
-    `once` returns when the GPU is done; `plainly` and `restore` are as in `module_times.measure`. Raises `UserError` as
-    `layers.module.watched` does, and `Unavailable` where the profiler sees no kernel.
+    `once` returns when the GPU is done; `plainly` and `restore` are as in `measure_modules`. Raises `UserError` as
+    `watch_run` does, and `Unavailable` where the profiler sees no kernel.
     """
-    inside = watched_whole(module, plainly, restore)
+    inside = watch_whole(module, plainly, restore)
     import_torch().cuda.synchronize()
     events, whole = trace_kernels(module, once, DISCARDED + runs, restore)
-    traced_runs = kernel_trace.read(events, list_modules(inside), len(inside.layers))[DISCARDED:]
+    traced_runs = kernel_trace.read_runs(events, list_modules(inside), len(inside.layers))[DISCARDED:]
     if len(traced_runs) != runs or not any(run.kernels for run in traced_runs):
         raise Unavailable("torch.profiler saw no kernel on the GPU; CUPTI may be missing or forbidden here")
-    labels = kernel_trace.labels(traced_runs, len(inside.layers))
+    labels = kernel_trace.list_kernels(traced_runs, len(inside.layers))
     layers = tuple(replace(layer, tactic=label) for layer, label in zip(inside.layers, labels, strict=True))
     work = GpuWork(*(np.array([getattr(run, name) for run in traced_runs]) for name in ("busy", "calls", "kernels")))
     seconds = np.array([run.seconds for run in traced_runs])
@@ -348,7 +345,7 @@ def trace_kernels(
         calling.pop().__exit__(None, None, None)
 
     whole = []
-    with hooked(torch, module, make_enter_hook, lambda _: leave_part), warnings.catch_warnings():
+    with hold_hooks(torch, module, make_enter_hook, lambda _: leave_part), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of what other uses of it need
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for _ in range(runs):
@@ -384,5 +381,5 @@ def run_ranges(module: Any, once: Callable[[], None]) -> None:
     def leave_part(*_: Any) -> None:
         torch.cuda.nvtx.range_pop()
 
-    with hooked(torch, module, make_enter_hook, lambda _: leave_part), torch.cuda.profiler.profile():
+    with hold_hooks(torch, module, make_enter_hook, lambda _: leave_part), torch.cuda.profiler.profile():
         once()

@@ -98,9 +98,8 @@ class Bench:
         self._preparation, self._batch, self._lanes = preparations[0], preparations[0].batch, len(preparations)
         self._chunk = CHUNK if self._lanes == 1 else max(CHUNK, self._lanes * self._batch)
         count = -(-self._chunk // self._batch)
-        self.feeds: list[Any] = [
-            engine.session.stage(preparations[0].new_feed()) for _ in range(max(count, input_data.FEEDS))
-        ]
+        count = max(count, input_data.FEEDS)
+        self.feeds: list[Any] = [engine.session.stage(preparations[0].new_feed()) for _ in range(count)]
         self._prepare = steps.PreparationStage(preparations, self.feeds)
         self.first: Frame | None = None
         self.answered: list[Batch] = []
@@ -189,9 +188,8 @@ def measure_inference(
     measure.warm_up(measure.step(engine.session, "all", feeds), plan)
     cpu, began = time.process_time(), time.perf_counter()
     if engine.lanes > 1:
-        sampling = measure.throughput_in_lanes(
-            lambda feed: engine.answer(Batch([], feed)), engine.lanes, feeds, size, plan
-        )
+        answer = lambda feed: engine.answer(Batch([], feed))  # noqa: E731
+        sampling = measure.throughput_in_lanes(answer, engine.lanes, feeds, size, plan)
     else:
         sampling = measure.throughput(engine.session, feeds, size, plan)
     share = (time.process_time() - cpu) / (time.perf_counter() - began)  # processors kept busy

@@ -12,19 +12,7 @@ import numpy as np
 
 from dyno.worker.spec import UserError
 from dyno.worker.video import media
-from dyno.worker.video.media import (
-    SQUARE,
-    Converter,
-    Frame,
-    Picture,
-    Planes,
-    Rgb,
-    Source,
-    codec_threads,
-    has_known_colours,
-    has_plane_format,
-    now,
-)
+from dyno.worker.video.media import SQUARE, Converter, Frame, Picture, Planes, Rgb, Source, now
 
 Turn = tuple[bool, bool, bool]  # whether rows become columns, and then whether it is mirrored across and down
 UPRIGHT: Turn = (False, False, False)
@@ -58,10 +46,9 @@ class VideoSource(Source):
             self.note(f"{self.name} has {others + 1} videos: {chosen} is used, {left_out} left out")
         if self._aspect != SQUARE:
             shown = f"{round(context.width * self._aspect)} x {context.height}"
-            self.note(
-                f"the pixels of {self.name} are not square ({self._aspect.numerator}:{self._aspect.denominator}): the "
-                f"network sees its {context.width} x {context.height} as {shown}; boxes are in stored pixels"
-            )
+            ratio, stored = "{}:{}".format(*self._aspect.as_integer_ratio()), f"{context.width} x {context.height}"
+            sees = f"the network sees its {stored} as {shown}; boxes are in stored pixels"
+            self.note(f"the pixels of {self.name} are not square ({ratio}): {sees}")
 
     def template(self) -> Any:
         return open_container(self.place)
@@ -70,7 +57,7 @@ class VideoSource(Source):
         self.damaged = 0
         with open_container(self.place, self._device) as container:
             video = video_stream(container)
-            video.thread_type, video.codec_context.thread_count = "AUTO", codec_threads()
+            video.thread_type, video.codec_context.thread_count = "AUTO", media.codec_threads()
             sound_streams = container.streams.audio[:1] if sound else []
             picture_of, index, packets, began = _Pictures(self._aspect, self.note), 0, [], now()
             ending = 0.0
@@ -96,16 +83,10 @@ class VideoSource(Source):
         """Yield the packets until the file ends, even in the middle of one, or a stream goes away."""
         import av
 
-        packets = container.demux(streams)
-        while True:
-            try:
-                packet = next(packets, None)
-            except av.error.FFmpegError:
-                self.damaged += 1
-                return
-            if packet is None:
-                return
-            yield packet
+        try:
+            yield from container.demux(streams)
+        except av.error.FFmpegError:
+            self.damaged += 1
 
     def _decode_packet(self, packet: Any) -> list[Any]:
         import av
@@ -130,15 +111,13 @@ def open_container(place: str, device: str = "") -> Any:
     except (OSError, ValueError, av.error.FFmpegError) as e:
         if device:
             open_container(place).close()  # which says what is wrong with the file, if anything is
-            raise UserError(
-                f"the decoder of {device} can't be used ({getattr(e, 'strerror', e)}); omit --decode"
-            ) from e
+            why = getattr(e, "strerror", e)
+            raise UserError(f"the decoder of {device} can't be used ({why}); omit --decode") from e
         raise _explain_error(place, e) from e
     problem = ""
     if not container.streams:
-        problem = (
-            f"{place} has neither pictures nor sound: it is cut short, or was never finished; copy or record it again"
-        )
+        problem = f"{place} has neither pictures nor sound: it is cut short, or was never finished; "
+        problem += "copy or record it again"
     elif not container.streams.video:
         problem = f"{place} has no pictures, only {', '.join(sorted({s.type for s in container.streams}))}"
     elif (stream := video_stream(container)) is None:
@@ -201,12 +180,12 @@ class _Pictures:
             self._note("the video is interlaced: each frame shows two moments at once and is used as it is")
         if decoded.format.name == media.FORMAT:
             surface = media.Surface(decoded, self._convert, self._aspect)
-            if turn == UPRIGHT and has_known_colours(decoded):
+            if turn == UPRIGHT and media.has_known_colours(decoded):
                 return surface
             decoded = surface.planes().video()
         if turn != UPRIGHT:
             return self._turn_picture(decoded, turn)
-        if has_plane_format(decoded):
+        if media.has_plane_format(decoded):
             return Planes(decoded, self._convert, self._aspect)
         return Rgb(self._convert(decoded), self._aspect)
 

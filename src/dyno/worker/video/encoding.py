@@ -12,20 +12,9 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.spec import UserError
+from dyno.worker.video import media
 from dyno.worker.video.decoding import video_stream
-from dyno.worker.video.media import (
-    ITU_601,
-    PIXELS,
-    SQUARE,
-    UNKNOWN,
-    Frame,
-    Picture,
-    Sink,
-    Source,
-    codec_threads,
-    convert_image,
-    matrix_of,
-)
+from dyno.worker.video.media import ITU_601, PIXELS, SQUARE, UNKNOWN, Frame, Picture, Sink, Source
 
 # Quick presets: what is written is to be looked at, and the encoder shares the processors with the network.
 FASTEST = {
@@ -62,16 +51,13 @@ class VideoSink(Sink):
         except OSError as e:
             raise UserError(f"{path} can't be written: {e.strerror}") from e
         except ValueError as e:
-            raise UserError(
-                f"no container is known by the suffix {path.suffix!r}; give .mp4, .mkv, .webm or .avi"
-            ) from e
+            suffix = repr(path.suffix)
+            raise UserError(f"no container is known by the suffix {suffix}; give .mp4, .mkv, .webm or .avi") from e
         self._codec = _choose_encoder(av, self._container, path, codec)
         self._stream: Any = None
         self._sound: Any = None
         self._template: Any = None
-        self._last = -1
-        self._resized = 0
-        self._notes: list[str] = []
+        self._last, self._resized, self._notes = -1, 0, list[str]()
         self._reformat = av.video.reformatter.VideoReformatter()
         self._tags = ITU_601, UNKNOWN, UNKNOWN
 
@@ -109,7 +95,7 @@ class VideoSink(Sink):
             image = cv2.copyMakeBorder(image, 0, below, 0, right, cv2.BORDER_REPLICATE)
         image, matrix = np.ascontiguousarray(image), self._tags[0]
         if self._stream.pix_fmt == PIXELS and matrix == ITU_601:
-            return convert_image(image)
+            return media.convert_image(image)
         made = av.VideoFrame.from_ndarray(image, format="rgb24")
         colours = {} if matrix == UNKNOWN else {"dst_colorspace": matrix}
         return self._reformat.reformat(made, format=self._stream.pix_fmt, threads=1, **colours)
@@ -139,11 +125,11 @@ class VideoSink(Sink):
         self._stream = self._container.add_stream(self._codec, rate=rate, options=options)
         stream = self._stream
         stream.pix_fmt = self._choose_pixel_format()
-        stream.codec_context.thread_count = codec_threads()
+        stream.codec_context.thread_count = media.codec_threads()
         planes = picture.planes()
         if planes is not None and stream.pix_fmt == PIXELS:
             # Where the container doesn't say which matrix it is, a player's guess must be right.
-            guessed = planes.tags[0] in (UNKNOWN, matrix_of(UNKNOWN, height, width))
+            guessed = planes.tags[0] in (UNKNOWN, media.find_matrix(UNKNOWN, height, width))
             self._tags = planes.tags if guessed or self._path.suffix.lower() in CONTAINERS else self._tags
         context = stream.codec_context  # players would guess another matrix for large frames
         context.colorspace, context.color_primaries, context.color_trc = self._tags
@@ -153,17 +139,16 @@ class VideoSink(Sink):
         if self._size == self._first and picture.aspect != SQUARE:
             context.sample_aspect_ratio = picture.aspect
         if (stream.width, stream.height) != (width, height):
-            self._notes.append(
-                f"{width} x {height} became {stream.width} x {stream.height}: the codec needs even sides"
-            )
-        base = Fraction(1, 1) / rate
+            became = f"{stream.width} x {stream.height}"
+            self._notes.append(f"{width} x {height} became {became}: the codec needs even sides")
+        base = 1 / rate
         self._template = self._source.template()
         if self._template is not None:
             base = video_stream(self._template).time_base or base
             self._add_sound()
         # MPEG-4's clock has 16 bits; a rate that fits in keeps the times of a constant one.
         self._counts = self._template is None or base.denominator > 65535 or self._codec in ("mpeg4", "mjpeg")
-        stream.codec_context.time_base = Fraction(1, 1) / rate if self._counts else base
+        stream.codec_context.time_base = 1 / rate if self._counts else base
 
     def _written_size(self, picture: Picture) -> tuple[int, int]:
         """Return the picture's height and width, or those in square pixels where the file can't say they aren't."""
@@ -173,18 +158,17 @@ class VideoSink(Sink):
         if picture.aspect == SQUARE or kind in SHAPED or self._path.suffix.lower() in SHAPED_CONTAINERS:
             return picture.height, picture.width
         width = max(1, round(picture.width * picture.aspect))
-        self._notes.append(
-            f"{kind} in {self._path.suffix} has square pixels: frames were written as {width} x {picture.height}"
-        )
+        size = f"{width} x {picture.height}"
+        self._notes.append(f"{kind} in {self._path.suffix} has square pixels: frames were written as {size}")
         return picture.height, width
 
     def _choose_pixel_format(self) -> str:
         """Return the pixel format that every player knows, or else the codec's own."""
         import av
 
-        formats = [f.name for f in av.codec.Codec(self._codec, "w").video_formats or ()]
+        formats = [f.name for f in av.codec.Codec(self._codec, "w").video_formats or ()] or [PIXELS]
         known = KNOWN_PIXELS.get(self._codec, (PIXELS, "yuvj420p"))
-        return next((name for name in known if name in formats), formats[0] if formats else PIXELS)
+        return next((name for name in known if name in formats), formats[0])
 
     def _add_sound(self) -> None:
         tracks = self._template.streams.audio
@@ -239,6 +223,5 @@ def _explain_refusal(av: Any, name: str, suffix: str) -> str:
             return f"{suffix} can't hold {name}; give another --codec or container, such as .mkv, which holds most"
         return f"this FFmpeg can't encode {name}; give another --codec, such as h264 or mpeg4"
     similar = difflib.get_close_matches(name, known, 1)
-    return f"unknown codec {name!r}; " + (
-        f"did you mean {similar[0]!r}?" if similar else "give h264, hevc, vp9 or mpeg4"
-    )
+    advice = f"did you mean {similar[0]!r}?" if similar else "give h264, hevc, vp9 or mpeg4"
+    return f"unknown codec {name!r}; {advice}"

@@ -145,7 +145,7 @@ class Planes(Picture):
     def layers(self) -> tuple[PicturePlane, ...]:
         if self._own is None:
             self._own = self._copy_planes()
-        rows = compute_weights(matrix_of(self.tags[0], self.height, self.width))
+        rows = compute_weights(find_matrix(self.tags[0], self.height, self.width))
         parts = zip(read_planes(self._own), (1, 2, 2), rows, strict=True)
         return tuple(PicturePlane(plane, step, (row,)) for plane, step, row in parts)
 
@@ -204,11 +204,8 @@ def read_tags(decoded: Any) -> tuple[int, int, int]:
 
 def has_plane_format(decoded: Any) -> bool:
     """Return whether `Planes` can be made of such a frame: pixels, their range and their matrix are the usual ones."""
-    return (
-        has_known_colours(decoded)
-        and decoded.format.name == PIXELS
-        and all(plane.line_size > 0 for plane in decoded.planes)
-    )
+    usual = has_known_colours(decoded) and decoded.format.name == PIXELS
+    return usual and all(plane.line_size > 0 for plane in decoded.planes)
 
 
 def has_known_colours(decoded: Any) -> bool:
@@ -222,7 +219,7 @@ def read_planes(frame: Any) -> list[np.ndarray]:
     return [part[:, : plane.width] for part, plane in zip(rows, frame.planes, strict=True)]
 
 
-def matrix_of(number: int, height: int, width: int) -> int:
+def find_matrix(number: int, height: int, width: int) -> int:
     """Return the matrix of that number; if it is unknown, the players' default for pictures of that size."""
     if number != UNKNOWN:
         return number
@@ -283,9 +280,8 @@ def find_accelerator(device: str) -> Any:
 
 def suits_accelerator(context: Any) -> bool:
     """Return whether frames of a codec's context can be `Surface`s: eight bits, 4:2:0, of even height and width."""
-    return (
-        context.format is not None and context.format.name == PIXELS and not (context.width % 2 or context.height % 2)
-    )
+    usual = context.format is not None and context.format.name == PIXELS
+    return usual and not (context.width % 2 or context.height % 2)
 
 
 class Surface(Picture):
@@ -349,9 +345,9 @@ SHARE, MOST_THREADS = 4, 8  # of the processors that a codec's own threads take,
 SHARE_OF_LANES = 4, 8  # of the processors that preparing and post-processing take each: beside a GPU, and beside a CPU
 
 
-def codec_threads() -> int:
+def codec_threads(share: int = SHARE) -> int:
     """Return a codec's number of threads: the stages are threads already, and a codec's cost processor time."""
-    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // SHARE))
+    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // share))
 
 
 def lanes_beside(on_cpu: bool) -> int:
@@ -359,8 +355,7 @@ def lanes_beside(on_cpu: bool) -> int:
 
     On a CPU the engine takes the processors.
     """
-    share = SHARE_OF_LANES[on_cpu]
-    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // share))
+    return codec_threads(SHARE_OF_LANES[on_cpu])
 
 
 @dataclass
@@ -499,7 +494,8 @@ class Preparation:
         cv2.resize(image, (width, height), canvas[top : top + height, left : left + width],
                    interpolation=cv2.INTER_LINEAR)  # fmt: skip
         if self._last:
-            np.copyto(target, self._apply_table(cv2, canvas).reshape(target.shape))
+            values = canvas if self._raw else np.asarray(cv2.LUT(canvas, self._table))
+            np.copyto(target, values.reshape(target.shape))
             return
         for channel, plane in enumerate(cv2.split(canvas)):
             if not self._raw and target.dtype == np.float32:
@@ -512,6 +508,3 @@ class Preparation:
 
     def settle(self, feed: Any) -> None:
         """Return when the batch is there: of one that is prepared elsewhere the work is only queued."""
-
-    def _apply_table(self, cv2: Any, canvas: np.ndarray) -> np.ndarray:
-        return canvas if self._raw else np.asarray(cv2.LUT(canvas, self._table))

@@ -126,9 +126,8 @@ class DevicePreparation(Preparation):
             alike.setdefault(entry.kind, []).append(place)
         with self._ends.working(self._stream):
             for kind, places in alike.items():
-                self._place_pictures(
-                    self._convert_colours(self._send_pictures(feed, kind, places), kind), feed, kind, places
-                )
+                image = self._convert_colours(self._send_pictures(feed, kind, places), kind)
+                self._place_pictures(image, feed, kind, places)
             values = feed.canvas if self._raw else (feed.canvas / 255 - self._mean) / self._std
             feed.tensor.copy_((values.permute(0, 2, 3, 1) if self._last else values).reshape(self.shape))
             feed.ready = self._mark_queue()
@@ -150,10 +149,8 @@ class DevicePreparation(Preparation):
         hosts, count = [feed.entries[place].host for place in places], sum(sizes)
         sent = self._torch.empty((len(places), count), dtype=self._torch.uint8, device=self._ends.device)
         rows = feed.hosts[places[0] : places[0] + len(places)]
-        beside = rows.shape == sent.shape and all(
-            a.data_ptr() == b.data_ptr() for a, b in zip(hosts, rows, strict=True)
-        )
-        if beside:
+        beside = [host.data_ptr() for host in hosts] == [row.data_ptr() for row in rows]
+        if beside and rows.shape == sent.shape:
             sent.copy_(rows, non_blocking=True)
         else:
             for row, host in zip(sent, hosts, strict=True):
@@ -190,10 +187,8 @@ class DevicePreparation(Preparation):
         """Return the offsets of brightness and both colours, and the share of each in red, green and blue."""
         rows = np.asarray(compute_weights(matrix))
         columns = np.linalg.inv(rows[:, :3]).T.astype(np.float32)
-        shares = [
-            self._torch.from_numpy(column.copy()).to(self._ends.device)[None, :, None, None] for column in columns
-        ]
-        return rows[:, 3].tolist(), shares
+        tensors = (self._torch.from_numpy(column.copy()).to(self._ends.device) for column in columns)
+        return rows[:, 3].tolist(), [tensor[None, :, None, None] for tensor in tensors]
 
     def _place_pictures(self, image: Any, feed: Feed, kind: PictureKind, places: list[int]) -> None:
         """Place the pictures, resized, in the batch, with grey around them."""

@@ -126,9 +126,8 @@ class CaptureSource(Source):
         capture = self._open_capture()
         self.rate = max(0.0, float(capture.get(cv2.CAP_PROP_FPS)))
         if self.rate >= COVER_RATE:
-            raise UserError(
-                f"OpenCV reads the cover art of {self.name} in place of its video; PyAV reads that: {install('av')}"
-            )
+            wrong = f"OpenCV reads the cover art of {self.name} in place of its video"
+            raise UserError(f"{wrong}; PyAV reads that: {install('av')}")
         self._aspect = _read_aspect(capture)
         if not live:
             self.count = max(0, int(capture.get(cv2.CAP_PROP_FRAME_COUNT)))
@@ -253,10 +252,8 @@ def describe_old_pyav() -> str:
     """Return a sentence if the installed PyAV is too old to be used; "" otherwise."""
     if not (0,) < _read_pyav_version() < PYAV:
         return ""
-    least = ".".join(map(str, PYAV))
-    return (
-        f"PyAV {metadata.version('av')} is too old, so OpenCV reads and writes; {install('av')} brings {least} or newer"
-    )
+    least, old = ".".join(map(str, PYAV)), metadata.version("av")
+    return f"PyAV {old} is too old, so OpenCV reads and writes; {install('av')} brings {least} or newer"
 
 
 def _read_pyav_version() -> tuple[int, ...]:
@@ -279,15 +276,14 @@ def open_source(text: str, options: VideoOptions, device: str = "") -> Source:
         if not number.isdecimal():
             raise UserError(f"{text!r} is not a camera; give camera:0 for the first one")
         return CaptureSource(int(number), live=options.live is not False)
+    live, path = bool(options.live), Path(text)
     if "://" in text:
         live = text.split("://")[0].lower() in STREAMS if options.live is None else options.live
-        return VideoSource(text, live, device) if has_pyav() else CaptureSource(text, live)
-    path = Path(text)
-    if not path.exists():
+    elif not path.exists():
         raise UserError(f"{text} does not exist; give a video, an image, a folder of images, a URL or camera:0")
-    if path.is_dir() or path.suffix.lower() in IMAGES:
+    elif path.is_dir() or path.suffix.lower() in IMAGES:
         return ImageSource(path, options.frame_rate)
-    return VideoSource(text, bool(options.live), device) if has_pyav() else CaptureSource(text, bool(options.live))
+    return VideoSource(text, live, device) if has_pyav() else CaptureSource(text, live)
 
 
 def open_sink(path: Path | None, source: Source, codec: str) -> Sink:

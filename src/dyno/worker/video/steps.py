@@ -82,22 +82,18 @@ class PreparationStage(PipelineStage):
             return self._take_full_batches(len(self._filling) - 1)
         if not self._frames:
             return ()
-        batch, writing = self._next_batch()
-        for each in writing:
-            each.result()
-        return (self._complete_batch(batch),)
+        return (self._complete_batch(*self._next_batch()),)
 
     def _take_full_batches(self, most: int) -> list[Batch]:
         """Return the batches that are full, and leave at most `most` being filled."""
         done = []
         while self._filling and (len(self._filling) > most or all(each.done() for each in self._filling[0][1])):
-            batch, writing = self._filling.popleft()
-            for each in writing:
-                each.result()
-            done.append(self._complete_batch(batch))
+            done.append(self._complete_batch(*self._filling.popleft()))
         return done
 
-    def _complete_batch(self, batch: Batch) -> Batch:
+    def _complete_batch(self, batch: Batch, writing: Iterable[Future[None]] = ()) -> Batch:
+        for each in writing:
+            each.result()
         self._first.complete(batch.feed, len(batch.frames))
         return batch
 
@@ -107,11 +103,9 @@ class PreparationStage(PipelineStage):
         self._turn, self._frames = self._turn + 1, []
         if self._pool is None:
             return Batch(frames, feed), []
-        share = -(-len(frames) // self._threads)
+        share, submit = -(-len(frames) // self._threads), self._pool.submit
         starts = range(0, len(frames), share)
-        return Batch(frames, feed), [
-            self._pool.submit(self._write_frames, frames[k : k + share], feed, k) for k in starts
-        ]
+        return Batch(frames, feed), [submit(self._write_frames, frames[k : k + share], feed, k) for k in starts]
 
     def _write_frames(self, frames: list[Frame], feed: Any, place: int) -> None:
         preparation = self._free.get()
@@ -170,7 +164,12 @@ class SessionThread:
             slot = self._free.get(block=wait)
         except Empty:
             return None
-        self.call(lambda: self._start_batch(batch, slot))
+
+        def start_batch() -> None:
+            self.session.bind(batch.feed, slot)
+            self.session.run(slot)
+
+        self.call(start_batch)
         return slot
 
     def finish(self, batch: Batch, slot: int) -> Batch:
@@ -178,10 +177,6 @@ class SessionThread:
         batch.outputs, batch.names = self.call(lambda: self._read_outputs(slot)), self._names
         self._free.put(slot)
         return batch
-
-    def _start_batch(self, batch: Batch, slot: int) -> None:
-        self.session.bind(batch.feed, slot)
-        self.session.run(slot)
 
     def _read_outputs(self, slot: int) -> list[np.ndarray]:
         self.session.wait(slot)
