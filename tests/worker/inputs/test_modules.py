@@ -108,6 +108,8 @@ def test_a_scripted_module_may_have_any_name_for_self() -> None:
 def test_what_is_no_tensor_is_named() -> None:
     with pytest.raises(UserError, match="example of net's input 'x' is a object; it must be a tensor, an array"):
         describe_inputs(Image(), MODEL, {"x": object()}, {})
+    with pytest.raises(UserError, match=r"'x' is a Tensor of torch\.complex64; it must be a tensor, an array of real"):
+        describe_inputs(Image(), MODEL, {"x": torch.ones(2, dtype=torch.complex64)}, {})
     with pytest.raises(UserError, match="net has 2 example inputs, but its forward takes x"):
         describe_inputs(Image(), MODEL, (torch.ones(1), torch.ones(1)), {})
 

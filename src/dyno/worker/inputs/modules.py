@@ -194,8 +194,9 @@ def _make_spec(name: str, value: Any, keyword: bool, model: ModelSpec) -> InputS
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(np.asarray(value, order="C"))
     if not isinstance(value, torch.Tensor) or value.is_complex() or value.is_quantized:
+        kind = f" of {value.dtype}" if isinstance(value, torch.Tensor) else ""
         raise UserError(
-            f"the example of {model.name}'s input {name!r} is a {type(value).__name__}; "
+            f"the example of {model.name}'s input {name!r} is a {type(value).__name__}{kind}; "
             "it must be a tensor, an array of real numbers or a number: wrap the module in one whose forward takes such"
         )
     dtype = "float32" if value.is_floating_point() else str(value.dtype).removeprefix("torch.")

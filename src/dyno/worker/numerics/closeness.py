@@ -88,16 +88,19 @@ def errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.ndarray:
     count = min(count, max(1, MOST_VALUES // max(1, a[:1].size)))
     if not count or not a[:1].size:
         return np.zeros(0)
-    a, b = (array[:count].astype(np.float32) for array in (a, b))
+    a, b = (array[:count].astype(np.float64) for array in (a, b))
     same_nonfinite = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
     a, b = np.where(same_nonfinite, 0, a), np.where(same_nonfinite, 0, b)
+    largest = np.abs(b[np.isfinite(b)]).max(initial=0.0)
+    if largest:  # squares of tiny values are 0, those of huge ones infinite
+        a, b = a / largest, b / largest
     shape = (count, b.shape[1], -1) if channels and b.ndim > 2 else (count, 1, -1)
     size = np.linalg.norm(b.reshape(shape), axis=2)
     # An input whose outputs happen to be near 0 is judged by the size of the others'.
-    size = np.maximum(size, np.sqrt(np.mean(size.astype(np.float64) ** 2, axis=0, keepdims=True)))
+    size = np.maximum(size, np.sqrt(np.mean(size**2, axis=0, keepdims=True)))
     size = np.maximum(size, FLOOR * size.max(axis=1, keepdims=True))
     with np.errstate(invalid="ignore"):
         distance = np.linalg.norm((a - b).reshape(shape), axis=2)
-    ratio = np.where(distance == 0, 0.0, distance / np.where(size > 0, size, np.finfo(np.float32).tiny))
+        ratio = np.where(distance == 0, 0.0, distance / np.where(size > 0, size, np.finfo(np.float32).tiny))
     worst: np.ndarray = np.where(np.isnan(ratio), np.inf, ratio).max(axis=1)
     return worst
