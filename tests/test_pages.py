@@ -88,7 +88,7 @@ from dyno.cli import demo
 from dyno.study.study import Study
 demo.SIZE = 32
 demo.TRAINING |= {{"epochs": 1, "threads": 1}}
-demo.BACKENDS = ("onnxruntime@precision=fp32+int8", "the last one is left out")
+demo.BACKENDS = ("onnxruntime@precision=fp32+int8",)
 demo.Study = lambda **asked: Study(**asked | {{"seconds": 0.05, "block": 0.01, "warmup": 0.02, "threads": 1}})
 app.main()
 """

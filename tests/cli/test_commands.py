@@ -37,7 +37,7 @@ def test_other_images_or_options_are_another_training(monkeypatch: pytest.Monkey
 def test_the_demo_tries_bf16_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, has_bf16 in (({"avx2", "avx512_bf16"}, True), ({"avx2"}, False), (set(), True)):
         monkeypatch.setattr(system, "cpu_flags", lambda flags=flags: flags)
-        chosen = demo._list_backends(quick=False)
+        chosen = demo._list_backends()
         assert len(chosen) == len(demo.BACKENDS) and any("bf16" in each for each in chosen) == has_bf16
         assert "int8" in " ".join(chosen)
 
