@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,15 @@ class Progress:
         ) as self.live:
             yield
         self.live = None
+
+    @contextmanager
+    def hidden_answers(self) -> Iterator[None]:
+        """Show no answers while the block runs: they are those of a study inside this one."""
+        before, self.answer_s = self.answer_s, math.inf
+        try:
+            yield
+        finally:
+            self.answer_s = before
 
     def making(self, recipe: Recipe, wrong: str = "") -> None:
         """Show that a file is being made; `wrong` is the reason why the cached one was not used."""

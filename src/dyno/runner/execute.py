@@ -179,7 +179,8 @@ def execute(
         if other_routes and not study.routes:
             rounds.measure_rounds(todo, most=1)  # a first answer, before other routes to the ONNX file are exported
             measure = partial(execute, progress=progress)
-            todo += search.search_routes(study, run.folder, todo, files.file, progress, measure)
+            with progress.hidden_answers():
+                todo += search.search_routes(study, run.folder, todo, files.file, progress, measure)
         rounds.measure_rounds(todo)
         if study.searches:
             todo += search.search_precisions(study, folder, todo, rounds.measure_rounds)
@@ -205,9 +206,9 @@ def prepare(study: Study, run: Run, planned: list[PlannedTrial], progress: Progr
 @dataclass(frozen=True)
 class Rounds:
     """Measures rounds of a study's trials; `fits` says which of them is the reference that was requested, and `options`
-    are further ones of the jobs of the planned rounds. After `building_s` seconds of making files, or before one that builds
-    slowly, the trials that have theirs are measured once, and if that is finite, trials that compile while they load
-    are measured last in the first round: a first answer doesn't wait for the last engine."""
+    are further ones of the jobs of the planned rounds. After `building_s` seconds of making files, or before an engine
+    that builds slowly, the trials that have theirs are measured once, and if that is finite, trials that compile while
+    they load are measured last in the first round: a first answer doesn't wait for the last engine."""
 
     run: Run
     files: Files

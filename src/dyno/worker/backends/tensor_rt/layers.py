@@ -382,7 +382,7 @@ def watch_layers(trt: Any, context: Any, launch: Callable[[], None], runs: int) 
 
 
 def profile_layers(trt: Any, context: Any, launch: Callable[[], None]) -> dict[str, float]:
-    """Return the median seconds of each layer by name; see `watched`."""
+    """Return the median seconds of each layer by name; see `watch_layers`."""
     runs = watch_layers(trt, context, launch, RUNS)[1:]
     return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in dict.fromkeys(chain(*runs))}
 
