@@ -87,6 +87,15 @@ def test_weights_sha256_sees_values_types_shapes_and_names():
     assert models.weights_sha256(net) != before
 
 
+def test_a_sparse_buffer_counts_with_its_values() -> None:
+    def hash_buffer(values: torch.Tensor) -> str:
+        module = torch.nn.Module()
+        module.register_buffer("adjacency", values.to_sparse())
+        return models.weights_sha256(module)
+
+    assert hash_buffer(torch.eye(3)) == hash_buffer(torch.eye(3)) != hash_buffer(2 * torch.eye(3))
+
+
 def test_classes_and_channels_reach_the_libraries():
     assert models.load(spec("torchvision:mobilenet_v2", classes=7)).classifier[1].out_features == 7
     timm = models.load(spec("timm:test_vit", classes=7, channels=1), Dims(1, 96, 96))
