@@ -24,7 +24,8 @@ import onnx_text
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --backend onnxruntime,openvino".split()
+SHORT = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02".split()
+QUICK = [*SHORT, "--backend", "onnxruntime,openvino"]
 KINDS = onnx.TensorProto
 
 
@@ -60,9 +61,9 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(f))
 
 
-def measured(call: Any, model: Any, *words: object) -> list[dict[str, str]]:
+def measured(call: Any, model: Any, *words: object, backends: str = "onnxruntime,openvino") -> list[dict[str, str]]:
     onnx.save(model, "net.onnx")
-    code, _, err = call("run", "net.onnx", *QUICK, "--out", "run", *words)
+    code, _, err = call("run", "net.onnx", *SHORT, "--backend", backends, "--out", "run", *words)
     found = rows(Path("run"))
     assert code == 0, (err, [row["reason"] for row in found])
     return found
@@ -286,7 +287,7 @@ def test_weights_of_eight_bits_that_are_widened_are_not_called_int8(call: Any) -
 
 def test_what_lies_in_branches_is_quantised_by_nothing_and_each_row_says_so(call: Any) -> None:
     onnx.save(branching(random_weights(2)), "net.onnx")
-    words = ("--precision", "fp32,fp16,int8", "--input", "x=-3..3", *QUICK, "--backend", "onnxruntime", "--out", "run")
+    words = ("--precision", "fp32,fp16,int8", "--input", "x=-3..3", *SHORT, "--backend", "onnxruntime", "--out", "run")
     code, _, _ = call("run", "net.onnx", *words)
     full, half, eight = rows(Path("run"))
     assert (code, full["ran_as"], full["parameters"]) == (3, "2 fp32", str(4 * 64 * 64))
@@ -296,7 +297,7 @@ def test_what_lies_in_branches_is_quantised_by_nothing_and_each_row_says_so(call
 
 def test_a_part_that_lies_in_branches_is_named_where_the_rest_is_quantised(call: Any) -> None:
     model = branching(random_weights(3), before=2)
-    (row,) = measured(call, model, "--precision", "int8", "--input", "x=-3..3", "--backend", "onnxruntime")
+    (row,) = measured(call, model, "--precision", "int8", "--input", "x=-3..3", backends="onnxruntime")
     assert row["precision"] == "int8" and "int8" in row["ran_as"] and "fp32" in row["ran_as"]
     job = json.loads(next(Path("run").glob("trials/*/r0/job.json")).read_text())
     warning = "2 of 4 layers with weights are not in int8 (2 are inside If operators)"

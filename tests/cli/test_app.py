@@ -108,10 +108,10 @@ def test_devices_that_are_lost_are_no_bad_input(call: Any, monkeypatch: pytest.M
 
 
 def test_a_list_may_be_written_with_commas_or_as_an_option_twice(call: Any) -> None:
-    once = "--backend fake@latency_ms=1,fake@latency_ms=2 --batch 1,2 --mean 0.1,0.2,0.3"
-    twice = "--backend fake@latency_ms=1 --batch 1 --backend fake@latency_ms=2 --batch 2 --mean 0.1 --mean 0.2,0.3"
-    first, second = (call("run", "fake:[]", *words.split(), "--dry-run", "--format", "csv") for words in (once, twice))
-    assert first == second and first[0] == 0 and len(first[1].splitlines()) > 4
+    once = "--backend fake@latency_ms=1,fake@latency_ms=2 --batch 1,2 --size 8,16"
+    twice = "--backend fake@latency_ms=1 --batch 1 --backend fake@latency_ms=2 --batch 2 --size 8 --size 16"
+    first, second = (call("run", "fake:[]", *words.split(), "--dry-run") for words in (once, twice))
+    assert first == second and first[0] == 0 and "8 trials, 0 refused" in first[1]
 
 
 def test_a_dry_run_lists_and_runs_nothing(call: Any) -> None:
@@ -253,7 +253,8 @@ def test_a_budget_is_judged_against_the_reference(call: Any, photos: Path) -> No
 
 @pytest.mark.usefixtures("preloaded", "unreported")
 def test_a_limit_that_nothing_keeps_is_exit_1_and_another_limit_measures_nothing_again(call: Any) -> None:
-    words = [*FAKE, "--backend", "fake@latency_ms=2,fake@latency_ms=20", "--out", "r"]
+    words = ["run", "fake:net", "--channels", "1", "--backend", "fake@latency_ms=2,fake@latency_ms=20", *SHORT]
+    words += ["--out", "r"]
     _, out, _ = call(*words, "--limit", "p50=1ms", "--limit", "load=1000s", code=1)
     none = "no trial is within the limits p50=1ms, load=1000s; the closest is fake@latency_ms=2 fp32 at batch 1: p50 "
     assert none in out or CROWDED in out

@@ -195,14 +195,14 @@ def test_kill_nine_at_any_moment_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_nine_before_anything_is_settled(tmp_path: Path) -> None:
-    dyno = started(tmp_path / "run", "--rounds", "1", "--batch", "1")
+    dyno = started(tmp_path / "run", "--rounds", "1")
     assert until(lambda: (tmp_path / "run" / "lock").exists())
     os.kill(dyno.pid, signal.SIGKILL)
     dyno.communicate()
-    dyno = started(tmp_path / "run", "--rounds", "1", "--batch", "1")
+    dyno = started(tmp_path / "run", "--rounds", "1")
     dyno.communicate(timeout=1200)
     assert dyno.returncode == 0
-    assert statuses(tmp_path / "run") == {"fp32": ["ok"]}
+    assert statuses(tmp_path / "run") == {"fp32": ["ok"] * 4}
 
 
 @pytest.mark.slow
