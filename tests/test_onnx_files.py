@@ -546,3 +546,19 @@ def test_the_verdict_says_that_float64_is_computed_in_float32(call: Any) -> None
     assert "double: the graph was in float64, in part or as a whole, and is computed in float32" in " ".join(
         out.split()
     )
+
+
+def test_outputs_below_the_absolute_tolerance_are_not_called_close(call: Any) -> None:
+    """The second network gives -5 times the outputs of the first, which lie around 1e-29."""
+    weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32) * np.float32(1e-30)
+    for name, factor in (("first.onnx", 1), ("second.onnx", -5)):
+        product = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
+        ends = [onnx.helper.make_tensor_value_info(n, KINDS.FLOAT, ["n", c]) for n, c in (("x", 8), ("y", 4))]
+        stored = onnx.numpy_helper.from_array(np.float32(factor) * weights, "w")
+        graph = onnx.helper.make_graph([product], "g", ends[:1], ends[1:], [stored])
+        opsets = [onnx.helper.make_opsetid("", 17)]
+        onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), name)
+    words = ("diff", "first.onnx", "second.onnx", "--backend", "onnxruntime", "--out", "d")
+    code, _, err = call(*words)
+    assert code == 2 and "so --atol 1e-08 would call any outputs close; give e.g. --atol " in err
+    assert call(*words, "--atol", "0", "--least", "50")[0] == 1

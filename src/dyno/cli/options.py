@@ -174,7 +174,7 @@ class _Option:
             kind, value, help, metavar = list[str], [], f"{help} May be repeated.", "TEXT"
         elif typing.get_origin(self.hint) is tuple:
             kind, metavar = list[str], "A,B,…"
-            described = described or (",".join(map(str, value)) if isinstance(value, tuple) else value)
+            described = described or (",".join(map(str, value)) if isinstance(value, tuple) else "")
             value = []
         elif described or value == "":
             value = None

@@ -541,8 +541,8 @@ def pending(run: RunData) -> list[UndecidedPair]:
     rounds to other programs.
 
     Until every row is decided, and in a comparison, where each row is a question, it is each trial with its reference.
-    A pair with a failed trial is left out. Where `@rounds=` set a backend's
-    number of rounds, only lost ones are made up for.
+    A pair with a failed trial is left out. Where `@rounds=` set a backend's number of rounds, only lost ones are made
+    up for.
     """
     rows = run.frame[run.frame["status"] == "ok"]
     good, ranked = set(rows["trial"]), [ranking.ranked(LATENCY) for ranking in rank_goals(run)]

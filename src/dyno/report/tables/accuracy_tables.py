@@ -209,6 +209,12 @@ def compare_with_first(runs: Sequence[Results], rtol: float, atol: float) -> tup
     if len(good) < 2:
         raise UserError("agreement needs two configurations that run" + (f"; {failed[0]}" if failed else ""))
     reference, *others = good
+    largest = agreement.find_largest(reference)
+    if 0 < largest <= atol:
+        raise UserError(
+            f"no value of {_name_trial(reference)} is above {largest:.2g}, so --atol {atol:g} would call any outputs "
+            f"close; give e.g. --atol {largest * ATOL:.0e}"
+        )
     for t in others:
         if t.batch == reference.batch and other_inputs(t, reference):
             raise UserError(

@@ -10,6 +10,7 @@ import numpy as np
 
 from dyno.results.metrics.accuracy import match_images, same_photographs
 from dyno.results.trial_result import TrialResult
+from dyno.worker.facts.job import is_labels
 from dyno.worker.numerics.closeness import ATOL, RTOL, Closeness, closeness
 from dyno.worker.spec import UserError
 from dyno.worker.tasks import layouts
@@ -419,6 +420,12 @@ def compare_outputs(trial: TrialResult, reference: TrialResult, rtol: float = RT
             f"the outputs differ in their number of rows for {apart:.1%} of the inputs, so no row has a partner"
         )
     return judge_agreement(dict(_by_position(own)), dict(_by_position(other)), rtol, atol)
+
+
+def find_largest(trial: TrialResult) -> float:
+    """Return the largest finite |value| of the outputs that aren't labels; 0 where there is no such value."""
+    values = (np.abs(output[np.isfinite(output)]) for output in trial.outputs().values() if not is_labels(output))
+    return max((float(each.max(initial=0.0)) for each in values), default=0.0)
 
 
 def paired_outputs(trial: TrialResult, reference: TrialResult) -> tuple[list[np.ndarray], list[np.ndarray], float]:

@@ -212,10 +212,8 @@ def weights_sha256(module: Any) -> str:
             if not isinstance(part, torch.Tensor):
                 continue
             total.update(f"{name} {part.dtype} {tuple(part.shape)}\n".encode())
-            dense = (
-                part.dequantize() if part.is_quantized else part.to_dense() if part.layout != torch.strided else part
-            )
-            flat = dense.detach().cpu().contiguous().reshape(-1)
+            part = part.to_dense() if part.layout != torch.strided else part
+            flat = (part.dequantize() if part.is_quantized else part).detach().cpu().contiguous().reshape(-1)
             total.update(memoryview(flat.view(torch.uint8).numpy()))
     return total.hexdigest()
 
