@@ -38,8 +38,9 @@ UNMEASURED = {"serve.json", "video.json", LOCK}  # files of a folder in which no
 BEGUN = {*UNMEASURED, "trials", "stress", "data", SLURM, "study.toml.part"}  # in a folder whose study was cut short
 TRAINING, REPORT = "training.json", "report.html"
 REPORT_TITLE = b"<title>Dyno: "  # near the beginning of each report
-# What a round's folder is called: one that selects, one after the selection, or one that others took turns with.
-ROUND, CONFIRMATION, COMPANION = "r", "c", "t"
+# What a round's folder is called: one that selects, one after the selection, one that others took turns with, or one
+# under sustained load.
+ROUND, CONFIRMATION, COMPANION, SUSTAINED = "r", "c", "t", "s"
 
 
 def good_record(folder: Path) -> Record | None:

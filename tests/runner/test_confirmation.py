@@ -106,3 +106,36 @@ def test_a_study_from_python_confirms_too(fake_study: Any, tmp_path: Path) -> No
     jobs = [json.loads((p / "job.json").read_text()) for p in tmp_path.glob("trials/*/c0")]
     assert [job["round"] for job in jobs] == [1, 1], "round 0 would answer all images once more"
     assert len(result.table("break-even").rows) == 1
+
+
+def list_sustained(folder: Path) -> list[str]:
+    sentences = verdict.list_sentences(trial_table.read_trials(trial_result.load_run(folder)))
+    return [line for sentence in sentences for line in sentence.splitlines() if "without a break" in line]
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.5])
+def test_a_ratio_that_heat_changes_is_contradicted_under_sustained_load(
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heat: float
+) -> None:
+    monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # whatever else runs here
+    backends = (f"fake@latency_ms=0.5@heat={heat}", "fake@latency_ms=1.5", "fake@latency_ms=9")
+    study = fake_study(
+        backends=backends, reference=backends[1], turns=True, rounds=3, block=0.02, sustained=0.8, boundaries=("model",)
+    )
+    execute(study, tmp_path, Log())
+    assert sum(len(t.sustained) for t in trial_result.load_run(tmp_path)) == 2, "the slowest is no finalist"
+    (line,) = list_sustained(tmp_path)
+    words = line.partition("without a break, ")[2].split()
+    ratio = float(next(word for word in words if word.endswith("x")).rstrip("x"))
+    assert ratio == pytest.approx(3 / (1 + heat), rel=0.05)
+    assert ("not 3.0" in line or "not 2.9" in line) is bool(heat), line
+    before = stored(tmp_path)
+    execute(study, tmp_path, Log())
+    assert stored(tmp_path) == before, "measured once"
+
+
+def test_sustained_load_is_measured_on_a_gpu_until_a_study_is_decided(fake_study: Any) -> None:
+    assert fake_study(device="cuda:0", rounds=2, until="decided", turns=True).sustained_s == 5
+    assert fake_study(device="cuda:0", until="rounds", turns=True).sustained_s == 0
+    assert fake_study(rounds=2, until="decided", turns=True).sustained_s == 0
+    assert fake_study(sustained=2.5).sustained_s == 2.5

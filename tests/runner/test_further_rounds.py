@@ -85,7 +85,8 @@ def test_rounds_go_on_for_what_is_undecided(study: Any, tmp_path: Path, scripted
     seen = {key: len(each) for key, each in rounds(tmp_path).items()}
     assert seen == {REFERENCE: 4, LIKE: 4, CLEAR: FIRST}
     timed = {
-        path.parent.name: from_json(Job, read_json(path)).boundaries for path in tmp_path.glob("trials/*/r*/job.json")
+        path.parent.name: from_json(Job, read_json(path)).plan.boundaries
+        for path in tmp_path.glob("trials/*/r*/job.json")
     }
     assert timed == {"r0": both, "r1": both, "r2": ("model",), "r3": ("model",)}, "no more than the pair is compared at"
     frame = (run := trial_table.read_trials(tmp_path)).frame

@@ -164,7 +164,7 @@ def test_results_that_a_program_can_not_store_are_its_tensors(kind: Any, count: 
     x = torch.randn(2, 3)
     (path,) = Study(models=(kind(), x)).models
     results = saved_modules.load(path)(x)
-    assert len(results) == count and all(torch.equal(result, x + 1 + k) for k, result in enumerate(results))
+    assert len(results) == count and all(torch.equal(result, x + (1 + k)) for k, result in enumerate(results))
 
 
 class Bad(nn.Module):  # type: ignore[misc, name-defined]

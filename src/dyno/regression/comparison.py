@@ -43,8 +43,8 @@ ROUNDS = 5
 DEFAULTS: dict[str, Any] = {"rounds": ROUNDS, "boundaries": ("model",)}
 # Fields of a study that a comparison doesn't take: its limit and its number of rounds are the gate's.
 REFUSED = (
-    "budget", "limit", "search", "confirm", "reference", "peak", "energy", "routes", "baseline", "until", "minutes",
-    "equivalent",
+    "budget", "limit", "search", "confirm", "sustained", "reference", "peak", "energy", "routes", "baseline", "until",
+    "minutes", "equivalent",
 )  # fmt: skip
 LIMITS = "its limits are fail_on and tolerance, and its length is rounds and seconds"
 RULES = tuple(f.name for f in dataclasses.fields(GateRules) if f.name != "gate")

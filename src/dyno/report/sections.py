@@ -235,6 +235,7 @@ def _of_builds(run: RunData) -> Terms:
 def _explain_pairs(pairs: Counter[str], block: str) -> str:
     in_turns, apart = pairs[TURNS], pairs[ALONE]
     how = f"in turns: alive together, one runs a block of {block} s while the others are frozen"
+    how += ", so each works a part of the time"
     if not pairs:
         return "nothing: no two trials here have a speed-up"
     if not in_turns:

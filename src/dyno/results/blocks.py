@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -57,13 +58,13 @@ def average_rounds(sets: Sequence[RoundRatios]) -> list[float]:
 
 
 def block_ratios(
-    a: TrialResult, b: TrialResult, boundary: str, clock: str, keep_disturbed: bool = False
+    a: TrialResult, b: TrialResult, boundary: str, clock: str, keep_disturbed: bool = False, *, settled: bool = False
 ) -> list[RoundRatios]:
     """Return the ratios of each set of fresh processes in which both took turns.
 
     a and b are the medians of a block's latencies at the boundary (images per second, where that is throughput). A
     block is left out where the counters of either process say that other programs disturbed it; its latencies have no
-    part in that. A set in which both accompanied a third trial doesn't count.
+    part in that. A set in which both accompanied a third trial doesn't count. `settled` is of `Round.block_medians`.
     """
     tag = _name_tag(boundary)
     rounds_of_b = {r.turns: r for r in b.rounds if r.ok and r.turns}
@@ -74,12 +75,12 @@ def block_ratios(
         y = ys.get(x.turns) if x.ok and x.turns else None
         if y is None:
             continue
-        medians = x.block_medians(tag, boundary, clock), y.block_medians(tag, boundary, clock)
-        logs = within(*medians)
+        of_x, of_y = (r.block_medians(tag, boundary, clock, settled=settled) for r in (x, y))
+        logs = within(of_x, of_y)
         disturbed = set[int]()
         if not keep_disturbed:
             disturbed = x.disturbed_blocks(boundary, quiet_a) | y.disturbed_blocks(boundary, quiet_b)
-        quiet = within(*medians, disturbed)
+        quiet = within(of_x, of_y, disturbed)
         is_quiet = _are_most(len(quiet), len(logs))
         if logs.size:
             builds = (x.build, y.build) if x.build or y.build else None
@@ -103,6 +104,34 @@ def find_drift(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -
     changes = np.array([theilslopes(logs).slope * (len(logs) - 1) for logs in rounds])
     half = stats.t_quantile(len(changes) - 1, DRIFT_ERROR) * changes.std(ddof=1) / math.sqrt(len(changes))
     return stats.Interval(*(math.expm1(changes.mean() + side * half) for side in (0, -1, 1)))
+
+
+class SustainedRatio(NamedTuple):
+    """The ratio a / b of two trials under sustained load, `usual` that in short turns, and whether it `has_moved`."""
+
+    value: float
+    usual: float
+    has_moved: bool
+
+
+def compare_sustained(
+    a: TrialResult, b: TrialResult, boundary: str, clock: str, margin: float
+) -> SustainedRatio | None:
+    """Compare the ratio a / b under sustained load with that in short turns; None where either wasn't measured.
+
+    In short turns an engine runs a part of the time beside others, so that heat and a power limit hit the sum of all.
+    The ratio has moved if it differs by more than the `margin` and lies outside the 95 % prediction interval of a
+    further round (Student's, from the spread of the rounds); from one round alone there is none.
+    """
+    logs = log_ratios(a, b, boundary, clock)
+    alone_a, alone_b = (replace(t, rounds=t.sustained, companions=[]) for t in (a, b))
+    sustained = average_rounds(block_ratios(alone_a, alone_b, boundary, clock, settled=True))
+    if len(logs) < LEAST_QUIET_ROUNDS or not sustained:
+        return None
+    usual, moved = float(np.mean(logs)), float(np.mean(sustained) - np.mean(logs))
+    spread = float(np.std(logs, ddof=1)) * math.sqrt(1 / len(sustained) + 1 / len(logs))
+    has_moved = abs(moved) > max(math.log1p(margin), stats.t_quantile(len(logs) - 1) * spread)
+    return SustainedRatio(math.exp(usual + moved), math.exp(usual), has_moved)
 
 
 def list_quiet_rounds(t: TrialResult, boundary: str) -> list[Round]:

@@ -176,8 +176,10 @@ def list_gpu_notes(t: TrialResult) -> list[str]:
         return sentences
     if capped := t.gpu.reasons.get(timeline.POWER_CAP, 0.0):
         sentences.append(f"the GPU's clock was limited by its power cap for {100 * capped:.0f} % of the time")
-    if t.gpu.memory_before > TAKEN:
-        sentences.append(f"{show(t.gpu.memory_before, 'bytes')} of the GPU's memory were in use before the job began")
+    first = [r.trace for r in t.good if r.trace is not None and (not r.facts.turns or not r.facts.turns.place)]
+    taken = max((trace.before_memory for trace in first), default=0.0)  # later ones of a set start beside Dyno's own
+    if taken > TAKEN:
+        sentences.append(f"{show(taken, 'bytes')} of the GPU's memory were in use before the job began")
     return sentences
 
 

@@ -138,18 +138,25 @@ class Round:
         """Which build of its engine it ran, 0 where all rounds ran the same one."""
         return self.facts.build or 0
 
-    def block_medians(self, tag: str, boundary: str, clock: str = "") -> dict[int, float]:
-        """Return the median of each block's samples that count, by the block's number; empty where it has no blocks."""
-        return {k: float(np.median(samples)) for k, samples in self.block_samples(tag, boundary, clock).items()}
+    def block_medians(self, tag: str, boundary: str, clock: str = "", *, settled: bool = False) -> dict[int, float]:
+        """Return the median of each block's samples that count, by the block's number; empty where it has no blocks.
 
-    def block_samples(self, tag: str, boundary: str, clock: str = "") -> dict[int, np.ndarray]:
+        `settled` takes the second half of each block, throttled or not: the speed under sustained load.
+        """
+        blocks = self.block_samples(tag, boundary, clock, keep_throttled=settled)
+        return {k: float(np.median(samples[len(samples) // 2 * settled :])) for k, samples in blocks.items()}
+
+    def block_samples(
+        self, tag: str, boundary: str, clock: str = "", *, keep_throttled: bool = False
+    ) -> dict[int, np.ndarray]:
         """Return each block's samples that count, by the block's number; empty where it has no blocks."""
         taken = self.raw_samples(tag, boundary, clock)
         numbers = self._find_blocks(tag, boundary, len(taken))
         if numbers is None:
             return {}
-        kept = self._mark_clean(taken, boundary) if tag == "latency" else np.ones(len(taken), bool)
-        taken, numbers = taken[kept], numbers[kept]
+        if tag == "latency" and not keep_throttled:
+            kept = self._mark_clean(taken, boundary)
+            taken, numbers = taken[kept], numbers[kept]
         return {int(k): taken[numbers == k] for k in np.unique(numbers)}
 
     def _find_blocks(self, tag: str, boundary: str, count: int) -> np.ndarray | None:

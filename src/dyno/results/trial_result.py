@@ -153,7 +153,7 @@ class TrialResult:
 
     `confirmations` are rounds after the trial was selected by its `rounds`; no statistic mixes the two. `companions`
     are further processes of the trial that others measured in turns with; only comparisons with those (`blocks`) use
-    them.
+    them. `sustained` are rounds in turns of several seconds.
     """
 
     id: str
@@ -161,6 +161,7 @@ class TrialResult:
     rounds: list[Round] = field(default_factory=list)
     confirmations: list[Round] = field(default_factory=list)
     companions: list[Round] = field(default_factory=list)
+    sustained: list[Round] = field(default_factory=list)
     job_artifact: Artifact | None = None  # the file that the job names
     run: Path = Path()  # the run folder, which the rounds lie in
     form: Form | None = None  # of a file that has another of the same network beside it
@@ -498,17 +499,22 @@ def _index_models(stored: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any
 def _read_trial(folder: Path, problems: list[str]) -> TrialResult | None:
     job: dict[str, Any] | None = None
     artifact: Artifact | None = None
-    rounds: dict[str, list[Round]] = {"r": [], "c": [], "t": []}  # by their kind, the first letter of their folders
+    rounds: dict[str, list[Round]] = {
+        "r": [],
+        "c": [],
+        "t": [],
+        "s": [],
+    }  # by their kind, the first letter of their folders
     if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
         problems.append(f"{folder} can't be read (permission denied); it is left out")
-    for path in sorted(folder.glob("[rct][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
+    for path in sorted(folder.glob("[rcst][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
         if job is None:
             job, artifact = read_job(path / "job.json", problems)
         record = read_round(path, problems)
         if record:
             record, samples = measured(path, record)
             rounds[path.name[0]].append(Round(path, record.round, record, _read_device(job), samples))
-    return TrialResult(folder.name, job, rounds["r"], rounds["c"], rounds["t"], artifact) if job else None
+    return TrialResult(folder.name, job, rounds["r"], rounds["c"], rounds["t"], rounds["s"], artifact) if job else None
 
 
 def _read_device(job: dict[str, Any] | None) -> str:

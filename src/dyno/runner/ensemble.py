@@ -20,7 +20,7 @@ from dyno.store import COMPANION, ROUND, Run, outside, versions, worker_code_sha
 from dyno.worker import registry
 from dyno.worker.backend import Backend, Maker
 from dyno.worker.record import OUT_OF_MEMORY, DamagedRecord, Record, read_json, read_record, write_json
-from dyno.worker.spec import BUILD, Artifact, Job, Recipe, Runtime, Trial, UserError
+from dyno.worker.spec import BUILD, PLAN, Artifact, Job, Recipe, Runtime, Trial, UserError
 
 # Which failed rounds are measured again: those whose cause may be gone.
 
@@ -76,7 +76,7 @@ def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
     """
     notes = []
     for trial in trials:
-        for folder in sorted(run.round_folder(trial, 0).parent.glob("[rct][0-9]*")):
+        for folder in sorted(run.round_folder(trial, 0).parent.glob("[rcst][0-9]*")):
             if name := _find_damaged(folder):
                 said = f"{trial.label}: {folder.name}/{name} is damaged, so that round is measured again"
                 notes.append(f"{said}; what is left of it lies in {archive_round(run, folder)}")
@@ -277,7 +277,8 @@ def _build_members(
     """
     reference, ids = comparison.reference, {trial.id for trial in comparison.trials}
     if comparison.boundaries:
-        options = {**(options or {}), "boundaries": list(comparison.boundaries)}
+        planned = {**(options or {}).get(PLAN, {}), "boundaries": list(comparison.boundaries)}
+        options = {**(options or {}), PLAN: planned}
     order = sorted(comparison.trials, key=lambda trial: reference is None or trial.id != reference.id)
     members = [
         InterleavedJob(

@@ -25,14 +25,14 @@ from dyno.runner.device_lock import launch_in_turn
 from dyno.runner.ensemble import model_key
 from dyno.runner.peak import SUSTAINED_S, find_peak, keep_idle
 from dyno.runner.run_folder import prepare_folder, refuse_other
-from dyno.store import COMPANION, CONFIRMATION, FOLDERS, ROUND, Cache, Run, check_own
+from dyno.store import COMPANION, CONFIRMATION, FOLDERS, ROUND, SUSTAINED, Cache, Run, check_own
 from dyno.study.defaults import check_device
 from dyno.study.plan import PlannedTrial, TrialSelection, expand
 from dyno.study.study import Study
 from dyno.worker import registry, system
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import TIMING, Record, read_record, refuse_links, write_bytes, write_record, write_text
-from dyno.worker.spec import BUILD, ENERGY, LOOKS, TIMING_CACHE, Artifact, Job, Plan, Recipe, Trial, UserError
+from dyno.worker.spec import BUILD, ENERGY, LOOKS, PLAN, TIMING_CACHE, Artifact, Job, Plan, Recipe, Trial, UserError
 
 if TYPE_CHECKING:
     from dyno.results.ranking import UndecidedPair
@@ -122,6 +122,7 @@ def _last_seconds(run: Run, trial: Trial) -> float:
 
 
 READING_S = 5.0  # of a run, beyond which its answer is not shown again before it ends
+SUSTAINED_TURNS = 2  # of each finalist
 BUILDING_S = 30.0  # of making files, after which what is ready gives a first answer
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
@@ -186,8 +187,8 @@ def execute(
             todo += search.search_precisions(study, folder, todo, rounds.measure_rounds)
         if study.until in LOOKS:
             go_on(study, run, todo, rounds.measure_further_round, progress)
-        if study.confirmations:
-            _confirm_trials(run, todo, list_finalists(folder), study.confirmations, files, progress, fits)
+        if study.confirmations or study.sustained_s:
+            Finalists(run, todo, list_finalists(folder), files, progress, fits).measure(study)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 
@@ -293,7 +294,7 @@ class Rounds:
         """Measure round `number` of trials of one model, at these boundaries only."""
         again = [replace(trial, plan=replace(trial.plan, rounds=number + 1)) for trial in trials]
         random.Random(number).shuffle(again)
-        options = {"boundaries": list(boundaries)}
+        options = {PLAN: {"boundaries": list(boundaries)}}
         with self.progress.running(again):
             self.files.make_files(again)
             if again[0].plan.blocks:
@@ -378,54 +379,68 @@ class Rounds:
         self.progress.done(trial, record)
 
 
-def _confirm_trials(
-    run: Run,
-    trials: Sequence[Trial],
-    finalists: Mapping[str, set[str]],
-    times: int,
-    files: Files,
-    progress: Progress,
-    fits: Fits,
-) -> None:
-    """Measure the finalists again as in the rounds that selected them, stored apart from those.
+@dataclass(frozen=True)
+class Finalists:
+    """Measures the trials again that the rounds selected, stored apart from those rounds.
 
-    They are timed where they were selected, at the boundaries under their ids.
+    They are timed where they were selected: `boundaries` has those of each finalist, by its id.
     """
-    repeated = [replace(t, plan=replace(t.plan, rounds=times)) for t in trials if t.id in finalists]
-    pending = [(t, k) for t, k in _order_jobs(repeated) if run.record(t, k, CONFIRMATION) is None]
-    with progress.running([trial for trial, _ in pending]):
-        files.make_files(trial for trial, _ in pending)
-        for number in sorted({k for _, k in pending}):
-            comparisons: list[ensemble.ComparedTrials] = []
-            alone: list[Trial] = []
-            for group in ensemble.groups([t for t, k in pending if k == number]):
-                runnable = [t for t in group if not isinstance(files.of(t, number), Record)]
-                wanted = set().union(*(finalists[t.id] for t in group))
-                boundaries = tuple(name for name in group[0].plan.boundaries if name in wanted)
-                if len(runnable) > 1 and group[0].plan.blocks:
-                    comparisons.append(
-                        ensemble.ComparedTrials(runnable, ensemble.reference(runnable, fits), boundaries)
-                    )
-                    alone += [t for t in group if t not in runnable]
-                else:
-                    alone += group
-            alone += ensemble.measure(run, comparisons, number, files.of, progress, kind=CONFIRMATION)
-            for trial in alone:
-                _confirm_alone(run, trial, number, sorted(finalists[trial.id]), files, progress)
 
+    run: Run
+    trials: Sequence[Trial]
+    boundaries: Mapping[str, set[str]]
+    files: Files
+    progress: Progress
+    fits: Fits
 
-def _confirm_alone(
-    run: Run, trial: Trial, number: int, boundaries: list[str], files: Files, progress: Progress
-) -> None:
-    """Measure one confirmation of a trial by itself."""
-    artifact = files.of(trial, number)
-    if isinstance(artifact, Record):
-        run.store(trial, number, artifact, CONFIRMATION)
-        return
-    folder = run.fresh(trial, number, CONFIRMATION)
-    progress.start(trial, number, "confirmation")
-    job = ensemble.job(trial, number, files.of, {"boundaries": boundaries}, kind=CONFIRMATION)
-    progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
+    def measure(self, study: Study) -> None:
+        """Confirm them as they were selected, then measure them in turns without a break of `study.sustained_s`."""
+        self._measure_rounds(study.confirmations, CONFIRMATION)
+        if seconds := study.sustained_s:
+            plan = {"blocks": SUSTAINED_TURNS, "block_s": seconds, "seconds": SUSTAINED_TURNS * seconds}
+            self._measure_rounds(1, SUSTAINED, {PLAN: plan})
+
+    def _measure_rounds(self, rounds: int, kind: str, options: Mapping[str, Any] | None = None) -> None:
+        repeated = [replace(t, plan=replace(t.plan, rounds=rounds)) for t in self.trials if t.id in self.boundaries]
+        pending = [(t, k) for t, k in _order_jobs(repeated) if self.run.record(t, k, kind) is None]
+        with self.progress.running([trial for trial, _ in pending]):
+            self.files.make_files(trial for trial, _ in pending)
+            for number in sorted({k for _, k in pending}):
+                alone = self._measure_in_turns([t for t, k in pending if k == number], number, kind, options)
+                if kind == CONFIRMATION:  # sustained load without turns says nothing: the machine may have changed
+                    for trial in alone:
+                        self._confirm_alone(trial, number)
+
+    def _measure_in_turns(
+        self, trials: Sequence[Trial], number: int, kind: str, options: Mapping[str, Any] | None
+    ) -> list[Trial]:
+        """Measure one round of those that can be interleaved; return the others."""
+        comparisons: list[ensemble.ComparedTrials] = []
+        alone: list[Trial] = []
+        for group in ensemble.groups(trials):
+            runnable = [t for t in group if not isinstance(self.files.of(t, number), Record)]
+            wanted = set().union(*(self.boundaries[t.id] for t in group))
+            boundaries = tuple(name for name in group[0].plan.boundaries if name in wanted)
+            if len(runnable) > 1 and group[0].plan.blocks:
+                comparisons.append(
+                    ensemble.ComparedTrials(runnable, ensemble.reference(runnable, self.fits), boundaries)
+                )
+                alone += [t for t in group if t not in runnable]
+            else:
+                alone += group
+        return alone + ensemble.measure(self.run, comparisons, number, self.files.of, self.progress, options, kind)
+
+    def _confirm_alone(self, trial: Trial, number: int) -> None:
+        """Measure one confirmation of a trial by itself."""
+        artifact = self.files.of(trial, number)
+        if isinstance(artifact, Record):
+            self.run.store(trial, number, artifact, CONFIRMATION)
+            return
+        folder = self.run.fresh(trial, number, CONFIRMATION)
+        self.progress.start(trial, number, "confirmation")
+        options = {PLAN: {"boundaries": sorted(self.boundaries[trial.id])}}
+        job = ensemble.job(trial, number, self.files.of, options, kind=CONFIRMATION)
+        self.progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, self.progress))
 
 
 def _store_refusals(run: Run, planned: list[PlannedTrial]) -> None:

@@ -28,6 +28,7 @@ REPEATABLE = (
     "limit",
     "reference",
     "confirm",
+    "sustained",
     "search",
     "peak",
     "energy",

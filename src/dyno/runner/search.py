@@ -284,7 +284,7 @@ def _try_routes(
     own = replace(
         study, models=(_find_source(study, model),), backends=tuple(asked), precisions=(), batches=(dims.batch,),
         sizes=(dims.size,) if dims.height else (), data="", calibration="", budget={}, limit={}, reference="",
-        routes=(USUAL,), confirm=0, search=False, peak=False, energy=False, builds=1, until=FIXED,
+        routes=(USUAL,), confirm=0, sustained=0, search=False, peak=False, energy=False, builds=1, until=FIXED,
         boundaries=(BOUNDARY,), seconds=min(study.seconds, SECONDS),
     )  # fmt: skip
     names = ", ".join(dict.fromkeys(route for one in wanted for route in one.routes))

@@ -233,8 +233,8 @@ class InterleavedGroup:
 
         A block in which other programs disturbed a member is measured again by all, within MOST_AGAIN.
         """
-        plan, boundary = self.alive[0].trial.plan, self.alive[0].last_message.removeprefix(READY).strip()
-        last = self.alive[0].job.boundaries[-1]
+        plan, boundary = self.alive[0].job.plan, self.alive[0].last_message.removeprefix(READY).strip()
+        last = plan.boundaries[-1]
         seconds = plan.seconds * len(self.alive)
         for member in self.alive:
             member.delays.clear()

@@ -109,6 +109,7 @@ DEMO_MINUTES = 4.5
 QUICK: dict[str, Any] = {
     "rounds": 1,
     "confirm": 0,
+    "sustained": 0,
     "search": False,
     "routes": ("usual",),
     "seconds": 0.3,
@@ -117,11 +118,12 @@ QUICK: dict[str, Any] = {
 # Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
 EVALUATION: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
+    "sustained": 0,
 }  # fmt: skip
 # A video or requests: their jobs are not interleaved but run one after the other.
 OWN_JOBS: dict[str, Any] = {
     "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False, "until": FIXED, "confirm": 0,
-    "search": False,
+    "search": False, "sustained": 0,
 }  # fmt: skip
 COMPARED_ROUNDS = 3  # of those, where engines are compared
 

@@ -188,6 +188,12 @@ class MeasurementOptions:
     confirm: int | None = option(
         None, "Rounds that measure the winners again after they were selected.", usual="3 with a budget, else 0"
     )
+    sustained: float | None = option(
+        None,
+        "Seconds that the winner, its runner-up and its reference each run without a break, twice, after they were "
+        "selected: whether heat or a power limit changes their ratio.",
+        usual="5 on a GPU where --until is decided, else 0",
+    )
     boundaries: Strings = option(BOUNDARIES, f"What is timed: {', '.join(BOUNDARIES)}.", usual="all three")
     turns: bool | None = option(
         None,

@@ -68,6 +68,7 @@ UNTELLING = "build build_model create_model get_model load_model main make make_
 ONE = {"model": "models", "backend": "backends", "precision": "precisions", "batch": "batches", "size": "sizes"}
 CAN_FREEZE = hasattr(signal, "SIGSTOP")  # what measuring in turns needs
 CONFIRMATIONS = 3  # of a winner, where the study has a budget and doesn't say
+SUSTAINED_S = 5.0
 LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
 BASELINE = ("models", "weights", "pretrained", "runtime")  # fields in which the two sides of a comparison may differ
 RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
@@ -296,6 +297,13 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
     def confirmations(self) -> int:
         """How often winners are measured again after they were selected."""
         return self.confirm if self.confirm is not None else CONFIRMATIONS if self.budget else 0
+
+    @property
+    def sustained_s(self) -> float:
+        """Seconds of a turn under sustained load, 0 for none: see `sustained`."""
+        if self.sustained is not None:
+            return self.sustained
+        return SUSTAINED_S if self.device != "cpu" and self.until in LOOKS and self.turns else 0.0
 
     @property
     def searches(self) -> bool:

@@ -40,6 +40,7 @@ BUILD = (
     "build"  # option of backends whose builder times kernels, by which equal builds differ; of a job, the one it ran
 )
 TIMING_CACHE = "timing_cache"  # option of a backend whose builds take over the timings of earlier ones
+PLAN = "plan"  # option of a job: fields of its trial's plan that a further round changes, by name
 ENERGY = "energy"  # option of a job: for how many seconds it also runs at full load, for the energy of an image
 STARTED = "DYNO_STARTED"  # in a job's environment: the time of CLOCK_MONOTONIC when its process was started
 SLOWDOWN = "slowdown"  # option of a job, of the self-test's alone: by which share each run is slowed down on purpose
@@ -395,10 +396,12 @@ class Job:
     schema: int = SCHEMA
 
     @property
-    def boundaries(self) -> tuple[str, ...]:
-        """What of the trial is timed: all that its plan has, or what a further round is for."""
-        planned = self.trial.plan.boundaries if self.trial else ()
-        return tuple(self.options.get("boundaries") or planned)
+    def plan(self) -> Plan:
+        """How long to measure what of the trial: its plan, with what is different in a further round."""
+        assert self.trial is not None
+        changes = self.options.get(PLAN, {})
+        boundaries = tuple(changes.get("boundaries", self.trial.plan.boundaries))
+        return dataclasses.replace(self.trial.plan, **{**changes, "boundaries": boundaries})
 
 
 # Where a thing lies, what it is called and how often it is repeated do not change what is measured.

@@ -34,7 +34,7 @@ from dyno.report.verdict.findings import (
     Finding,
     ms,
 )
-from dyno.results import blocks, remarks, stats
+from dyno.results import blocks, remarks, stats, timeline
 from dyno.results import limits as results_limits
 from dyno.results import ranking as results_ranking
 from dyno.results.correctness import distance
@@ -503,6 +503,57 @@ def _find_disagreements(
         yield Finding(NOTE if expected else WARNING, f"{text}: {ratio(ahead.value, ahead.low, ahead.high)}.")
 
 
+def find_sustained(
+    ranking: Ranking, contest: Contest, speed: str, run: RunData
+) -> list[tuple[TrialResult, blocks.SustainedRatio]]:
+    """Return the winner's ratios to its reference and to the runner-up under sustained load, where it was measured."""
+    winner, reference = run.trials[contest.ranked.iloc[0]["trial"]], ranking.reference(contest.ranked.iloc[0])
+    others = [reference, *(run.trials[id] for id in contest.ranked["trial"].iloc[1:2])]
+    boundary, clock = _find_timing(contest, speed, winner)
+    found = []
+    for other in {t.id: t for t in others if t is not None and t is not winner}.values():
+        pair = (winner, other) if boundary == "throughput" else (other, winner)
+        if (compared := blocks.compare_sustained(*pair, boundary, clock, run.rule.margin)) is not None:
+            found.append((other, compared))
+    return found
+
+
+def _find_timing(contest: Contest, speed: str, winner: TrialResult) -> tuple[str, str]:
+    """Return the boundary and the clock that the winner is compared by; without a throughput those of its latency."""
+    first = contest.ranked.iloc[0]
+    has_throughput = any(r.facts.blocks.get("throughput") for r in winner.sustained)
+    return (
+        ("throughput", "") if speed == THROUGHPUT and has_throughput else (str(first["boundary"]), str(first["clock"]))
+    )
+
+
+def list_sustained(ranking: Ranking, contest: Contest, speed: str, run: RunData) -> Iterator[Finding]:
+    """Yield each of these ratios, as a warning where it differs from that in short turns."""
+    winner = run.trials[contest.ranked.iloc[0]["trial"]]
+    boundary, _ = _find_timing(contest, speed, winner)
+    for other, found in find_sustained(ranking, contest, speed, run):
+        begin, end = next(r.facts.blocks[boundary][0] for r in winner.sustained if r.facts.blocks.get(boundary))
+        what = f"Running for {show(end - begin, 'duration')} without a break, {winner.configuration} is "
+        what += f"{found.value:.2f}x as fast as {other.configuration} at batch {winner.batch}"
+        if not found.has_moved:
+            yield Finding(NOTE, f"{what} ({found.usual:.2f}x in short turns).")
+            continue
+        clocks = " and ".join(filter(None, (_describe_clock(t, boundary) for t in (winner, other))))
+        why = f": {clocks}" if clocks else "; heat or a power limit slows one of them more"
+        yield Finding(WARNING, f"{what}, not {found.usual:.2f}x as in short turns{why}.")
+
+
+def _describe_clock(trial: TrialResult, boundary: str) -> str:
+    """Return the GPU's clock and power under sustained load, beside those in short turns; "" where unknown."""
+    rounds = [r for r in trial.sustained if r.trace is not None and r.facts.blocks.get(boundary)]
+    summaries = [timeline.summarise_timeline(r.trace, r.facts.blocks[boundary]) for r in rounds if r.trace is not None]
+    now, usual = timeline.join_timelines(summaries), trial.gpu
+    if now is None or usual is None or isnan(now.clock) or isnan(usual.clock):
+        return ""
+    power = "" if isnan(now.power) else f", {now.power:.0f} W"
+    return f"{trial.configuration} at {now.clock:.0f} MHz{power} (in turns {usual.clock:.0f} MHz)"
+
+
 def _list_costs(rounds: Sequence[Round], row: pd.Series, speed: str) -> list[float]:
     """Return the seconds of each successful round (or build): per batch, or per input where throughput is compared."""
     good = [r for r in rounds if r.ok]
@@ -590,7 +641,8 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
     winner = ranked.iloc[0]
     gain, contest = find_gain(ranking, run), results_ranking.compare_first(ranked, LATENCY, run)
     confirmed = tuple(list_confirmations(ranking, contest, LATENCY, run))
-    doubted = any(each.kind == WARNING for each in confirmed)
+    is_overtaken = any(each.has_moved and each.value < 1 for _, each in find_sustained(ranking, contest, LATENCY, run))
+    doubted = is_overtaken or any(each.kind == WARNING for each in confirmed)
     alone = gain is None and not contest.leads and not run.conditions
     badge = choose_badge(contest, gain, run, doubted or awaits_evidence(ranking))
     badge = "not compared" if alone else badge
@@ -606,6 +658,7 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
         ),
         (
             *confirmed,
+            *list_sustained(ranking, contest, LATENCY, run),
             *list_rejected([*([gain] if gain else []), *contest.leads[:1]]),
             *explain_lower_latency(ranking, run),
             *list_drifts(ranking, run),
@@ -763,7 +816,10 @@ def _list_limited(ranking: Ranking, run: RunData) -> Iterator[Finding]:
 def _most_images(ranking: Ranking, run: RunData) -> Decision:
     contest = results_ranking.compare_first(ranking.most_images, THROUGHPUT, run)
     confirmed = tuple(list_confirmations(ranking, contest, THROUGHPUT, run))
-    doubted = any(each.kind == WARNING for each in confirmed)
+    is_overtaken = any(
+        each.has_moved and each.value < 1 for _, each in find_sustained(ranking, contest, THROUGHPUT, run)
+    )
+    doubted = is_overtaken or any(each.kind == WARNING for each in confirmed)
     shown = [("right", describe_correctness(ranking, contest.ranked.iloc[0], run))]
     if contest.leads:
         shown.insert(0, ("real", describe_reality(ranking, contest, None, run, doubted, THROUGHPUT)))
@@ -771,7 +827,8 @@ def _most_images(ranking: Ranking, run: RunData) -> Decision:
         shown.append(("bound", bound))
     badge = choose_badge(contest, None, run, doubted)
     kind = BEST if badge == DECIDED else WARNING
-    findings = (*confirmed, *list_rejected(contest.leads[:1]), *_list_limited(ranking, run))
+    sustained = list_sustained(ranking, contest, THROUGHPUT, run)
+    findings = (*confirmed, *sustained, *list_rejected(contest.leads[:1]), *_list_limited(ranking, run))
     text = _describe_rate(ranking, contest, run)
     return Decision(kind, ranking.where, text, tuple(shown), findings, (), badge, contest.candidates, "throughput")
 

@@ -18,21 +18,24 @@ from dyno.worker.option_values import Check, number, one_of
 from dyno.worker.spec import Artifact, Option, Tensor, Trial, Unavailable
 
 CLASSES = 10
+HEATED_S, COOLED_S = 0.2, 0.01  # of running and of waiting, after which an engine with `heat` is slower, and is not
 
 
 class Fake(Backend):
     """Sleeps and fails as its options say.
 
     Options: `latency_ms` per batch (default 1), `noise` (relative standard deviation), `drift` (relative difference
-    between processes), `fail` (exception, skip, segfault, exit, hang, oom, killed, nan) and `at` (import, load, run, or
-    fetch: the second time, when something is measured).
+    between processes), `heat` (relative slow-down after HEATED_S seconds without a break), `fail` (exception, skip,
+    segfault, exit, hang, oom, killed, nan) and `at` (import, load, run, or fetch: the second time, when something is
+    measured).
     """
 
     name = "fake"
     precisions = ("fp32", "fp16", "int8")
-    options = ("latency_ms", "noise", "drift", "fail", "at")
+    options = ("latency_ms", "noise", "drift", "heat", "fail", "at")
     values: Mapping[str, Check] = {
         "latency_ms": number(0, 1e6), "noise": number(0, 10), "drift": number(0, 10),
+        "heat": number(0, 10),
         "at": one_of("import", "load", "run", "fetch"),
         "fail": one_of("exception", "skip", "segfault", "exit", "hang", "oom", "killed", "nan"),
     }  # fmt: skip
@@ -66,6 +69,7 @@ class FakeSession(Session):
         features = trial.model.channels * dims.height * dims.width
         self.weights = np.random.default_rng(0).standard_normal((features, CLASSES)).astype(np.float32)
         self.answered = False
+        self.running_since = self.ran_at = time.perf_counter()
         self.decimals = {"fp32": 7, "fp16": 3, "int8": 1}[trial.precision]
         _cause_failure(self.options, "load")
 
@@ -76,9 +80,14 @@ class FakeSession(Session):
     def run(self, slot: int = 0) -> None:
         _cause_failure(self.options, "run")
         noise = 1 + float(self.options.get("noise", 0)) * abs(self.rng.standard_normal())
-        end = time.perf_counter() + self.latency_s * noise
-        while time.perf_counter() < end:  # sleep() would be late by more than many a latency
+        begin = time.perf_counter()
+        if begin - self.ran_at > COOLED_S:
+            self.running_since = begin
+        heat = float(self.options.get("heat", 0)) * (begin - self.running_since > HEATED_S)
+        end = begin + self.latency_s * noise * (1 + heat)
+        while (now := time.perf_counter()) < end:  # sleep() would be late by more than many a latency
             pass
+        self.ran_at = now
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         if self.answered:

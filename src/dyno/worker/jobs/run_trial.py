@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from dyno.worker.journal import Journal
 from dyno.worker.nets.checkpoint import describe_averaged
 from dyno.worker.record import Measurement, one_line, save_arrays
 from dyno.worker.registry import find
-from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, Trial, Unavailable, UserError
+from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, Plan, Trial, Unavailable, UserError
 
 # A session that is slowed down on purpose, by a known share: what the self-test has to see.
 
@@ -162,7 +162,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     first = _read_outputs(session) if job.round == 0 else {}
     turns.loaded()
     restore = measure.restoring(session, feeds, journal.warn)
-    _time_boundaries(session, job.boundaries, trial, feeds, journal, turns, restore)
+    _time_boundaries(session, job.plan, trial, feeds, journal, turns, restore)
     if ENERGY in job.options:
         _sustain_load(session, trial, feeds, journal, float(job.options[ENERGY]))
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
@@ -190,36 +190,36 @@ def _slow_session(session: Session, share: float, journal: Journal) -> Session:
 
 def _time_boundaries(
     session: Session,
-    boundaries: Sequence[str],
+    plan: Plan,
     trial: Trial,
     feeds: measure.Feeds,
     journal: Journal,
     turns: Uninterleaved,
     restore: measure.Restore,
 ) -> None:
-    for boundary in boundaries:
+    for boundary in plan.boundaries:
         before = restore if boundary == "model" else None  # the others bind their inputs anew
         watch = measure.watch(session, boundary, journal.warn)
         once = measure.step(session, "all" if boundary == "throughput" else boundary, feeds, watch)
         journal.stage(f"warm up {boundary}")
-        if not measure.warm_up(once, trial.plan, before):
-            journal.warn(f"{boundary}: the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
+        if not measure.warm_up(once, plan, before):
+            journal.warn(f"{boundary}: the median was not steady after {plan.warmup_s:g} s of warm-up")
         journal.stage(f"time {boundary}")
         contention = system.CpuContention()
         turns.delays = []
-        blocks = contention.during(turns.blocks(boundary, trial.plan)) if trial.plan.blocks else None
+        blocks = contention.during(turns.blocks(boundary, plan)) if plan.blocks else None
         if boundary == "throughput":
-            sampling = measure.throughput(session, feeds, trial.dims.batch, trial.plan, blocks)
+            sampling = measure.throughput(session, feeds, trial.dims.batch, plan, blocks)
             journal.sampled("throughput", boundary, "1/s", "rate", sampling)
         else:
-            sampling = measure.latency(once, trial.plan, watch, blocks, before)
+            sampling = measure.latency(once, plan, watch, blocks, before)
             journal.sampled("latency", boundary, "s", "duration", sampling)
         journal.contended(boundary, contention.busy(), trial.runtime.device, contention.withheld())
         if turns.delays:
             journal.facts(delays={**journal.record.facts.delays, boundary: tuple(turns.delays)})
-        if watch and not before and (seconds := measure.queued(session, watch, trial.plan)) is not None:
+        if watch and not before and (seconds := measure.queued(session, watch, plan)) is not None:
             journal.queued(seconds)
-    if "all" in boundaries and (parts := measure.parts(session, feeds, trial.plan)):
+    if "all" in plan.boundaries and (parts := measure.parts(session, feeds, plan)):
         journal.parted(parts)
 
 
