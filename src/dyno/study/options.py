@@ -194,7 +194,12 @@ class MeasurementOptions:
         "selected: whether heat or a power limit changes their ratio.",
         usual="5 on a GPU where --until is decided, else 0",
     )
-    boundaries: Strings = option(BOUNDARIES, f"What is timed: {', '.join(BOUNDARIES)}.", usual="all three")
+    boundaries: Strings = option(
+        BOUNDARIES,
+        f"What is timed: {', '.join(BOUNDARIES)}.",
+        flags="--boundaries --boundary",
+        usual="all three",
+    )
     turns: bool | None = option(
         None,
         "Measure compared trials in turns: one process runs a short block while the others are frozen.",
