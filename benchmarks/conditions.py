@@ -24,12 +24,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
-sys.path.insert(0, str(SOURCE))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dyno.formatting import markdown_table
 from dyno.worker import system
 
+SOURCE = Path(__file__).resolve().parents[1] / "src"
 NETWORK = "from torch import nn\n\n\ndef build():\n    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU())\n"
 HEAT = "thermal_throttle/core_throttle_count"
 Wrap = Callable[[list[str]], list[str]]  # a command into one that runs under the condition
