@@ -48,10 +48,13 @@ def test_more_threads_than_processors_take_all() -> None:
     assert len(system.pin(10_000)) == len(os.sched_getaffinity(0))
 
 
-def test_physical_cores_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_physical_cores_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     siblings = {0: "0,4", 1: "1,5", 2: "2-2", 4: "0,4", 5: "1,5"}
+    for cpu, text in siblings.items():
+        (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(text + "\n")
+    monkeypatch.setattr(system, "CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(siblings))
-    monkeypatch.setattr(Path, "read_text", lambda path: siblings[int(path.parts[-3].removeprefix("cpu"))] + "\n")
     assert system.cores() == [0, 1, 2, 4, 5]
 
 
@@ -80,6 +83,38 @@ def test_a_container_s_share_of_the_processors(
     monkeypatch.setattr(system, "core_threads", lambda: [(0,), (1,), (2,), (3,), (4,), (5,), (6,), (7,)])
     assert system.cpu_quota() == quota
     assert system.physical_cores() == min(8, max(1, int(min(quota, 8))))
+
+
+def write_processors(folder: Path, name: str, values: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system's folder of processors have a file of each with these values, and this process use them all."""
+    for cpu, value in enumerate(values):
+        file = folder / f"cpu{cpu}" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{value}\n")
+    monkeypatch.setattr(system, "CPUS", folder)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(len(values))))
+
+
+def test_faster_cores_come_first_and_a_mix_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_processors(tmp_path, "cpu_capacity", [512, 1024, 512, 1024, 256], monkeypatch)
+    assert system.cores() == [1, 3, 0, 2, 4]
+    text = system.describe_mixed_cores()
+    assert "2 at 100% and 2 at 50% and 1 at 25%" in text and "--threads 2" in text
+
+
+@pytest.mark.parametrize("capacities", [[1024, 1024], []])
+def test_equal_cores_are_no_mix(capacities: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_processors(tmp_path, "cpu_capacity", capacities, monkeypatch)
+    assert system.describe_mixed_cores() == ""
+
+
+def test_a_clock_lowered_against_heat_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = "thermal_throttle/core_throttle_count"
+    write_processors(tmp_path, counter, [7, 9], monkeypatch)
+    contention = system.CpuContention()
+    assert contention.overheated() == 0
+    write_processors(tmp_path, counter, [8, 12], monkeypatch)
+    assert contention.overheated() == 4
 
 
 @pytest.fixture

@@ -112,10 +112,10 @@ class Journal:
             Measurement("kernels", "1", "count", None, "kernels", "model"),
         )
 
-    def contended(self, boundary: str, busy: float, device: str, withheld: float = 0.0) -> None:
+    def contended(self, boundary: str, busy: float, device: str, withheld: float = 0.0, overheated: int = 0) -> None:
         """Record the CPU contention of this timing, and warn when it was enough to change it.
 
-        `busy` and `withheld` are in processors: see `system.CpuContention`.
+        `busy` and `withheld` are in processors, `overheated` a count: see `system.CpuContention`.
         """
         threshold = system.contention_threshold(device)
         busy_by_boundary = {**self.record.facts.others_busy, boundary: round(busy, 3)}
@@ -125,6 +125,8 @@ class Journal:
         if withheld > WITHHELD:
             limit = f"the limit of {system.cpu_quota():g} processors (a container's --cpus, or a control group's)"
             self.warn(f"{boundary}: {limit} stopped the engine's threads meanwhile; give fewer --threads or raise it")
+        if overheated and device == "cpu":
+            self.warn(f"{boundary}: the processors lowered their clock against heat {overheated} times meanwhile")
 
     def timed(self, tag: str, stage: str, action: Callable[[], Any]) -> Any:
         """Run the action as a stage and store its seconds under the tag."""

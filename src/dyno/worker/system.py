@@ -131,9 +131,10 @@ def _hash_packages() -> str:
 
 
 def cores() -> list[int]:
-    """Return the logical processors this process may use, one of each physical core first."""
+    """Return the logical processors this process may use: one of each physical core first, of these the fastest."""
     allowed = sorted(os.sched_getaffinity(0))
     first = [cpu for cpu in allowed if cpu == min(_find_siblings(cpu, allowed))]
+    first.sort(key=_read_capacity, reverse=True)
     return first + [cpu for cpu in allowed if cpu not in first]
 
 
@@ -189,6 +190,29 @@ def _read_throttled(group: Path) -> float:
     return float(fields.get("throttled_usec", 0)) / 1e6 + float(fields.get("throttled_time", 0)) / 1e9
 
 
+def describe_mixed_cores() -> str:
+    """Describe the kinds of cores that this process may use, where Linux gives them different capacities; else ""."""
+    of_each = [_read_capacity(threads[0]) for threads in core_threads()]
+    kinds = sorted(set(of_each), reverse=True)
+    if len(kinds) < 2:
+        return ""
+    counts = " and ".join(f"{of_each.count(kind)} at {kind / kinds[0]:.0%}" for kind in kinds)
+    return (
+        f"the threads run on cores of different speed ({counts} of the fastest's), and wait for the slowest; "
+        f"--threads {of_each.count(kinds[0])} uses the fastest alone"
+    )
+
+
+def count_overheating() -> int:
+    """Return how often this process's processors have lowered their clock against heat; 0 where they don't count."""
+    counters = (CPUS / f"cpu{cpu}/thermal_throttle/core_throttle_count" for cpu in os.sched_getaffinity(0))
+    return sum(int(_first_line(str(file)) or 0) for file in counters)
+
+
+def _read_capacity(cpu: int) -> int:
+    return int(_first_line(str(CPUS / f"cpu{cpu}/cpu_capacity")) or 0)
+
+
 def core_threads() -> list[tuple[int, ...]]:
     """Return the physical cores this process may use, each as its logical processors."""
     allowed = sorted(os.sched_getaffinity(0))
@@ -198,7 +222,7 @@ def core_threads() -> list[tuple[int, ...]]:
 def last_cache() -> int:
     """Return the bytes of a processor's largest cache, as listed by Linux; 0 if it lists none."""
     found = [0]
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+    for file in (CPUS / "cpu0/cache").glob("index*/size"):
         try:
             found.append(int(file.read_text().strip().removesuffix("K")) * 1024)  # Linux always gives KiB
         except (OSError, ValueError):
@@ -208,7 +232,7 @@ def last_cache() -> int:
 
 def _find_siblings(cpu: int, allowed: list[int]) -> list[int]:
     try:
-        text = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+        text = (CPUS / f"cpu{cpu}/topology/thread_siblings_list").read_text()
     except OSError:
         return [cpu]
     ranges = [part.split("-") for part in text.strip().split(",")]
@@ -223,6 +247,7 @@ def pin(threads: int) -> list[int]:
     return chosen
 
 
+CPUS = Path("/sys/devices/system/cpu")
 CGROUPS, CGROUP_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -300,6 +325,7 @@ class CpuContention:
     def __init__(self) -> None:
         self._kept: tuple[float, float, float] | None = None
         self._is_limited = cpu_quota() < math.inf
+        self._overheated = count_overheating()
         self._start_interval()
 
     def _start_interval(self) -> None:
@@ -330,6 +356,10 @@ class CpuContention:
         """Return the processors that this process wanted and a limit withheld, on average; 0 without a limit."""
         _, throttled, span = self._kept or self._measure_interval()
         return throttled / span if span > 0 else 0.0
+
+    def overheated(self) -> int:
+        """Return how often processors have lowered their clock against heat since this began."""
+        return count_overheating() - self._overheated
 
     def _measure_interval(self) -> tuple[float, float, float]:
         others = (_busy_seconds() - self._all) - (_own_seconds() - self._own)

@@ -146,6 +146,8 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     with suppress(ImportError, Unavailable):  # `load` says what is missing
         journal.timed("import", "import", lambda: backend.prepare(trial))
     turns.imported()
+    if trial.runtime.device == "cpu" and (text := system.describe_mixed_cores()):
+        journal.warn(text)
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
     if BUILD in job.options:
         journal.facts(build=int(job.options[BUILD]))
@@ -217,7 +219,9 @@ def _time_boundaries(
         else:
             sampling = measure.latency(once, plan, watch, blocks, before)
             journal.sampled("latency", boundary, "s", "duration", sampling)
-        journal.contended(boundary, contention.busy(), trial.runtime.device, contention.withheld())
+        journal.contended(
+            boundary, contention.busy(), trial.runtime.device, contention.withheld(), contention.overheated()
+        )
         if turns.delays:
             journal.facts(delays={**journal.record.facts.delays, boundary: tuple(turns.delays)})
         if watch and not before and (seconds := measure.queued(session, watch, plan)) is not None:
