@@ -183,19 +183,25 @@ NORMAL = {3: 3.264, 5: 1.682, 10: 0.996}  # spreads that are seen with 80 % powe
 
 
 @pytest.mark.parametrize("rounds", [3, 5, 10])
-@pytest.mark.parametrize("heavy", [False, True])
+@pytest.mark.parametrize("tails", ["normal", "heavy", "bursts"])
 @pytest.mark.parametrize("paired", [True, False])
-def test_the_smallest_difference_is_seen_by_four_studies_of_five(rounds: int, paired: bool, heavy: bool) -> None:
+def test_the_smallest_difference_is_seen_by_four_studies_of_five(rounds: int, paired: bool, tails: str) -> None:
     rng = np.random.default_rng(rounds)
-    noise = 0.01 * (rng.standard_t(3, 4000) if heavy else rng.normal(0, 1, 4000))
+    noise = 0.01 * (rng.standard_t(3, 4000) if tails == "heavy" else rng.normal(0, 1, 4000))
+    if tails == "bursts":  # other programs slow a process down in 4 % of the rounds; a study leaves those out
+        noise += (rng.random(4000) < 0.04) * rng.exponential(0.8, 4000)
     found = self_test.Studies(noise, rounds, paired)
     noise = np.concatenate([noise, -noise])
     difference = math.log1p(found.smallest)
     assert found.seen(difference) == pytest.approx(self_test.POWER, abs=0.01)
     if paired:
         said = [stats.paired_speedup(logs - difference) for logs in rng.choice(noise, (STUDIES, rounds))]
-        if not heavy:
+        if tails == "normal":
             assert difference == pytest.approx(0.01 * NORMAL[rounds], rel=0.06)
+        if tails == "bursts" and rounds > 3:
+            assert difference < 0.02 * NORMAL[rounds], "with the disturbed rounds it would be tens of percent"
+        if tails == "bursts" and rounds > 3:
+            assert difference < 0.02 * NORMAL[rounds], "with the disturbed rounds it would be tens of percent"
     else:
         sides = np.exp(rng.choice(noise / math.sqrt(2), (2, STUDIES, rounds)))
         said = [stats.speedup([*a * math.exp(difference)], [*b]) for a, b in zip(*sides, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,7 @@ class Round:
     device: str = "cpu"
     loaded: dict[str, np.ndarray] | None = field(default=None, repr=False, compare=False)
     _medians: dict[tuple[str, str], float | None] = field(default_factory=dict)
+    _block_medians: dict[tuple[str, str, str, bool], Mapping[int, float]] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
@@ -138,13 +139,18 @@ class Round:
         """Which build of its engine it ran, 0 where all rounds ran the same one."""
         return self.facts.build or 0
 
-    def block_medians(self, tag: str, boundary: str, clock: str = "", *, settled: bool = False) -> dict[int, float]:
+    def block_medians(self, tag: str, boundary: str, clock: str = "", *, settled: bool = False) -> Mapping[int, float]:
         """Return the median of each block's samples that count, by the block's number; empty where it has no blocks.
 
         `settled` takes the second half of each block, throttled or not: the speed under sustained load.
         """
-        blocks = self.block_samples(tag, boundary, clock, keep_throttled=settled)
-        return {k: float(np.median(samples[len(samples) // 2 * settled :])) for k, samples in blocks.items()}
+        key = tag, boundary, clock, settled
+        if key not in self._block_medians:
+            blocks = self.block_samples(tag, boundary, clock, keep_throttled=settled)
+            self._block_medians[key] = {
+                k: float(np.median(samples[len(samples) // 2 * settled :])) for k, samples in blocks.items()
+            }
+        return self._block_medians[key]
 
     def block_samples(
         self, tag: str, boundary: str, clock: str = "", *, keep_throttled: bool = False

@@ -31,16 +31,15 @@ class Studies:
     """Studies drawn from a noise: what each of them needs of a true difference to call it by its name.
 
     `noise` holds log ratios less their true ones, of which either sign is as likely: which of two equal processes is
-    the first means nothing. With `paired` a study draws `rounds` of them and is judged by Student's t interval of their
-    mean; else two groups of that many processes, whose difference the noise is, by Welch's.
+    the first means nothing. With `paired` a study draws `rounds` of them and is judged as one in turns is, without
+    disturbed rounds; else two groups of that many processes, whose difference the noise is, by Welch's.
     """
 
     def __init__(self, noise: np.ndarray, rounds: int, paired: bool = True, draws: int = DRAWS, seed: int = 0) -> None:
         draw = np.random.default_rng(seed)
         noise = np.concatenate([noise, -noise])
         if paired:
-            each = draw.choice(noise, (draws, rounds))
-            mean, half = each.mean(axis=1), t_quantile(rounds - 1) * each.std(axis=1, ddof=1) / math.sqrt(rounds)
+            mean, half = stats.judge_studies(draw.choice(noise, (draws, rounds)), 1 - CONFIDENCE)
         else:
             sides = draw.choice(noise / math.sqrt(2), (2, draws, rounds))
             a, b = sides.var(axis=2, ddof=1) / rounds

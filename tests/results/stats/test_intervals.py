@@ -256,3 +256,14 @@ def test_three_rounds_are_all_kept() -> None:
     assert len(rejection.keep_undisturbed(np.array([1.0, 1.01, 5.0]))) == 3
     assert [*rejection.keep_undisturbed(np.array([1.0, 5.0, 1.01, 1.02]))] == [1.0, 1.01, 1.02]
     assert len(rejection.keep_undisturbed(np.array([1.0, 5.0, 9.0, 1.01, 1.02, 1.0, 1.01]))) == 6, "a quarter at most"
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 5, 12])
+def test_many_studies_are_judged_as_each_one_is(rounds: int) -> None:
+    rng = np.random.default_rng(rounds)
+    logs = rng.normal(0.02, 0.01, (200, rounds)) + (rng.random((200, rounds)) < 0.1) * rng.exponential(0.8)
+    means, halves = stats.judge_studies(logs, 0.01)
+    each = [stats.paired(study) for study in logs]
+    assert len({one.rejected for one in each if one}) == 1 + rejection.most_rejected(rounds)
+    assert means == pytest.approx([one.difference for one in each if one])
+    assert halves == pytest.approx([one.half_width(0.01) for one in each if one])

@@ -48,6 +48,26 @@ def find_rejected(values: np.ndarray) -> list[int]:
     return sorted(far, key=lambda k: -distances[k])[: most_rejected(len(each))]
 
 
+def judge_studies(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean of each study's rounds without the rejected ones, and half the width of its interval.
+
+    `values` is float64 [studies, rounds] of two rounds or more; both results are float64 [studies]. The error of an
+    interval is `level`.
+    """
+    count = values.shape[1]
+    distances = np.abs(values - np.median(values, axis=1, keepdims=True))
+    limits = CUT * NORMAL * np.median(distances, axis=1, keepdims=True)
+    farthest = np.argsort(-distances, axis=1, kind="stable")
+    is_far = np.take_along_axis(distances > limits, farthest, axis=1)
+    is_far[:, most_rejected(count) :] = False
+    rejected = is_far.sum(axis=1)
+    kept = np.take_along_axis(values, farthest, axis=1)
+    means = kept.mean(axis=1, where=~is_far)
+    errors = kept.std(axis=1, ddof=1, where=~is_far) / np.sqrt(count - rejected)
+    critical = np.array([critical_value(count, number, level) for number in range(most_rejected(count) + 1)])
+    return means, critical[rejected] * errors
+
+
 def center(values: Sequence[float]) -> Interval:
     """Return the geometric mean of positive values, one of each process, without disturbed ones, and its 95 % interval.
 
