@@ -102,7 +102,7 @@ def test_faster_cores_come_first_and_a_mix_is_described(tmp_path: Path, monkeypa
     assert "2 at 100% and 2 at 50% and 1 at 25%" in text and "--threads 2" in text
 
 
-@pytest.mark.parametrize("capacities", [[1024, 1024], []])
+@pytest.mark.parametrize("capacities", [[1024, 1024], [1024, 1009], []])
 def test_equal_cores_are_no_mix(capacities: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_processors(tmp_path, "cpu_capacity", capacities, monkeypatch)
     assert system.describe_mixed_cores() == ""

@@ -191,10 +191,10 @@ def _read_throttled(group: Path) -> float:
 
 
 def describe_mixed_cores() -> str:
-    """Describe the kinds of cores that this process may use, where Linux gives them different capacities; else ""."""
+    """Describe the kinds of cores that this process may use, where their capacities differ by over a tenth; else ""."""
     of_each = [_read_capacity(threads[0]) for threads in core_threads()]
     kinds = sorted(set(of_each), reverse=True)
-    if len(kinds) < 2:
+    if not kinds or kinds[-1] >= ALIKE * kinds[0]:
         return ""
     counts = " and ".join(f"{of_each.count(kind)} at {kind / kinds[0]:.0%}" for kind in kinds)
     return (
@@ -248,6 +248,7 @@ def pin(threads: int) -> list[int]:
 
 
 CPUS = Path("/sys/devices/system/cpu")
+ALIKE = 0.9  # of the fastest core's capacity: the best cores of one kind boost a little further than the others
 CGROUPS, CGROUP_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
