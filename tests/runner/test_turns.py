@@ -468,8 +468,8 @@ def test_disturbed_blocks_are_measured_again_by_all(
     delays: tuple[float, ...], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three blocks of 0.05 s were planned for each of two members; of those in place of others as many have room."""
-    plan = Plan(seconds=0.15, blocks=3, block_s=0.05)
-    job = SimpleNamespace(boundaries=("model",), trial=SimpleNamespace(plan=plan, label=""))
+    plan = Plan(("model",), seconds=0.15, blocks=3, block_s=0.05)
+    job = SimpleNamespace(plan=plan, trial=SimpleNamespace(plan=plan, label=""))
     members: Any = [turns.InterleavedJob(job, Path(), 0, last_message="ready model") for _ in range(2)]  # type: ignore[arg-type]
     group = turns.InterleavedGroup(members, "seed", Progress(quiet=True), lambda member: None, alive=members)
     measured: list[int] = []
