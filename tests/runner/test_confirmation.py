@@ -12,6 +12,7 @@ from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.results import trial_result
 from dyno.runner.execute import execute
+from dyno.worker.spec import UserError
 from logged import Log
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
@@ -138,4 +139,19 @@ def test_sustained_load_is_measured_on_a_gpu_until_a_study_is_decided(fake_study
     assert fake_study(device="cuda:0", rounds=2, until="decided", turns=True).sustained_s == 5
     assert fake_study(device="cuda:0", until="rounds", turns=True).sustained_s == 0
     assert fake_study(rounds=2, until="decided", turns=True).sustained_s == 0
-    assert fake_study(sustained=2.5).sustained_s == 2.5
+    assert fake_study(rounds=2, sustained=2.5, turns=True).sustained_s == 2.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sustained": -1.0}, "sustained is -1; it must be 0 to 60 seconds"),
+        ({"sustained": float("nan")}, "sustained is nan"),
+        ({"sustained": 61.0}, "sustained is 61"),
+        ({"sustained": 5.0, "turns": False}, "sustained load is compared with rounds in turns"),
+        ({"sustained": 5.0, "rounds": 1}, "give --rounds 2 or more"),
+    ],
+)
+def test_sustained_load_that_makes_no_sense_is_refused(fake_study: Any, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        fake_study(**{"rounds": 2, "turns": True, **fields})

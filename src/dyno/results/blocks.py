@@ -123,7 +123,8 @@ def compare_sustained(
     The ratio has moved if it differs by more than the `margin` and lies outside the 95 % prediction interval of a
     further round (Student's, from the spread of the rounds); from one round alone there is none.
     """
-    logs = log_ratios(a, b, boundary, clock)
+    rounds = np.array(log_ratios(a, b, boundary, clock))
+    logs = np.delete(rounds, stats.find_rejected(rounds))
     alone_a, alone_b = (replace(t, rounds=t.sustained, companions=[]) for t in (a, b))
     sustained = average_rounds(block_ratios(alone_a, alone_b, boundary, clock, settled=True))
     if len(logs) < LEAST_QUIET_ROUNDS or not sustained:

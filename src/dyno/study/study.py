@@ -68,7 +68,7 @@ UNTELLING = "build build_model create_model get_model load_model main make make_
 ONE = {"model": "models", "backend": "backends", "precision": "precisions", "batch": "batches", "size": "sizes"}
 CAN_FREEZE = hasattr(signal, "SIGSTOP")  # what measuring in turns needs
 CONFIRMATIONS = 3  # of a winner, where the study has a budget and doesn't say
-SUSTAINED_S = 5.0
+SUSTAINED_S, MOST_SUSTAINED_S = 5.0, 60.0
 LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
 BASELINE = ("models", "weights", "pretrained", "runtime")  # fields in which the two sides of a comparison may differ
 RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
@@ -231,6 +231,12 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             raise UserError("interleaved jobs must be paused between turns, which this system can't do; omit --turns")
         if self.turns and self.samples:
             raise UserError("in turns blocks are counted, not samples; omit --samples or --turns")
+        if self.sustained is not None and not 0 <= self.sustained <= MOST_SUSTAINED_S:
+            raise UserError(f"sustained is {self.sustained:g}; it must be 0 to {MOST_SUSTAINED_S:g} seconds")
+        if self.sustained and (not self.turns or self.rounds < 2):
+            raise UserError(
+                "sustained load is compared with rounds in turns; give --rounds 2 or more, and no --no-turns"
+            )
         if self.search and not self.budget:
             raise UserError("a search for mixed precisions needs a budget to hold; give --budget, e.g. top1=0.5")
         if self.budget and not self.data:

@@ -21,7 +21,6 @@ from dyno.worker.registry import find
 from dyno.worker.sessions import gpu
 from dyno.worker.sessions.gpu import SLOTS, slots_of
 from dyno.worker.sessions.onnx_runtime_session import by_run, events_in
-from dyno.worker.sessions.torch_support import free_threads
 from dyno.worker.spec import PARTS, Dims, ModelSpec, Preprocess, Runtime, Trial, Unavailable
 
 
@@ -282,17 +281,3 @@ def test_names_are_read_as_the_library_writes_them() -> None:
     text = '[{"cat" : "Node","dur" :1,"ts" :2,"name" :"a"b \\n c,\t{d}_kernel_time","args" : {"op_name" : "Relu"}}]'
     (found,) = events_in(text)
     assert found["name"] == 'a"b \\n c,\t{d}_kernel_time' and found["args"] == {"op_name": "Relu"}
-
-
-@pytest.mark.parametrize(
-    ("others", "free"), [(0.0, 2), (0.2, 2), (0.9, 1), (7.0, 1)], ids=["quiet", "negligible", "one busy", "more busy"]
-)
-def test_what_is_not_timed_runs_on_the_processors_that_others_leave_free(others: float, free: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with free_threads(2, others):
-            assert torch.get_num_threads() == free
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)

@@ -518,6 +518,11 @@ def find_sustained(
     return found
 
 
+def is_overtaken(ranking: Ranking, contest: Contest, speed: str, run: RunData) -> bool:
+    """Return whether the reference or the runner-up is faster than the winner under sustained load."""
+    return any(each.has_moved and each.value < 1 for _, each in find_sustained(ranking, contest, speed, run))
+
+
 def _find_timing(contest: Contest, speed: str, winner: TrialResult) -> tuple[str, str]:
     """Return the boundary and the clock that the winner is compared by; without a throughput those of its latency."""
     first = contest.ranked.iloc[0]
@@ -641,8 +646,7 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
     winner = ranked.iloc[0]
     gain, contest = find_gain(ranking, run), results_ranking.compare_first(ranked, LATENCY, run)
     confirmed = tuple(list_confirmations(ranking, contest, LATENCY, run))
-    is_overtaken = any(each.has_moved and each.value < 1 for _, each in find_sustained(ranking, contest, LATENCY, run))
-    doubted = is_overtaken or any(each.kind == WARNING for each in confirmed)
+    doubted = is_overtaken(ranking, contest, LATENCY, run) or any(each.kind == WARNING for each in confirmed)
     alone = gain is None and not contest.leads and not run.conditions
     badge = choose_badge(contest, gain, run, doubted or awaits_evidence(ranking))
     badge = "not compared" if alone else badge
@@ -816,10 +820,7 @@ def _list_limited(ranking: Ranking, run: RunData) -> Iterator[Finding]:
 def _most_images(ranking: Ranking, run: RunData) -> Decision:
     contest = results_ranking.compare_first(ranking.most_images, THROUGHPUT, run)
     confirmed = tuple(list_confirmations(ranking, contest, THROUGHPUT, run))
-    is_overtaken = any(
-        each.has_moved and each.value < 1 for _, each in find_sustained(ranking, contest, THROUGHPUT, run)
-    )
-    doubted = is_overtaken or any(each.kind == WARNING for each in confirmed)
+    doubted = is_overtaken(ranking, contest, THROUGHPUT, run) or any(each.kind == WARNING for each in confirmed)
     shown = [("right", describe_correctness(ranking, contest.ranked.iloc[0], run))]
     if contest.leads:
         shown.insert(0, ("real", describe_reality(ranking, contest, None, run, doubted, THROUGHPUT)))

@@ -22,7 +22,6 @@ from dyno.worker.journal import Journal
 from dyno.worker.nets.checkpoint import describe_averaged
 from dyno.worker.record import Measurement, one_line, save_arrays
 from dyno.worker.registry import find
-from dyno.worker.sessions.torch_support import free_threads
 from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, Plan, Trial, Unavailable, UserError
 
 # A session that is slowed down on purpose, by a known share: what the self-test has to see.
@@ -172,9 +171,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     any_finite = True
     if job.round == 0:
         journal.stage("evaluate")
-        busy = max(journal.record.facts.others_busy.values(), default=0.0) if turns.conducted else 0.0
-        with free_threads(trial.runtime.threads, busy):
-            any_finite = answer_all(session, trial, journal)
+        any_finite = answer_all(session, trial, journal)
         repeat(session, feeds[0], first, journal)
     journal.stage("inspect")
     _inspect_engine(session, job, journal)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import re
 import shutil
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +24,6 @@ from dyno.worker.system import PROBES
 NO_COMPILER = "{} needs a C++ compiler and found no {}; install one (Debian: apt-get install g++)"
 NO_HEADERS = "torch.compile needs Python's headers; install them (Debian: apt-get install python3-dev)"
 NOTEWORTHY_S = 0.5
-NEGLIGIBLE = 0.25  # of a processor that others keep busy
 SCRIPTED = re.compile(r"^(?:\w*Error:\s+)+(\S.*)$", re.MULTILINE)  # behind the traceback of TorchScript
 NO_MEMORY = (
     "can't allocate memory",
@@ -88,24 +85,6 @@ def one_thread(torch: Any) -> Iterator[None]:
     try:
         with torch.no_grad():
             yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def free_threads(threads: int, others_busy: float) -> Iterator[None]:
-    """Run the block, which isn't timed, with as many of PyTorch's threads as other programs leave processors free.
-
-    Its OpenMP threads spin while they wait for each other. Two of them on two processors, beside one busy program, took
-    seven to ten times as long as one thread.
-    """
-    torch, free = sys.modules.get("torch"), max(1, threads - math.ceil(others_busy - NEGLIGIBLE))
-    if torch is None or free >= threads:
-        yield
-        return
-    torch.set_num_threads(free)
-    try:
-        yield
     finally:
         torch.set_num_threads(threads)
 
