@@ -123,12 +123,12 @@ def compare_sustained(
     The ratio has moved if it differs by more than the `margin` and lies outside the 95 % prediction interval of a
     further round (Student's, from the spread of the rounds); from one round alone there is none.
     """
-    rounds = np.array(log_ratios(a, b, boundary, clock))
-    logs = np.delete(rounds, stats.find_rejected(rounds))
     alone_a, alone_b = (replace(t, rounds=t.sustained, companions=[]) for t in (a, b))
     sustained = average_rounds(block_ratios(alone_a, alone_b, boundary, clock, settled=True))
-    if len(logs) < LEAST_QUIET_ROUNDS or not sustained:
+    rounds = np.array(log_ratios(a, b, boundary, clock))
+    if len(rounds) < LEAST_QUIET_ROUNDS or not sustained:
         return None
+    logs = np.delete(rounds, stats.find_rejected(rounds))
     usual, moved = float(np.mean(logs)), float(np.mean(sustained) - np.mean(logs))
     spread = float(np.std(logs, ddof=1)) * math.sqrt(1 / len(sustained) + 1 / len(logs))
     has_moved = abs(moved) > max(math.log1p(margin), stats.t_quantile(len(logs) - 1) * spread)
