@@ -2,6 +2,7 @@
 
 python benchmarks/critical_values.py --write   # src/dyno/results/stats/rejection.json, about half an hour on one core
 python benchmarks/critical_values.py           # levels and smallest visible differences of the rule beside Student's t
+python benchmarks/critical_values.py --looks   # the error of looking after every round, and the rounds to a decision
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from scipy.special import stdtr
 
 from dyno.results.stats import rejection, t_quantile
+from dyno.results.stats.decisions import share
 
 FILE = Path(rejection.__file__).with_suffix(".json")
 SPREAD, HIT = 0.02, 0.8  # of a round's log ratio, and the mean effect of a disturbance on it
@@ -106,12 +108,45 @@ def compare_rules(cases: Sequence[tuple[int, float]], studies: int) -> None:
                 )
 
 
+def draw_looks(first: int, more: int, effect: float, rng: np.random.Generator) -> np.ndarray:
+    """Return |t| of 100,000 studies of normal rounds at each look, float64 [studies, looks]; `effect` in deviations."""
+    rounds = rng.standard_normal((100_000, first + more)) + effect
+    n = np.arange(first, first + more + 1)
+    total, squares = (np.cumsum(each, 1)[:, first - 1 :] for each in (rounds, rounds**2))
+    return np.asarray(np.abs(total) / np.sqrt((n * squares - total**2) / (n - 1)))
+
+
+def compare_looks(studies: int, more: int = 200) -> None:
+    """Print what share of the error all looks together spend, and when studies of a difference are decided, beside
+    shares of 1 / (k (k + 1)) for look k, which sum to 1 (Bonferroni)."""
+    rng = np.random.default_rng(11)
+    rules = {"Bonferroni": lambda n, first: 1 / ((n - first + 1) * (n - first + 2)), "as used": share}
+    print(
+        "first round  error    rule        spent of the error   mean rounds to decide 1, 1.5, 2 deviations, 30 at most"
+    )
+    for first in (2, 3, 5, 10, 20, 50):
+        for level in (0.05, 0.0125, 0.005, 0.001, 0.0005):
+            for name, rule in rules.items():
+                limits = [t_quantile(n - 1, level * rule(n, first)) for n in range(first, first + more + 1)]
+                draws = [draw_looks(first, more, 0.0, rng) > limits for _ in range(max(1, studies // 100_000))]
+                spent = np.mean([draw.any(1).mean() for draw in draws])
+                rounds = []
+                for effect in (1.0, 1.5, 2.0) if first < 30 else ():
+                    over = draw_looks(first, 30 - first, effect, rng) > limits[: 31 - first]
+                    rounds.append(float(np.where(over.any(1), over.argmax(1) + first, 30).mean()))
+                shown = "  ".join(f"{each:5.1f}" for each in rounds)
+                print(f"{first:11}  {level:<7g}  {name:10}  {spent / level:18.2f}   {shown}", flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="simulate and write the table")
     parser.add_argument("--studies", type=int, default=20_000, help="simulated studies of each case")
+    parser.add_argument("--looks", action="store_true", help="simulate looking after every round")
     given = parser.parse_args()
     if given.write:
         write_table(given.studies)
+    elif given.looks:
+        compare_looks(given.studies)
     else:
         compare_rules([(5, 0.05), (5, 0.0036), (7, 0.05), (10, 0.0036)], given.studies)

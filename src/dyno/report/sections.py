@@ -262,8 +262,8 @@ def _explain_looks(rule: Rule, rounds: int) -> str:
         return "one, after the last round: their number was fixed beforehand"
     looks = max(1, rounds - rule.first + 1)
     return (
-        f"until decided: {looks}, after round {rule.first} and each further one; look k may spend 1 / (k (k + 1)) of "
-        "the error, so looking often makes no difference out of noise"
+        f"until decided: {looks}, after round {rule.first} and each further one; each may spend so little of the error "
+        "that all together keep it, so looking often makes no difference out of noise"
     )
 
 

@@ -124,6 +124,10 @@ class Session(ABC):
         """Take inputs of these shapes from now on; a `UserError` where they are fixed."""
         raise UserError("this engine's shapes are fixed; load it with a free batch")
 
+    def limit_threads(self, count: int) -> bool:
+        """Compute with this number of threads from now on; return whether the engine can change it."""
+        return False
+
     def device_memory(self) -> int:
         """Return the bytes in use on the session's GPU, by all processes; 0 on a CPU."""
         return 0

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.evaluate import AHEAD, BatchSource, Pipeline, evaluate, find_rows
 from dyno.worker.facts.job import PipelineFacts
-from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Tensor, Trial, UserError
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Runtime, Tensor, Trial, UserError
 
 CLASSES = 12
 
@@ -430,3 +431,35 @@ def test_an_error_in_any_thread_ends_the_run(session: Late) -> None:
     with pytest.raises(ZeroDivisionError):
         Pipeline(session, source).run(30, nothing, first)
     assert threading.active_count() < 20
+
+
+class Threaded(Linear):
+    """Linear, with threads that can be limited where `can_limit`."""
+
+    def __init__(self, can_limit: bool) -> None:
+        super().__init__(2)
+        self.can_limit, self.limits = can_limit, []
+
+    def limit_threads(self, count: int) -> bool:
+        self.limits.append(count)
+        return self.can_limit
+
+
+@pytest.mark.parametrize(
+    ("busy", "can_limit", "limits"), [(0.1, True, []), (1.3, True, [2, 4]), (9.0, True, [1, 4]), (1.3, False, [2] * 4)]
+)
+def test_beside_a_busy_program_images_are_answered_with_fewer_threads_and_no_rate(
+    data: DataSpec, monkeypatch: pytest.MonkeyPatch, busy: float, can_limit: bool, limits: list[int]
+) -> None:
+    monkeypatch.setattr("dyno.worker.evaluation.evaluate.CHECK_S", 0.0)
+    monkeypatch.setattr("dyno.worker.evaluation.evaluate.system.CpuContention.busy", lambda self: busy)
+    session = Threaded(can_limit)
+    found = evaluate(session, replace(trial(data, 2), runtime=Runtime(threads=4)))
+    assert session.limits == limits
+    is_limited = can_limit and len(limits) > 0
+    assert is_limited == ("pipeline" not in {each.tag for each in found.measurements()}) == (found.facts() is None)
+    assert found.warnings == is_limited * [
+        f"the pipeline's images/s were not measured: other programs kept {busy:.1f} processors busy, so the images "
+        "were answered with fewer threads"
+    ]
+    assert len(found.arrays["sample"]) == 7

@@ -320,6 +320,13 @@ class TorchSession(Session):
         """Return the slot's outputs as tensors, in the module's own types."""
         return named_outputs(self._out[slot])
 
+    def limit_threads(self, count: int) -> bool:
+        """See `Session.limit_threads`; what is compiled is compiled for a number of threads."""
+        if self._on_gpu or type(self) is not TorchSession:
+            return False
+        self._torch.set_num_threads(count)
+        return True
+
     def parts(self, feeds: Arrays) -> dict[str, float]:
         """See `Session.parts`; a CPU has none."""
         if self._copies is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker import tasks
+from dyno.worker import system, tasks
 from dyno.worker.backend import Session, answer_feeds
 from dyno.worker.facts import job as facts
 from dyno.worker.facts.engine import QUANTISED
@@ -350,12 +350,43 @@ RAW_BYTES = 64 * 2**20  # raw outputs kept per trial; classes and scores are kep
 WARM_UP = 0.1  # share of the data that goes through once before anything counts
 MOST_WARM_UP = 400  # images
 STAGES_S = 0.5  # at most, and never longer than the measurement itself
+CHECK_S = 0.5  # between two looks at what other programs keep busy
+NEGLIGIBLE = 0.25  # of a processor that others keep busy
+
+
+class ThreadLimiter:
+    """Limits the engine's threads to the processors that other programs leave free, while images are answered.
+
+    PyTorch's OpenMP threads spin while they wait for each other: beside one busy program on two processors, two of them
+    took 27.5 s for what one did in 4.2 s. `others_busy` is the load for which they were limited, 0 where they weren't.
+    """
+
+    def __init__(self, session: Session, threads: int) -> None:
+        self._session, self._threads = session, threads
+        self._contention, self._checked = system.CpuContention(), time.monotonic()
+        self.others_busy = 0.0
+
+    def check_load(self) -> None:
+        """Limit the threads, once, where others have been busy; look at that twice a second."""
+        if self.others_busy or time.monotonic() - self._checked < CHECK_S:
+            return
+        self._checked = time.monotonic()
+        busy = self._contention.busy()
+        free = max(1, self._threads - math.ceil(busy - NEGLIGIBLE))
+        if free < self._threads and self._session.limit_threads(free):
+            self.others_busy = busy
+
+    def restore_threads(self) -> None:
+        """Let the engine use all its threads again."""
+        if self.others_busy:
+            self._session.limit_threads(self._threads)
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Arrays for outputs.npz; images and seconds of the loop over them, 0 for random inputs; seconds per image of each
-    stage, one sample per batch; warnings from decoding the data."""
+    stage, one sample per batch; warnings from decoding the data; the processors that other programs kept busy, where
+    the loop went on with fewer threads, else 0."""
 
     arrays: dict[str, np.ndarray]
     images: int = 0
@@ -364,6 +395,18 @@ class Evaluation:
     decode: float = 0.0
     stages: dict[str, np.ndarray] = field(default_factory=dict)
     oddities: tuple[str, ...] = ()
+    others_busy: float = 0.0
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is odd about the data and the loop, as sentences."""
+        found = [f"data: {oddity}" for oddity in self.oddities]
+        if self.others_busy:
+            found.append(
+                f"the pipeline's images/s were not measured: other programs kept {self.others_busy:.1f} processors "
+                "busy, so the images were answered with fewer threads"
+            )
+        return found
 
     def measurements(self) -> list[Measurement]:
         """Return the pipeline's throughput and the stages' times, whose samples are stored under the stages' names."""
@@ -398,16 +441,20 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     warm_up = min(batches, math.ceil(min(MOST_WARM_UP, WARM_UP * count) / batch)) if decoded and timed else 0
     raw_outputs, rows = _RawOutputs(collector), find_rows(session, trial, batch)
 
+    limiter = ThreadLimiter(session, threads)
+
     def keep_outputs(number: int, fetched: Outputs) -> None:
         raw_outputs.add(number, rows.arranged(fetched))
+        limiter.check_load()
 
     def evaluate_batch(number: int, fetched: Outputs) -> Any:
         return collector.of(number, rows.arranged(fetched))
 
     result = pipeline.run(batches, keep_outputs, evaluate_batch, warm_up)
+    limiter.restore_threads()
     seconds, stages = 0.0, {}
     if decoded and timed:
-        seconds = result.seconds
+        seconds = 0.0 if limiter.others_busy else result.seconds
         stages = {
             name: s / batch for name, s in pipeline.stages(evaluate_batch, min(STAGES_S, trial.plan.seconds)).items()
         }
@@ -417,7 +464,9 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     oddities = (*metadata.get("warnings", ()), *_left_out(metadata.get("unreadable", ())))
     oddities += (rows.warning,) if rows.warning else ()
     oddities += (*collector.oddities(result.results),)
-    return Evaluation(arrays, count, min(warm_up * batch, count), seconds, decode, stages, oddities)
+    return Evaluation(
+        arrays, count, min(warm_up * batch, count), seconds, decode, stages, oddities, limiter.others_busy
+    )
 
 
 def _identify_rows(decoded: DecodedImages | None, count: int, metadata: dict[str, Any]) -> dict[str, np.ndarray]:

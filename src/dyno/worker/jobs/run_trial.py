@@ -249,8 +249,8 @@ def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = T
     journal.facts(
         data=AnsweredImages(trial.data.name, trial.data.split, len(arrays["sample"]), *photographs_and_set_aside)
     )
-    for sentence in evaluation.oddities:
-        journal.warn(f"data: {sentence}")
+    for sentence in evaluation.warnings:
+        journal.warn(sentence)
     own = [a for name, a in arrays.items() if name.startswith("output:") and len(a) > 1]
     if own and all((a == a[:1]).all() for a in own):
         journal.warn(f"{SAME_OUTPUTS}: that they agree with another engine's proves little")
