@@ -526,19 +526,23 @@ def read_speedup(row: pd.Series) -> stats.Speedup:
 # Which pairs further rounds are for: those that matter and that are undecided.
 
 
+NARROW = 1.15  # the highest ratio of an interval's end to the speed-up for which no further rounds are added
+
+
 @dataclass(frozen=True)
 class UndecidedPair:
     """Two trials, by their ids, and the boundary at which it is undecided which of them is faster; `more` rounds are
-    likely to decide it."""
+    likely to decide it. Where that is `decided`, the interval of their ratio is wide."""
 
     trials: frozenset[str]
     boundary: str
     more: int
+    decided: bool = False
 
 
 def pending(run: RunData) -> list[UndecidedPair]:
     """Return the pairs that another round is for: each winner with its reference, its runner-up, and rivals that lost
-    rounds to other programs.
+    rounds to other programs. Where the reference is decided, it is also for a narrow interval of the speed-up.
 
     Until every row is decided, and in a comparison, where each row is a question, it is each trial with its reference.
     A pair with a failed trial is left out. Where `@rounds=` set a backend's number of rounds, only lost ones are made
@@ -557,7 +561,7 @@ def pending(run: RunData) -> list[UndecidedPair]:
         if row["trial"] in asked and _shares_rounds(run, row["trial"], row["reference"])
     ]
     for winners in ranked:
-        pairs += _find_close_pairs(winners, run)
+        pairs += [*_find_close_pairs(winners, run), *_find_wide_pair(winners, run)]
     return [pair for pair in dict.fromkeys(pairs) if pair.trials <= good]
 
 
@@ -577,6 +581,24 @@ def _find_close_pairs(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedP
         if _is_short(found, planned) or (place < PLACES and shares):
             pair = frozenset((str(winner["trial"]), str(rival["trial"])))
             yield UndecidedPair(pair, str(winner["boundary"]), _count_rounds(lead.more) if place < PLACES else 1)
+
+
+def _find_wide_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPair]:
+    """Yield the winner and its reference if one is faster but the interval of how much is wide.
+
+    Rounds are added for that up to twice the planned number. An interval that allows for looking after every round
+    allows for stopping when it is narrow.
+    """
+    if ranked.empty:
+        return
+    winner, gain = ranked.iloc[0], read_speedup(ranked.iloc[0])
+    ids = str(winner["trial"]), str(winner["reference"])
+    if gain.verdict not in (stats.FASTER, stats.SLOWER) or not _shares_rounds(run, *ids):
+        return
+    is_wide = max(gain.high / gain.value, gain.value / gain.low) > NARROW
+    found = gather_evidence(*(run.trials[id] for id in ids), str(winner["boundary"]), str(winner["clock"]), run.rule)
+    if is_wide and found is not None and found.looked < 2 * run.rule.first:
+        yield UndecidedPair(frozenset(ids), str(winner["boundary"]), 1, decided=True)
 
 
 def _shares_rounds(run: RunData, *ids: str) -> bool:

@@ -61,9 +61,10 @@ def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, pro
             todo = [trial for trial in own if trial.id in ids]
             if not hopeful or sum(_last_seconds(run, trial) for trial in todo) > left:
                 minutes = f"{study.minutes:g} minute{'s' * (study.minutes != 1)}"
-                progress.note(
-                    f"{name or 'the comparison'}: {len(todo)} trials are left in pairs that {minutes} could not decide"
-                )
+                open_ids = frozenset().union(*(pair.trials for pair in pairs if not pair.decided))
+                if count := len(open_ids):
+                    what = f"{count} trials are left in pairs that {minutes} could not decide"
+                    progress.note(f"{name or 'the comparison'}: {what}")
                 break
             last = max(_find_last_round(run, trial) for trial in todo)
             whole = all(_find_last_round(run, trial) == last for trial in todo)
