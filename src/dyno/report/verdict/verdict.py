@@ -103,7 +103,8 @@ def list_sentences(run: RunData) -> list[str]:
 def read_verdict(run: RunData) -> Verdict:
     """Build the verdict: the fastest within the budget with its evidence, then precision truth, reasons, failures."""
     results = run.records
-    several = len({(t.model, t.configuration) for t in results}) > len({t.model for t in results})
+    timed = [t for t in results if t.good]
+    several = len({(t.model, t.configuration) for t in timed}) > len({t.model for t in timed})
     all_rankings, contention = rank_goals(run), cpu_contention(results, compared=several)
     shown, wrong = all_rankings[:MOST_GROUPS], (*_wrong_outputs(run), *verdict_findings.list_unscored_findings(run))
     slow: list[Finding] = []
