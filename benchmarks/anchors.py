@@ -1,15 +1,16 @@
 """Dyno's latency/model against clocks that share no code with it, on the same file: a ratio within 1 % is wanted.
 
-    python benchmarks/anchors.py [--rounds 5] [--model resnet18|digits] [--out FILE.csv]
+    python benchmarks/anchors.py [--rounds 12] [--model resnet18|digits] [--out FILE.csv]
 
-OpenVINO's own benchmark_app times an IR, a plain loop that imports only onnxruntime and numpy an ONNX file, and
-torch.utils.benchmark.Timer a module. Every measurement is a fresh process, all with the same threads on the same
-cores; Dyno and its anchor take turns, each first in half of the rounds. The interval is of Student's t over the rounds'
-log ratios. ResNet-18 at 224 and a digits network at 64 run at batch 1, in FP32.
+A plain loop that imports only onnxruntime and numpy times an ONNX file, OpenVINO's own benchmark_app an IR, and
+torch.utils.benchmark.Timer a module. In each round Dyno and its anchor are two fresh processes, alive at once, with the
+same threads on the same cores. They take turns of BLOCK_S, the other being stopped, as fresh processes one after the
+other differ by half on a virtual machine. The interval is of Student's t over the rounds' log ratios. ResNet-18 at 224
+and a digits network at 64 run at batch 1, in FP32.
 
 benchmark_app takes OpenVINO's clock inside infer(), which leaves out the call from Python and releasing its results.
-Dyno counts the call, as whoever calls from Python pays it. So Dyno's process also reads OpenVINO's clock in a loop of
-infer() on the session that it timed: `inside` compares that with benchmark_app, and the difference between the two
+Dyno counts the call, because a program in Python pays for it. So Dyno's process also reads OpenVINO's clock in a loop
+of infer() on the session that it timed: `inside` compares that with benchmark_app, and the difference between the two
 ratios is the call. ONNX Runtime's wheel has neither onnxruntime_perf_test nor the headers for a loop in C++.
 """
 
@@ -18,8 +19,9 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
+import math
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -43,10 +45,11 @@ MODELS = {
     "digits": (ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1), 64),
 }
 ENGINES = {"openvino": "benchmark_app", "onnxruntime": "plain loop", "pytorch": "Timer"}
-WARM_UP_S, SECONDS, WANTED = 1.0, 2, 0.01
+WARM_UP_S, BLOCK_S, BLOCKS, WANTED = 1.0, 0.3, 12, 0.01
+APP_S = 2 * WARM_UP_S + BLOCKS * BLOCK_S  # of benchmark_app, which is stopped by turns and so runs for longer
 PLAIN_LOOP = """
 import sys, time, statistics, numpy, onnxruntime
-path, threads, warm_up, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
+path, threads, warm_up, block = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
 options = onnxruntime.SessionOptions()
 options.intra_op_num_threads = threads
 session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -56,9 +59,11 @@ def loop(seconds):
     times, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.perf_counter(); session.run(None, feed); times.append(time.perf_counter() - start)
-    return times
+    return statistics.median(times)
 loop(warm_up)
-print(statistics.median(loop(seconds)))
+print("ready", flush=True)
+for _ in sys.stdin:
+    print(loop(block), flush=True)
 """
 
 
@@ -78,8 +83,8 @@ def make_files(name: str, folder: Path) -> dict[str, Artifact | None]:
     return {"onnxruntime": onnx, "openvino": ir, "pytorch": None}
 
 
-def time_with_dyno(name: str, engine: str, file: Artifact | None) -> dict[str, float]:
-    """Return the median of Dyno's loop in seconds, and for OpenVINO the one of its clock inside infer()."""
+def answer_with_dyno(name: str, engine: str, file: Artifact | None) -> None:
+    """Time a block by Dyno's loop for each line of the standard input, and one by OpenVINO's clock where it is used."""
     system.pin(system.physical_cores())
     trial = make_trial(name, engine)
     session = find(engine).load(trial, file)
@@ -87,20 +92,21 @@ def time_with_dyno(name: str, engine: str, file: Artifact | None) -> dict[str, f
     feed = {session.inputs[0].name: np.random.default_rng(0).standard_normal(shape, dtype=np.float32)}
     step = measure.step(session, "model", [session.stage(feed)])
     measure.warm_up(step, Plan(warmup_s=WARM_UP_S))
-    samples = measure.latency(step, Plan(seconds=SECONDS, min_samples=10**7)).samples
-    found = {"median": float(np.median(samples))}
-    if engine == "openvino":
-        request, inside = session._requests[0], []  # type: ignore[attr-defined]
-        end = time.perf_counter() + SECONDS
-        while time.perf_counter() < end:
-            request.infer()
-            inside.append(request.latency / 1e3)
-        found["inside"] = statistics.median(inside)
-    return found
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        found = [float(np.median(measure.latency(step, Plan(seconds=BLOCK_S, min_samples=10**7)).samples))]
+        if engine == "openvino":
+            request, inside = session._requests[0], []  # type: ignore[attr-defined]
+            end = time.perf_counter() + BLOCK_S
+            while time.perf_counter() < end:
+                request.infer()
+                inside.append(request.latency / 1e3)
+            found.append(statistics.median(inside))
+        print(*found, flush=True)
 
 
-def time_with_timer(name: str) -> dict[str, float]:
-    """Return the median of PyTorch's own timer, in seconds, on the module that Dyno loads."""
+def answer_with_timer(name: str) -> None:
+    """Time a block by PyTorch's own timer for each line of the standard input, on the module that Dyno loads."""
     import torch
     from torch.utils.benchmark import Timer
 
@@ -113,46 +119,107 @@ def time_with_timer(name: str) -> dict[str, float]:
     timer = Timer("module(x)", globals={"module": module, "x": x}, num_threads=trial.runtime.threads)
     with torch.inference_mode():
         timer.blocked_autorange(min_run_time=WARM_UP_S)
-        return {"median": float(timer.blocked_autorange(min_run_time=SECONDS).median)}
+        print("ready", flush=True)
+        for _ in sys.stdin:
+            print(float(timer.blocked_autorange(min_run_time=BLOCK_S).median), flush=True)
 
 
-def time_with_benchmark_app(name: str, file: Artifact) -> float:
-    """Return the median that benchmark_app prints, in seconds."""
-    trial = make_trial(name, "openvino")
-    shape = f"[1,{trial.model.channels},{trial.dims.height},{trial.dims.width}]"
-    app = Path(sys.executable).with_name("benchmark_app")
-    options = f"-d CPU -api sync -hint none -nireq 1 -nstreams 1 -infer_precision f32 -t {SECONDS}".split()
-    threads = str(trial.runtime.threads)
-    done = run([str(app), "-m", file.path, "-shape", shape, "-nthreads", threads, *options])
-    value, unit = re.findall(r"Median:\s+([\d.]+) (ms|us)", done)[-1]
-    return float(value) / {"ms": 1e3, "us": 1e6}[unit]
+class Clock:
+    """A process that times a block when it is asked to, and waits otherwise."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._read()
+
+    def time_block(self) -> list[float]:
+        """Return the medians of one block, in seconds."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("block\n")
+        self._process.stdin.flush()
+        return [float(word) for word in self._read().split()]
+
+    def end(self) -> None:
+        """Let the process end."""
+        self._process.communicate()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise SystemExit(f"a clock ended with exit code {self._process.wait()}")
+        return line
 
 
-def run(command: list[str]) -> str:
-    """Return what a command prints; an error where it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-    if done.returncode:
-        raise SystemExit(f"{command[0]} failed: {(done.stderr or done.stdout)[-800:]}")
-    return done.stdout
+class BenchmarkApp:
+    """OpenVINO's benchmark_app, which runs while Dyno waits and is stopped while Dyno runs.
+
+    One latency of each block contains a stop, which the median of all doesn't show.
+    """
+
+    def __init__(self, name: str, file: Artifact) -> None:
+        shape, trial = MODELS[name][1], make_trial(name, "openvino")
+        app = Path(sys.executable).with_name("benchmark_app")
+        options = "-d CPU -api sync -hint none -nireq 1 -nstreams 1 -infer_precision f32".split()
+        dims = f"[1,{trial.model.channels},{shape},{shape}]"
+        seconds = str(round(APP_S + BLOCKS * 2 * BLOCK_S))  # the stops count, too
+        self._process = subprocess.Popen(
+            [app, "-m", file.path, "-shape", dims, "-nthreads", str(trial.runtime.threads), "-t", seconds, *options],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if "[Step 10/11]" in line:
+                break
+        time.sleep(WARM_UP_S)
+        self._process.send_signal(signal.SIGSTOP)
+
+    def time_block(self) -> list[float]:
+        """Let it run for a block; it prints its median at its end."""
+        self._process.send_signal(signal.SIGCONT)
+        time.sleep(BLOCK_S)
+        self._process.send_signal(signal.SIGSTOP)
+        return []
+
+    def end(self) -> float:
+        """Return the median that it prints, in seconds."""
+        self._process.send_signal(signal.SIGCONT)
+        text, _ = self._process.communicate()
+        value, unit = re.findall(r"Median:\s+([\d.]+) (ms|us)", text)[-1]
+        return float(value) / {"ms": 1e3, "us": 1e6}[unit]
 
 
-def run_itself(side: str, name: str, engine: str, file: Artifact | None) -> dict[str, float]:
-    """Time one side in a fresh process of this script."""
-    job = json.dumps([side, name, engine, to_json(file) if file else None])
-    found: dict[str, float] = json.loads(run([sys.executable, __file__, "--job", job]).splitlines()[-1])
-    return found
-
-
-def time_anchor(name: str, engine: str, file: Artifact | None) -> float:
-    """Return the anchor's median in seconds, from a fresh process."""
+def measure_round(name: str, engine: str, file: Artifact | None) -> dict[str, float]:
+    """Time one round in turns: the medians over blocks of both sides in seconds, and of the log of their ratios."""
     trial = make_trial(name, engine)
-    if engine == "pytorch" or file is None:
-        return run_itself("anchor", name, engine, file)["median"]
+    job = [sys.executable, __file__, "--job", json.dumps(["dyno", name, engine, to_json(file) if file else None])]
+    dyno = Clock(job)
     if engine == "openvino":
-        return time_with_benchmark_app(name, file)
-    shape = f"1,{trial.model.channels},{trial.dims.height},{trial.dims.width}"
-    sizes = [str(trial.runtime.threads), str(WARM_UP_S), str(SECONDS), shape]
-    return float(run([sys.executable, "-c", PLAIN_LOOP, file.path, *sizes]))
+        assert file is not None
+        app = BenchmarkApp(name, file)
+        blocks = np.array([(dyno.time_block(), app.time_block())[0] for _ in range(BLOCKS)])
+        dyno.end()
+        found = {
+            "anchor": app.end(),
+            "median": float(np.median(blocks[:, 0])),
+            "inside": float(np.median(blocks[:, 1])),
+        }
+        return found | {f"log_{clock}": math.log(found[clock] / found["anchor"]) for clock in ("median", "inside")}
+    if file is None:
+        anchor = Clock([*job[:3], json.dumps(["anchor", name, engine, None])])
+    else:
+        shape = f"1,{trial.model.channels},{trial.dims.height},{trial.dims.width}"
+        sizes = [str(trial.runtime.threads), str(WARM_UP_S), str(BLOCK_S), shape]
+        anchor = Clock([sys.executable, "-c", PLAIN_LOOP, file.path, *sizes])
+    sides = [dyno, anchor]
+    pairs = []
+    for number in range(BLOCKS):
+        order = sides if number % 2 else sides[::-1]
+        times = {side: side.time_block()[0] for side in order}
+        pairs.append([times[dyno], times[anchor]])
+    for side in sides:
+        side.end()
+    both = np.array(pairs)
+    ratio = float(np.median(np.log(both[:, 0] / both[:, 1])))
+    return {"median": float(np.median(both[:, 0])), "anchor": float(np.median(both[:, 1])), "log_median": ratio}
 
 
 def interval(logs: list[float]) -> tuple[str, str]:
@@ -169,7 +236,7 @@ def interval(logs: list[float]) -> tuple[str, str]:
 def main() -> int:
     """Print a row for each model and engine; 1 where a ratio isn't shown to be within the limit."""
     parser = argparse.ArgumentParser(description="Dyno's latency against independent clocks.")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--model", choices=MODELS, action="append")
     parser.add_argument("--out", type=Path, help="a CSV file of every median")
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -177,17 +244,15 @@ def main() -> int:
     if options.job:
         side, name, engine, stored = json.loads(options.job)
         file = from_json(Artifact, stored) if stored else None
-        print(json.dumps(time_with_dyno(name, engine, file) if side == "dyno" else time_with_timer(name)))
+        answer_with_dyno(name, engine, file) if side == "dyno" else answer_with_timer(name)
         return 0
     found: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
     for name in options.model or MODELS:
         with tempfile.TemporaryDirectory() as scratch:
             files = make_files(name, Path(scratch))
-            for turn in range(options.rounds):
+            for _ in range(options.rounds):
                 for engine, file in files.items():
-                    row = {} if turn % 2 else run_itself("dyno", name, engine, file)
-                    anchor = time_anchor(name, engine, file)
-                    found[name, engine].append({**(row or run_itself("dyno", name, engine, file)), "anchor": anchor})
+                    found[name, engine].append(measure_round(name, engine, file))
     return report(found, options.out)
 
 
@@ -199,8 +264,7 @@ def report(found: dict[tuple[str, str], list[dict[str, float]]], out: Path | Non
         for clock in ("median", "inside"):
             if clock not in rows[0]:
                 continue
-            logs = [float(np.log(row[clock] / row["anchor"])) for row in rows]
-            text, outcome = interval(logs)
+            text, outcome = interval([row[f"log_{clock}"] for row in rows])
             bad += outcome != "within 1 %" and (clock == "inside" or "inside" not in rows[0])
             ours = statistics.median(row[clock] for row in rows)
             label = f"{ENGINES[engine]}{', inside infer()' if clock == 'inside' else ''}"
@@ -208,10 +272,10 @@ def report(found: dict[tuple[str, str], list[dict[str, float]]], out: Path | Non
     if out:
         with out.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(["model", "engine", "round", "dyno_s", "inside_s", "anchor_s"])
+            writer.writerow(["model", "engine", "round", "dyno_s", "inside_s", "anchor_s", "log_ratio"])
             for (name, engine), rows in found.items():
                 writer.writerows(
-                    [name, engine, turn, row["median"], row.get("inside", ""), row["anchor"]]
+                    [name, engine, turn, row["median"], row.get("inside", ""), row["anchor"], row["log_median"]]
                     for turn, row in enumerate(rows)
                 )
     return int(bad > 0)

@@ -346,3 +346,19 @@ def test_a_function_is_called_with_arguments(call: Any, tmp_path: Path) -> None:
 def test_a_model_is_named_after_its_file_where_the_function_says_nothing() -> None:
     names = ("net.py:build", "a/net.py:make_model(n=1)", "package.nets:model", "net.py:small", "torchvision:resnet18")
     assert [*map(model_name, names)] == ["net", "net(n=1)", "nets", "small", "resnet18"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({"until": "decided", "minutes": 2}, 120),
+        ({"until": "every-row", "minutes": 0.1}, 60),
+        ({"until": "decided", "minutes": 2, "build_timeout": 5}, 5),
+        ({"until": "rounds", "minutes": 2}, 3600),
+    ],
+)
+def test_a_file_may_take_the_minutes_of_a_study_that_goes_on_until_decided(
+    fake_study: Any, fields: dict[str, Any], seconds: float
+) -> None:
+    study = fake_study(rounds=2, **fields)
+    assert study.plan.build_timeout_s == study.build_timeout_s == seconds

@@ -110,7 +110,7 @@ class FormReader:
 
     def __init__(self, study: Study, batch: int, progress: Progress) -> None:
         self._study, self._batch, self._progress = study, batch, progress
-        self._files = Files(progress, study.build_timeout)
+        self._files = Files(progress, study.build_timeout_s)
         self.forms: list[LayerGraph] = []
         self.shown: list[int] = []
         self.graph_of: dict[int, int] = {}

@@ -93,7 +93,7 @@ def selftest(
     if not minutes * 60 >= (least := LEAST_ROUNDS * len(layout.slowdowns) * study.seconds):
         raise _too_short(minutes, least)
     trial = _plan_trial(study, rebuild)
-    engines = _Engines(trial, Files(progress, study.build_timeout), rebuild)
+    engines = _Engines(trial, Files(progress, study.build_timeout_s), rebuild)
     engines.of(0)  # what can't be made ends the self-test before its time counts
     with progress.running([]):
         measured = tuple(_iter_rounds(engines, layout, minutes, rounds, progress))

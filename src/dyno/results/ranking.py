@@ -592,13 +592,13 @@ def _find_wide_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPai
     if ranked.empty:
         return
     winner, gain = ranked.iloc[0], read_speedup(ranked.iloc[0])
-    ids = str(winner["trial"]), str(winner["reference"])
-    if gain.verdict not in (stats.FASTER, stats.SLOWER) or not _shares_rounds(run, *ids):
+    id, reference, boundary = (str(winner[name]) for name in ("trial", "reference", "boundary"))
+    if gain.verdict not in (stats.FASTER, stats.SLOWER) or not _shares_rounds(run, id, reference):
         return
     is_wide = max(gain.high / gain.value, gain.value / gain.low) > NARROW
-    found = gather_evidence(*(run.trials[id] for id in ids), str(winner["boundary"]), str(winner["clock"]), run.rule)
+    found = gather_evidence(run.trials[id], run.trials[reference], boundary, str(winner["clock"]), run.rule)
     if is_wide and found is not None and found.looked < 2 * run.rule.first:
-        yield UndecidedPair(frozenset(ids), str(winner["boundary"]), 1, decided=True)
+        yield UndecidedPair(frozenset((id, reference)), boundary, 1, decided=True)
 
 
 def _shares_rounds(run: RunData, *ids: str) -> bool:

@@ -167,7 +167,7 @@ def execute(
         for line in (*ensemble.clear_failed(run, todo, retry_failed), *ensemble.clear_damaged(run, todo),
                      *ensemble.clear_stopped(run, todo)):  # fmt: skip
             progress.note(line)
-        files = Files(progress, study.build_timeout)
+        files = Files(progress, study.build_timeout_s)
         if study.energy:  # before the first job heats the device
             keep_idle(study, run.folder, progress)
         if study.peak:
@@ -578,7 +578,8 @@ class Files:
             printed = read_end(folder / LOGS[1], LONGEST_LOG)  # its folder is gone after this
             failure = Facts(no_route=record.facts.no_route, printed=printed)
         if record.status != "ok":
-            return Record(record.status, record.stage, record.reason, system=record.system, facts=failure)
+            longer = "; --build-timeout SECONDS allows more" if record.status == "timeout" else ""
+            return Record(record.status, record.stage, record.reason + longer, system=record.system, facts=failure)
         self.built += 1
         self.progress.took()
         artifact, damage = self.cache.find(key)

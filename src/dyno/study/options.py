@@ -222,8 +222,10 @@ class MeasurementOptions:
         False, "Also run each trial at full load for its energy, in joules per image (3.75 s a round)."
     )
     timeout: float = option(600.0, "Seconds after which a job that measures is killed.")
-    build_timeout: float = option(
-        Plan.build_timeout_s, "Seconds after which an export, a conversion or a build is killed."
+    build_timeout: float | None = option(
+        None,
+        "Seconds after which an export, a conversion or a build is killed.",
+        usual=f"those of --minutes, 60 at least, where --until is decided or every-row; else {Plan.build_timeout_s:g}",
     )
 
 

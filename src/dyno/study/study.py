@@ -69,6 +69,7 @@ ONE = {"model": "models", "backend": "backends", "precision": "precisions", "bat
 CAN_FREEZE = hasattr(signal, "SIGSTOP")  # what measuring in turns needs
 CONFIRMATIONS = 3  # of a winner, where the study has a budget and doesn't say
 SUSTAINED_S, MOST_SUSTAINED_S = 5.0, 60.0
+LEAST_BUILD_S = 60.0  # for a file, however few minutes a study has
 LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
 BASELINE = ("models", "weights", "pretrained", "runtime")  # fields in which the two sides of a comparison may differ
 RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
@@ -209,7 +210,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
                 f"give --rounds {self.builds} or more"
             )
         for name in ("seconds", "warmup", "interval", "timeout", "build_timeout", "block", "equivalent", "minutes"):
-            if not 0 < getattr(self, name) <= LARGEST:
+            if getattr(self, name) is not None and not 0 < getattr(self, name) <= LARGEST:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0 and at most {LARGEST:,.0f}")
         if any(batch < 1 for batch in self.batches):
             raise UserError(f"batch sizes must be whole numbers of at least 1, not {', '.join(map(str, self.batches))}")
@@ -305,6 +306,13 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
         return self.confirm if self.confirm is not None else CONFIRMATIONS if self.budget else 0
 
     @property
+    def build_timeout_s(self) -> float:
+        """Seconds after which making a file is stopped: see `build_timeout`."""
+        if self.build_timeout is not None:
+            return self.build_timeout
+        return max(LEAST_BUILD_S, 60 * self.minutes) if self.until in LOOKS else Plan.build_timeout_s
+
+    @property
     def sustained_s(self) -> float:
         """Seconds of a turn under sustained load, 0 for none: see `sustained`."""
         if self.sustained is not None:
@@ -330,7 +338,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             rounds=self.rounds,
             blocks=max(LEAST_BLOCKS, round(self.seconds / self.block)) if self.turns else 0,
             block_s=self.block if self.turns else Plan.block_s,
-            timeout_s=self.timeout, build_timeout_s=self.build_timeout,
+            timeout_s=self.timeout, build_timeout_s=self.build_timeout_s,
         )  # fmt: skip
 
 
