@@ -1,4 +1,4 @@
-"""An application's requests: the inputs of its network in them, and the seconds of each stage with an engine instead."""
+"""An application's requests: the inputs of its network in them, and the seconds of each stage with an engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ARRAYS = "application.npz"  # seconds by stage, float64 [requests, passes]
 INPUTS = "inputs.npz"
 PREPROCESS, _, POSTPROCESS, _ = STAGES
 MOST_REQUESTS, MOST_BYTES, LONGEST_S = 32, 1 << 28, 5.0  # of the requests that are taken: one pass through them
-LIBRARIES = ("site-packages", "dist-packages")
+LIBRARIES = {"site-packages", "dist-packages"}
 
 Arrays = dict[str, np.ndarray]
 now = time.perf_counter_ns
@@ -120,7 +120,7 @@ class _Requests:
             ) from e
 
     def _make_requests(self) -> list[Any]:
-        function = f"{self._application.name.partition(' ')[0].rpartition(':')[2].partition('(')[0]}_requests"
+        function = f"{self._application.name.partition('(')[0].rpartition(':')[2]}_requests"
         if self._application.requests is None:
             raise UserError(
                 f"there are no requests; give photos with --data, or write {function}(), which returns a list"
@@ -160,7 +160,7 @@ class _Requests:
             inputs = value.preprocess(request)
             self._synchronize()
         prepared = now()
-        with self._explain_error("predict", number, inputs):
+        with self._explain_error("model" if self._predict == self._call_network else "predict", number, inputs):
             outputs = self._predict(inputs)
             self._synchronize()
         predicted = now()
@@ -219,7 +219,7 @@ class _ExplainedErrors:
             return
         if is_memory_error(error):
             raise MemoryError(first_line(error)) from error
-        what = f"{self._stage} of {self._application.name} failed at {_find_place(frames)}"
+        what = f"{self._stage} of {self._application.name} failed{_find_place(frames)}"
         said = first_line(error)
         said = type(error).__name__ + (f": {said}" if said != type(error).__name__ else "")
         request = f", request {self._number + 1}" if self._number >= 0 else ""
@@ -228,12 +228,15 @@ class _ExplainedErrors:
 
 
 def _find_place(frames: Any) -> str:
-    """Return the file and line of the user's own code, the innermost, else where the exception was raised."""
-    every = [f for f in traceback.extract_tb(frames) if f.filename != __file__]
-    own = [f for f in every if Path(f.filename).is_file() and not set(LIBRARIES) & set(Path(f.filename).parts)]
-    own = [f for f in own if not Path(f.filename).is_relative_to(Path(traceback.__file__).parent)]
-    found = [*own, *every][:1] if not own else own[-1:]
-    return f"{Path(found[0].filename).name}:{found[0].lineno}" if found else "its call"
+    """Return the innermost file and line of the user's own code; "" if it isn't in there."""
+    others = (Path(traceback.__file__).parent, Path(__file__).parents[2])  # Python's library, and Dyno
+    places = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(frames)]
+    own = [
+        f" at {path.name}:{line}"
+        for path, line in places
+        if path.is_file() and not any(map(path.is_relative_to, others)) and not LIBRARIES & set(path.parts)
+    ]
+    return own[-1] if own else ""
 
 
 def _describe(value: Any) -> str:

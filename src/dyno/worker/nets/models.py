@@ -479,14 +479,16 @@ def load_application(model: ModelSpec) -> Application:
     torch.manual_seed(model.seed)
     location, module, attribute = _find_attribute(model.source, model.source_sha256)
     value = _call_function(_check_function(model, location, module, attribute), model)
-    name = f"{rest.rpartition('/')[2]} ({type(value).__name__})"
+    name = rest.rpartition("/")[2]
     if missing := [each for each in STAGES if not callable(getattr(value, each, None))]:
-        raise UserError(f"{name} has no method {' and no '.join(missing)}; an application has {NEEDED}")
+        raise UserError(
+            f"{name} is a {type(value).__name__} without {' and '.join(missing)}; an application has {NEEDED}"
+        )
     if delayed := [each for each in (*STAGES, "predict") if inspect.iscoroutinefunction(getattr(value, each, None))]:
         raise UserError(f"{name} has an asynchronous {delayed[0]}; give it as a method that returns its result")
     network = _find_network(torch, value)
     if network is None:
-        raise UserError(f"{name} has no torch.nn.Module as its model; an application has {NEEDED}")
+        raise UserError(f"{name} is a {type(value).__name__} without a model; an application has {NEEDED}")
     inner = evaluating(eager(torch, network))
     if inner is not network and getattr(value, "model", None) is network:  # compiled by the user
         value.model = inner
