@@ -11,7 +11,10 @@ from dyno.videos.commands import LOAD, exit_load, print_load
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import ROUNDS
 
-APPLICATION_HELP = "FILE.py:NAME or MODULE:NAME: an object with preprocess, postprocess and a torch.nn.Module as model."
+APPLICATION_HELP = (
+    "FILE.py:NAME or MODULE:NAME, an object or what returns one, with preprocess(request), postprocess(outputs) and a "
+    "torch.nn.Module as its model."
+)
 
 
 @options.takes(

@@ -172,7 +172,7 @@ class _Requests:
         ended = now()
         if not self.calls:
             raise UserError(
-                f"predict of {self._application.name} doesn't call its model, which an engine stands in for"
+                f"predict of {self._application.name} doesn't call its model, so no engine can stand in"
             )
         return prepared - began, self._nanoseconds, ended - predicted, ended - began
 
