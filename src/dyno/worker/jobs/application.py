@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ def run_application(job: Job, journal: Journal) -> None:
     torch = import_torch()
     torch.set_num_threads(trial.runtime.threads)
     journal.stage("load the application")
-    requests = _Requests(models.load_application(trial.model), job.options["requests"])
+    requests = _InstrumentedApplication(models.load_application(trial.model), job.options["requests"])
     if "count" not in job.options:
         _store_inputs(requests, journal)
         return
@@ -90,7 +92,7 @@ def _answer_known(job: Job, session: Session, journal: Journal) -> bool:
     return answer_all(session, trial, journal, timed=False)
 
 
-def _answer_requests(requests: _Requests, count: int, seconds: float, whole_passes: bool) -> np.ndarray:
+def _answer_requests(requests: _InstrumentedApplication, count: int, seconds: float, whole_passes: bool) -> np.ndarray:
     """Answer requests in turn for so long, or the whole passes that take so long; seconds [requests, stages]."""
     times: list[tuple[int, ...]] = []
     deadline = now() + int(seconds * 1e9)
@@ -99,7 +101,7 @@ def _answer_requests(requests: _Requests, count: int, seconds: float, whole_pass
     return np.asarray(times, np.float64) / 1e9
 
 
-class _Requests:
+class _InstrumentedApplication:
     """The requests of an application, in which the network's calls are recorded or go to an engine."""
 
     def __init__(self, application: Application, paths: Sequence[str]) -> None:
@@ -154,6 +156,8 @@ class _Requests:
     def answer(self, number: int) -> tuple[int, int, int, int]:
         """Answer the request of that number and return the nanoseconds of STAGES; `UserError` where a stage fails."""
         value, request = self._application.value, self.requests[number]
+        with suppress(Exception):  # a request that can't be copied is answered again as the last answer left it
+            request = copy.deepcopy(request)
         self.calls = self._nanoseconds = 0
         began = now()
         with self._explain_error(PREPROCESS, number):
@@ -284,7 +288,7 @@ def _find_synchronize() -> Callable[[], None]:
 # The network's inputs of each request: what is exported, calibrated on and compared.
 
 
-def _store_inputs(requests: _Requests, journal: Journal) -> None:
+def _store_inputs(requests: _InstrumentedApplication, journal: Journal) -> None:
     """Store the inputs of the network's calls, and how many requests they are of."""
     journal.stage("answer each request once")
     began, size, done = time.monotonic(), 0, 0
