@@ -496,6 +496,12 @@ def load_application(model: ModelSpec) -> Application:
     return Application(name, value, inner, getattr(module, function, None))
 
 
+def is_application(model: ModelSpec) -> bool:
+    """Return whether the user's function returns an application that isn't itself the network."""
+    value = _call_function(_find_function(model), model)
+    return _has_stages(value) and _find_network(_import_library("torch"), value) is not value
+
+
 def _has_stages(value: Any) -> bool:
     """Return whether this is an object with stages of an application, not a class of such."""
     return not isinstance(value, type) and any(hasattr(value, each) for each in STAGES)
