@@ -138,8 +138,8 @@ def _describe_between(run: ApplicationRun) -> Iterator[str]:
     share = run.between / run.find_stage(WHOLE).value
     if share > NOTABLE:
         yield (
-            f"{show(share, 'percentage')} of a request is in no stage: predict's own code, and Dyno's, which hands tensors "
-            "to the engine and back."
+            f"{show(share, 'percentage')} of a request is in no stage: predict's own code, and Dyno's, which hands "
+            "tensors to the engine and back."
         )
 
 
