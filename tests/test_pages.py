@@ -32,9 +32,9 @@ FENCE = re.compile(
 HERE = {"ultralytics": find_spec("ultralytics") is not None}  # what a block may need that a machine may have
 # Flag: what it is set to, and the commands that get it where a page doesn't give it.
 SHORT = {
-    "--rounds": ("1", ("run", "bench serve", "explain")),
-    "--seconds": ("0.05", ("run", "bench serve", "time", "eval", "profile", "explain")),
-    "--warmup": ("0.02", ("run", "bench serve", "time", "profile", "explain")),
+    "--rounds": ("1", ("run", "bench serve", "bench app", "explain")),
+    "--seconds": ("0.05", ("run", "bench serve", "bench app", "time", "eval", "profile", "explain")),
+    "--warmup": ("0.02", ("run", "bench serve", "bench app", "time", "profile", "explain")),
     "--epochs": ("1", ("data train",)),
     "--confirm": ("0", ("run",)),
     "--routes": ("usual", ("run",)),
@@ -44,7 +44,7 @@ SHORT = {
     "--rate": ("10", ("bench serve",)),  # tests/serving/test_session.py searches the highest
     "--threads": (
         "1",
-        ("run", "bench serve", "time", "bench stress", "eval", "diff", "data train", "profile", "explain"),
+        ("run", "bench serve", "bench app", "time", "bench stress", "eval", "diff", "data train", "profile", "explain"),
     ),  # several wait for each other on a busy machine
 }
 SMALL = {

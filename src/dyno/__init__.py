@@ -31,7 +31,9 @@ if typing.TYPE_CHECKING:
     from dyno.regression.comparison import compare as compare
     from dyno.regression.selftest import selftest as selftest
     from dyno.results.self_test import SelfTest as SelfTest
+    from dyno.serving.session import ApplicationResult as ApplicationResult
     from dyno.serving.session import ServingResult as ServingResult
+    from dyno.serving.session import bench_app as bench_app
     from dyno.serving.session import bench_serve as bench_serve
     from dyno.training.session import TrainingResult as TrainingResult
     from dyno.training.session import train as train
@@ -57,7 +59,7 @@ _HOMES = {
         "dyno.regression.selftest": "selftest",
         "dyno.regression.comparison": "Comparison compare",
         "dyno.results.self_test": "SelfTest",
-        "dyno.serving.session": "ServingResult bench_serve",
+        "dyno.serving.session": "ApplicationResult ServingResult bench_app bench_serve",
         "dyno.training.session": "TrainingResult train",
         "dyno.videos.session": "VideoResult bench_video",
         "dyno.worker.spec": "UserError",

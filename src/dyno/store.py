@@ -34,7 +34,8 @@ FILES = (
     "study.toml", "environment.json", "models.json", "self-test.json", "devices.json", "routes.json",
     "serve.json", "video.json", "results.csv", "tables.md", "report.html", LOCK,
 )  # fmt: skip
-UNMEASURED = {"serve.json", "video.json", LOCK}  # files of a folder in which nothing was planned yet
+# Files of a folder in which nothing was planned yet.
+UNMEASURED = {"serve.json", "video.json", "application.json", "application.npz", LOCK}
 BEGUN = {*UNMEASURED, "trials", "stress", "data", SLURM, "study.toml.part"}  # in a folder whose study was cut short
 TRAINING, REPORT = "training.json", "report.html"
 REPORT_TITLE = b"<title>Dyno: "  # near the beginning of each report

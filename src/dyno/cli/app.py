@@ -21,7 +21,7 @@ EXAMPLES = (
     "dyno export runs/resnet18 -o best            # its winner, and a script for it",
 )
 GROUPS = {
-    "bench": "Measure a video, requests, cold starts or changing batches.",
+    "bench": "Measure a video, requests, an application, cold starts or changing batches.",
     "runs": "List runs, or remove them.",
     "data": "Train on class folders, or sort images into them.",
 }
@@ -36,6 +36,7 @@ COMMANDS: dict[str, dict[str, str | dict[str, str]]] = {
         "bench": {
             "video": "dyno.videos.commands:video",
             "serve": "dyno.serving.commands:serve",
+            "app": "dyno.serving.commands:app",
             "cold-start": "dyno.layers.commands:cold_start",
             "stress": "dyno.cli.commands:stress",
         },

@@ -1,12 +1,20 @@
-"""The command `dyno bench serve`: how many requests per second an engine answers within a bound."""
+"""The commands `dyno bench serve`, requests to an engine, and `dyno bench app`, to an application around one."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import typer
 
 from dyno.cli import options
 from dyno.videos.commands import LOAD, exit_load, print_load
 from dyno.worker.serve.options import ServeOptions
+from dyno.worker.spec import ROUNDS
+
+APPLICATION_HELP = (
+    "FILE.py:NAME or MODULE:NAME, an object or what returns one, with preprocess(request), postprocess(outputs) and a "
+    "torch.nn.Module as its model."
+)
 
 
 @options.takes(
@@ -28,3 +36,22 @@ def serve(
     served = session.bench_serve(model, out=out or None, options=requests, quiet=False, **overrides)
     print_load(served, format)
     raise typer.Exit(exit_load(served))
+
+
+@options.takes(
+    f"backends precisions data seed rounds builds seconds warmup {options.RUNTIME} equivalent timeout build_timeout",
+    backends="pytorch", rounds=ROUNDS, seconds=1.0, warmup=0.5,
+    data="none: the requests of NAME_requests()",
+)  # fmt: skip
+def app(
+    overrides: options.Overrides,
+    application: Annotated[str, typer.Argument(help=APPLICATION_HELP, metavar="APPLICATION")],
+    out: options.Out = "",
+    format: options.Format = "text",
+) -> None:
+    """Time the requests of your own application by stage. And how much a faster engine can save of them."""
+    from dyno.serving import session
+
+    result = session.bench_app(application, out=out or None, quiet=False, **overrides)
+    print_load(result, format)
+    raise typer.Exit(exit_load(result))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -149,18 +150,34 @@ def _explain_missing(trial: TrialResult, other: TrialResult | None, run: RunData
     return incomparable(trial, other) or "one of both left none"
 
 
+@dataclass(frozen=True)
+class CheckedRun(LoadRun):
+    """A trial under load whose outputs are compared with the reference's."""
+
+    outputs: Outputs = field(default_factory=Outputs, kw_only=True)
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether it is compared with the reference: its outputs aren't wrong."""
+        return not self.outputs.wrong
+
+
 # The requests of a run: the rates that were tried with each trial, and the highest that holds.
 
 ARRAYS = "serve.npz"
+Checked = TypeVar("Checked", bound=CheckedRun)
 
 
 @dataclass(frozen=True)
-class ServingRun(LoadRun):
+class ServingRun(CheckedRun):
     """A trial with the rates that were tried in each round."""
 
     facts: tuple[ServeFacts, ...]
     tried: tuple[RateMeasurement, ...]
-    outputs: Outputs = field(default_factory=Outputs)
+
+    @property
+    def is_ranked(self) -> bool:
+        return self.highest is not None and super().is_ranked
 
     @property
     def bounded(self) -> str:
@@ -224,20 +241,18 @@ def _list_tried(one: Round, facts: ServeFacts, number: int) -> list[RateMeasurem
     ]
 
 
-def list_speedups(served: Sequence[ServingRun], rule: Rule) -> list[Speedup | None]:
-    """Return the ratio of each one's highest rate to the reference's, with a verdict.
+def list_speedups(runs: Sequence[Checked], rule: Rule) -> list[Speedup | None]:
+    """Return how many times faster each is than the reference, with a verdict.
 
-    The reference is PyTorch, else the first. None for the reference itself, and where either has no such rate or wrong
-    outputs.
+    The reference is PyTorch, else the first. None for the reference itself, and where either isn't ranked.
     """
-    first = find_reference(served)
-    ranked = [each for each in served if each.highest and not each.outputs.wrong]
-    if not first.highest or first.outputs.wrong:
-        return [None] * len(served)
+    if not find_reference(runs).is_ranked:
+        return [None] * len(runs)
+    ranked = [each for each in runs if each.is_ranked]
     decided = dict(zip((each.trial.id for each in ranked), videos.list_speedups(ranked, rule), strict=True))
-    return [decided.get(each.trial.id) for each in served]
+    return [decided.get(each.trial.id) for each in runs]
 
 
-def find_reference(served: Sequence[ServingRun]) -> ServingRun:
+def find_reference(runs: Sequence[Checked]) -> Checked:
     """Return the reference of the others; one with wrong outputs only where all have them."""
-    return videos.find_reference([each for each in served if not each.outputs.wrong] or served)
+    return videos.find_reference([each for each in runs if not each.outputs.wrong] or runs)

@@ -1,29 +1,48 @@
-"""Send requests to each engine that is compared, in rounds, and read what that says."""
+"""Send requests to each engine that is compared, or to an application around it, in rounds, and read what that says."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import math
+import shutil
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dyno.jobs.launcher import launch
 from dyno.jobs.progress import Progress
 from dyno.results.correctness import BESIDE
 from dyno.runner.device_lock import launch_in_turn
 from dyno.runner.execute import execute
 from dyno.runner.run_folder import measured
-from dyno.store import begun
+from dyno.store import begun, sha256_of
 from dyno.study.defaults import folder_for, reference_of, study_of_own_jobs
+from dyno.study.images import list_photos
+from dyno.study.model_info import model_spec
 from dyno.study.study import Study, name_fields
 from dyno.videos.session import LoadResult, share_processors, store_about
-from dyno.worker import registry
+from dyno.worker import registry, system
+from dyno.worker.facts.job import ApplicationFacts
 from dyno.worker.option_values import check_types
-from dyno.worker.record import Record
+from dyno.worker.record import Record, read_json
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.serve.rates import read_trace
-from dyno.worker.spec import ENDPOINT, Job, UserError, to_json
+from dyno.worker.spec import (
+    ENDPOINT,
+    ROUNDS,
+    Dims,
+    Job,
+    ModelSpec,
+    Runtime,
+    Trial,
+    UserError,
+    digest,
+    from_json,
+    to_json,
+)
 
 # The jobs of requests: how one is launched, with what all of a run have in common.
 
@@ -138,3 +157,82 @@ def _check_options(options: ServeOptions, study: Study) -> None:
         raise UserError(f"queue is {options.queue}; it must be at least the largest batch, {most}")
     if any(size > most for size in options.engine_batches):
         raise UserError(f"engine_batches has {max(options.engine_batches)}; --batch {most} is the most that comes")
+
+
+# An application: its own preprocess and postprocess around each engine.
+
+APPLICATION_ABOUT = "application.json"  # in the run folder: which requests they are
+APPLICATION_INPUTS = "application.npz"  # in the run folder: the network's inputs in each
+INPUTS_FILE = "inputs.npz"  # in the job's folder: the same
+MOST_PHOTOS = 32
+
+
+class ApplicationResult(LoadResult):
+    """Requests of an application that one or several engines answered."""
+
+
+def bench_app(
+    application: str,
+    *,
+    data: str | Path = "",
+    out: str | Path | None = None,
+    quiet: bool = True,
+    **settings: Any,
+) -> ApplicationResult:
+    """Time the requests of an application by stage, with each engine in place of its network.
+
+    `application` is FILE.py:NAME or MODULE:NAME, an object or a function that returns one, with the methods preprocess
+    and postprocess, and a `torch.nn.Module` as its model. Requests are paths of images in `data`, or come from
+    NAME_requests() beside it. `settings` (fields of `Study`) name the engines. The run folder is `out`, or a new one
+    below runs/app. Raises `UserError`, one line.
+    """
+    check_types({"application": application, "data": data}, {"application": str, "data": str | Path})
+    study, _ = study_of_own_jobs(application, 1, {"rounds": ROUNDS, **name_fields(settings)})
+    (name,) = study.models
+    model = model_spec(study, name)
+    photos = list_photos(str(data)) if data else []
+    chosen = [photos[k * len(photos) // MOST_PHOTOS] for k in range(MOST_PHOTOS)] if photos[MOST_PHOTOS:] else photos
+    folder = folder_for(out, "app", [name])
+    progress = Progress(quiet=quiet)
+    about = {"application": digest(model), "images": len(photos),
+             "photos": digest([(photo.name, sha256_of(photo)) for photo in chosen])}  # fmt: skip
+    with begun(folder), tempfile.TemporaryDirectory() as scratch:
+        inputs, known = folder / APPLICATION_INPUTS, folder / APPLICATION_ABOUT
+        before = read_json(known) if known.is_file() and inputs.is_file() else {}
+        is_same = all(before.get(key) == value for key, value in about.items())
+        facts = (
+            from_json(ApplicationFacts, before["facts"])
+            if is_same
+            else _record_inputs(study, model, chosen, Path(scratch) / "job", progress)
+        )
+        about["facts"] = to_json(facts)
+        store_about(folder, known.name, about, "of another application, or other requests", "without an application")
+        if not is_same:
+            shutil.copyfile(Path(scratch) / "job" / INPUTS_FILE, inputs)
+        study = replace(
+            study, inputs=(str(inputs),), batches=(facts.batch,), compared=facts.requests * facts.calls * facts.batch
+        )
+
+        def launch_application(job: Job, place: Path, timeout_s: float, progress: Progress) -> Record:
+            options = {**job.options, "requests": [*map(str, chosen)], "count": facts.requests}
+            own = dataclasses.replace(job, kind="application", options=options)
+            return launch_in_turn(own, place, timeout_s, progress)
+
+        execute(study, folder, progress, retry_failed=True, launch=launch_application)
+    if measured(folder) and (reference := reference_of(study)):
+        _run_reference(reference, folder / BESIDE, progress)
+    return ApplicationResult(folder)
+
+
+def _record_inputs(
+    study: Study, model: ModelSpec, photos: Sequence[Path], folder: Path, progress: Progress
+) -> ApplicationFacts:
+    """Answer each request once with the network itself; its inputs are in INPUTS_FILE in the job's folder then."""
+    progress.other("each request once, for the network's inputs")
+    runtime = Runtime(threads=study.threads or system.physical_cores())
+    job = Job("application", runtime, Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=runtime),
+              options={"requests": [*map(str, photos)]})  # fmt: skip
+    record = launch(job, folder, study.timeout, progress.tick)
+    if record.facts.application is None or record.status != "ok":
+        raise UserError(record.reason or f"the application ended: {record.status}")
+    return record.facts.application

@@ -14,7 +14,7 @@ from dyno.results import stats
 from dyno.results.correctness import WRONG, distance
 from dyno.results.run_data import RunData
 from dyno.serving import figures
-from dyno.serving.figures import RateMeasurement, ServingRun
+from dyno.serving.figures import CheckedRun, RateMeasurement, ServingRun
 from dyno.table import (
     COUNT,
     LABEL,
@@ -40,7 +40,7 @@ from dyno.worker.serve.options import PERCENTILES
 COMPANY = ": other programs kept "  # of a warning for each rate
 
 
-def _describe_company(served: ServingRun) -> Iterator[str]:
+def describe_company(served: CheckedRun) -> Iterator[str]:
     """Yield one sentence for all rates and rounds on how busy other programs kept the processors; then warnings."""
     busy = [r.facts.others_busy for r in served.trial.good if COMPANY in " ".join(r.warnings)]
     if busy:
@@ -56,8 +56,8 @@ def list_sentences(served: ServingRun) -> list[str]:
     Rates fail where they are too high, or measured for too short a time. The last sentences are on whether the outputs
     are right, and on other programs.
     """
-    parts = (_at_server, _describe_wrong, _describe_highest, _describe_waiting, _describe_unstable, _describe_short,
-             _describe_right, _describe_company)  # fmt: skip
+    parts = (_at_server, describe_wrong, _describe_highest, _describe_waiting, _describe_unstable, _describe_short,
+             describe_right, describe_company)  # fmt: skip
     return [sentence for describe in parts for sentence in describe(served)]
 
 
@@ -69,13 +69,13 @@ def _at_server(served: ServingRun) -> Iterator[str]:
         )
 
 
-def _describe_wrong(served: ServingRun) -> Iterator[str]:
+def describe_wrong(served: CheckedRun) -> Iterator[str]:
     if (outputs := served.outputs).wrong:
         wrong = outputs.wrong[:1].upper() + outputs.wrong[1:]
-        yield f"{wrong} against {outputs.against}; not ranked, whatever the rate."
+        yield f"{wrong} against {outputs.against}; not ranked, whatever the speed."
 
 
-def _describe_right(served: ServingRun) -> Iterator[str]:
+def describe_right(served: CheckedRun) -> Iterator[str]:
     outputs = served.outputs
     if outputs.word and not outputs.wrong:
         yield f"Outputs agree with those of {outputs.against}, {distance(outputs.error, outputs.labels_changed)}."

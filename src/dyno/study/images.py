@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from dyno import data as dyno_data
 from dyno.data import Progress
+from dyno.data.data_format import ScanRequest
 from dyno.store import cache_dir
 from dyno.study.study import Choice, Study
 from dyno.worker import registry, tasks
-from dyno.worker.spec import DataSpec, ModelSpec, UserError, numbered
+from dyno.worker.spec import DataSpec, ModelSpec, UserError, absolute, numbered
 
 if TYPE_CHECKING:
     from rich import progress as bars
@@ -67,6 +68,15 @@ def prepared(
     _check_labels(study.data, meta, model, outputs)
     warn_unreadable(meta, console)
     return data
+
+
+def list_photos(path: str) -> list[Path]:
+    """Return the files of a data set's test images; raise `UserError` where it isn't one of files."""
+    if path == "digits":
+        raise UserError("digits are no files, which an application could open; give a folder of images")
+    data_format = dyno_data.format_of(Path(path))
+    listing = data_format.scan(absolute(Path(path)), ScanRequest(0, objects=data_format.labels == "objects"))
+    return [photo.path for photo in listing.photos if photo.split == "test"]
 
 
 def calibrates(study: Study) -> bool:

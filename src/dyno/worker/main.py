@@ -170,7 +170,7 @@ OTHER_JOBS: dict[str, Callable[[Job, Journal], None] | str] = {
     "stress": stress_trial, "peak": find_peak, "take": take_home, "profile": "layers:profile",
     "annotate": "layers:annotate", "counters": "layers:count", "reference": "layers:perform",
     "layer_errors": "layers:perform", "video": "video:video", "serve": "serve:serve_requests",
-    "cold_start": "cold_start:cold_start",
+    "cold_start": "cold_start:cold_start", "application": "application:run_application",
 }  # fmt: skip
 
 

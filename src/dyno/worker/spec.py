@@ -379,7 +379,8 @@ class Job:
     """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `inspect` a model, read its `layers`,
     `profile` how long each takes, read its hardware `counters`, store the tensors of a `reference`, compare an engine's
     with them (`layer_errors`), `train` one, find the device's `peak`, `annotate` a graph, `take` a trial home, run a
-    `video` through one, `serve` requests with one, or see how long its `cold_start` takes.
+    `video` through one, `serve` requests with one, time an `application` around one, or see how long its `cold_start`
+    takes.
 
     `artifact` is the file to run or to start from, `recipe` how to make one (`make`), `backend` what to `probe`, and
     `round` counts from 0. `options` are the kind's own, such as `runs` of a profile or `turns` of a run.

@@ -269,6 +269,21 @@ class VideoFacts:
     stopped: bool = False
 
 
+# Of an application's request; the last is all of it, with what lies between the others.
+APPLICATION_STAGES = ("preprocess", "model", "postprocess", "request")
+
+
+@dataclass(frozen=True)
+class ApplicationFacts:
+    """An application's requests: how many were answered, in turn; how often one calls the network, with which `batch`;
+    and how many the application gave (0: not asked)."""
+
+    requests: int = 0
+    calls: int = 1
+    batch: int = 1
+    given: int = 0
+
+
 SAME_OUTPUTS = "the outputs are the same for every input"  # the beginning of a warning
 Window = tuple[float, float]  # begin and end in seconds of CLOCK_MONOTONIC
 
@@ -428,8 +443,8 @@ class Facts(EngineFacts, Timing):
     `finite` is whether all values of the outputs are, `nan_share` the share of those that are NaN;
     `random_outputs` is how far two calls on one input are apart, relative to their size; `no_route` says that no other
     route to the file would lead on, and `printed` is the end of what making it printed. `stress`, `peak`, `copy`,
-    `probe`, `training`, `inside`, `functions` (of a watched run), `layer_errors`, `files`, `video`, `serve` and
-    `cold_start` are what jobs of other kinds found.
+    `probe`, `training`, `inside`, `functions` (of a watched run), `layer_errors`, `files`, `video`, `serve`,
+    `application` and `cold_start` are what jobs of other kinds found.
     """
 
     data: AnsweredImages | None = None
@@ -450,4 +465,5 @@ class Facts(EngineFacts, Timing):
     files: tuple[str, ...] = ()
     video: VideoFacts | None = None
     serve: ServeFacts | None = None
+    application: ApplicationFacts | None = None
     cold_start: ColdStart | None = None

@@ -263,9 +263,10 @@ def _from_source(
         if len(model.source_sha256) == SHA256:  # else it is the name of a folder in the cache
             _check_unchanged(rest, model.source_sha256, "saved module")
         return saved_modules.load(rest)
-    module = saved_modules.runnable(_call_function(_find_function(model), model))
+    value = _call_function(_find_function(model), model)
+    module = saved_modules.runnable(_find_network(torch, value) if _has_stages(value) else value)
     if not isinstance(module, torch.nn.Module):
-        raise UserError(f"{model.source} returned a {type(module).__name__}; it must return a torch.nn.Module")
+        raise UserError(f"{model.source} returned a {type(value).__name__}; it must return a torch.nn.Module")
     return eager(torch, module)
 
 
@@ -351,13 +352,18 @@ def _find_library(library: str, name: str) -> Any:
 
 
 def _find_function(model: ModelSpec) -> Callable[..., Any]:
-    location, module, attribute = _find_attribute(model.source, model.source_sha256)
+    return _check_function(model, *_find_attribute(model.source, model.source_sha256))
+
+
+def _check_function(model: ModelSpec, location: str, module: Any, attribute: Any) -> Callable[..., Any]:
     if attribute is None:
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         wanted = split_call(model.source.rpartition(":")[2])[0]
         near = difflib.get_close_matches(wanted, names, 1)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}"
         raise UserError(f"{Path(location).name} has no function {wanted!r}; {hint}")
+    if _has_stages(attribute):
+        return lambda: attribute
     if not callable(attribute) or isinstance(attribute, _import_library("torch").nn.Module):
         raise UserError(f"{model.source} is a {type(attribute).__name__}; it must be a function that returns a module")
     function: Callable[..., Any] = attribute
@@ -443,3 +449,65 @@ def _timm_config(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
         height,
         width,
     )
+
+
+# An application: the user's own object, with what happens to a request before and after the network.
+
+STAGES = ("preprocess", "postprocess")
+NEEDED = "preprocess(request), postprocess(outputs) and a torch.nn.Module as its model"
+
+
+@dataclasses.dataclass(frozen=True)
+class Application:
+    """The user's object, the network in it, and NAME_requests() of its file (None: there is no such function)."""
+
+    name: str
+    value: Any
+    network: Any
+    requests: Callable[[], Any] | None
+
+
+def load_application(model: ModelSpec) -> Application:
+    """Return the application that is at the source, or that the function there returns.
+
+    Raises `UserError` where it lacks a stage or a network.
+    """
+    torch = _import_library("torch")
+    kind, rest = parse(model.source)
+    if kind not in ("python", "module"):
+        raise UserError(f"{model.source} is a network alone; give an application as FILE.py:NAME, with {NEEDED}")
+    torch.manual_seed(model.seed)
+    location, module, attribute = _find_attribute(model.source, model.source_sha256)
+    value = _call_function(_check_function(model, location, module, attribute), model)
+    name = rest.rpartition("/")[2]
+    if missing := [each for each in STAGES if not callable(getattr(value, each, None))]:
+        raise UserError(
+            f"{name} is a {type(value).__name__} without {' and '.join(missing)}; an application has {NEEDED}"
+        )
+    if delayed := [each for each in (*STAGES, "predict") if inspect.iscoroutinefunction(getattr(value, each, None))]:
+        raise UserError(f"{name} has an asynchronous {delayed[0]}; give it as a method that returns its result")
+    network = _find_network(torch, value)
+    if network is None:
+        raise UserError(f"{name} is a {type(value).__name__} without a model; an application has {NEEDED}")
+    inner = evaluating(eager(torch, network))
+    if inner is not network and getattr(value, "model", None) is network:  # compiled by the user
+        value.model = inner
+    function = f"{rest.partition('(')[0].rpartition(':')[2].rpartition('.')[2]}_requests"
+    return Application(name, value, inner, getattr(module, function, None))
+
+
+def is_application(model: ModelSpec) -> bool:
+    """Return whether the user's function returns an application that isn't itself the network."""
+    value = _call_function(_find_function(model), model)
+    return _has_stages(value) and _find_network(_import_library("torch"), value) is not value
+
+
+def _has_stages(value: Any) -> bool:
+    """Return whether this is an object with stages of an application, not a class of such."""
+    return not isinstance(value, type) and any(hasattr(value, each) for each in STAGES)
+
+
+def _find_network(torch: Any, value: Any) -> Any:
+    """Return the network of an application: itself, its `model` or its `predict`; None without one."""
+    places = (value, *(getattr(value, name, None) for name in ("model", "predict")))
+    return next((each for each in places if isinstance(each, torch.nn.Module)), None)

@@ -280,6 +280,10 @@ def _branch_options(network: Any) -> dict[str, Any]:
 def _user_function(model: ModelSpec, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code for the user's function: a copy of its file beside the script, or an import of its module."""
     location, _, function = model.source.partition("(")[0].rpartition(":")
+    if models.is_application(model):
+        raise UserError(
+            f"{function} is an application, and a script builds a network; measure a function that returns it"
+        )
     arguments = models.call_options(model)
     options = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     path = _source_file(location)

@@ -1,0 +1,208 @@
+"""An application's requests: the seconds of each stage, the model's share, and what a faster engine can save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from dyno.formatting import limits, show, significant
+from dyno.report.tables import TableKind
+from dyno.results import stats
+from dyno.results.files import read_npz
+from dyno.results.run_data import RunData
+from dyno.results.stats import Interval
+from dyno.serving.figures import CheckedRun, find_reference, list_outputs, list_speedups
+from dyno.serving.tables import describe_company, describe_right, describe_wrong
+from dyno.table import (
+    COUNT,
+    LABEL,
+    PERCENT,
+    RATIO,
+    TEXT,
+    TRIAL,
+    Column,
+    Row,
+    Table,
+    compare_cells,
+    duration,
+    limited,
+    printed,
+    with_limits,
+)
+from dyno.videos.words import describe_each
+from dyno.worker.facts.job import APPLICATION_STAGES, ApplicationFacts
+
+ARRAYS = "application.npz"
+PREPROCESS, MODEL, POSTPROCESS, WHOLE = APPLICATION_STAGES
+CUT = 0.25  # of the passes, on either side: those that other programs disturbed are among the longest
+NOTABLE = 0.05  # share of a request between its stages, from which a sentence names it
+
+
+@dataclass(frozen=True)
+class ApplicationRun(CheckedRun):
+    """A trial as the network of an application; `rounds` have the mean seconds of a request by stage, of each round."""
+
+    facts: ApplicationFacts
+    rounds: tuple[Mapping[str, float], ...]
+
+    @property
+    def seconds(self) -> list[float]:
+        return [each[WHOLE] for each in self.rounds]
+
+    def find_stage(self, name: str) -> Interval:
+        """Return a stage's seconds: the geometric mean of the rounds with its 95 % interval."""
+        return stats.center([each[name] for each in self.rounds])
+
+    @property
+    def between(self) -> float:
+        """Seconds of a request that no stage has."""
+        return max(0.0, self.find_stage(WHOLE).value - sum(self.find_stage(n).value for n in APPLICATION_STAGES[:-1]))
+
+    @cached_property
+    def _rest(self) -> Interval:
+        """The share of a request that isn't the model's, by rounds."""
+        return stats.center([1 - each[MODEL] / each[WHOLE] for each in self.rounds])
+
+    @property
+    def share(self) -> Interval:
+        """The model's share of a request."""
+        low, high = 1 - self._rest.high, 1 - self._rest.low
+        return Interval(1 - self._rest.value, float(np.maximum(0.0, low)), high)
+
+    @property
+    def limit(self) -> Interval:
+        """How many times as fast a request gets with a model that takes no time (Amdahl 1967)."""
+        return Interval(1 / self._rest.value, float(np.maximum(1.0, 1 / self._rest.high)), 1 / self._rest.low)
+
+
+def list_applications(run: RunData) -> list[ApplicationRun]:
+    """Return each trial that answered an application's requests, in the order of the trials."""
+    found = []
+    for trial in run.records:
+        rounds = [r for r in trial.good if r.facts.application and (r.folder / ARRAYS).is_file()]
+        if rounds and (facts := rounds[0].facts.application):
+            found.append(ApplicationRun(trial, facts, tuple(_average(read_npz(r.folder / ARRAYS)) for r in rounds)))
+    outputs = list_outputs(run) if found else {}
+    return [replace(each, outputs=outputs[each.trial.id]) for each in found]
+
+
+def _average(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return the mean seconds of each stage over the passes in the middle: `arrays` are [requests, passes].
+
+    All stages have the same passes, so that they add up to the whole.
+    """
+    order = np.argsort(arrays[WHOLE].sum(axis=0), kind="stable")
+    cut = int(CUT * len(order))
+    middle = order[cut : len(order) - cut]
+    return {name: float(arrays[name][:, middle].mean()) for name in APPLICATION_STAGES}
+
+
+# The table of an application, and the sentences on it.
+
+
+def list_sentences(run: ApplicationRun) -> list[str]:
+    """Describe the model's share and its limit, the longest stage, the time between stages, and reasons for doubt."""
+    parts = (describe_wrong, _describe_share, _describe_longest, _describe_between, describe_right, describe_company)
+    return [sentence for describe in parts for sentence in describe(run)]
+
+
+def _describe_share(run: ApplicationRun) -> Iterator[str]:
+    seconds, whole = (show(run.find_stage(name).value, "duration") for name in (MODEL, WHOLE))
+    share = _format_limited(run.share, lambda value: significant(100 * value))
+    most = _format_limited(run.limit, lambda value: f"{value:.2f}")
+    yield (
+        f"The model is {share} % of a request ({seconds} of {whole}): a faster engine makes a request at most {most} "
+        "times as fast."
+    )
+
+
+def _format_limited(found: Interval, format: Callable[[float], str]) -> str:
+    return format(found.value) + limits(found.low, found.high, format)
+
+
+def _describe_longest(run: ApplicationRun) -> Iterator[str]:
+    whole = run.find_stage(WHOLE).value
+    shares = {name: run.find_stage(name).value / whole for name in APPLICATION_STAGES[:-1]}
+    longest = max(shares, key=lambda name: shares[name])
+    if longest != MODEL:
+        yield (
+            f"The longest stage is {longest}, {show(shares[longest], 'percentage')}: twice as fast, it would make a "
+            f"request {1 / (1 - shares[longest] / 2):.2f}x as fast."
+        )
+
+
+def _describe_between(run: ApplicationRun) -> Iterator[str]:
+    share = run.between / run.find_stage(WHOLE).value
+    if share > NOTABLE:
+        yield (
+            f"{show(share, 'percentage')} of a request is in no stage: predict's own code, and Dyno's, which hands "
+            "tensors to the engine and back."
+        )
+
+
+def _make_application_table(run: RunData) -> Table | None:
+    found = list_applications(run)
+    if not found:
+        return None
+    rows = [_make_row(each) for each in found]
+    if len(found) > 1:
+        gains, first = list_speedups(found, run.rule), find_reference(found)
+        rows = [
+            row | ({} if each.outputs.wrong else compare_cells(gain, each is first))
+            for row, gain, each in zip(rows, gains, found, strict=True)
+        ]
+    note = (
+        "A request is answered alone, from the begin of preprocess to the end of postprocess; the stages and other add "
+        "up to it. model: the engine, from host memory to host memory. at most: a request's speed-up with a model that "
+        "takes no time, 1 / (1 - share). Means over requests, without the fastest and the slowest quarter of passes."
+    )
+    return APPLICATION.of(COLUMNS, rows, notes=(note,), printed=printed(COLUMNS))
+
+
+def _make_row(run: ApplicationRun) -> Row:
+    outputs = run.outputs
+    row: Row = {
+        "label": run.trial.label, "trial": run.trial.id, "rounds": len(run.rounds), "requests": run.facts.requests,
+        **limited("request_s", run.find_stage(WHOLE)),
+        **{key: v for n in APPLICATION_STAGES[:-1] for key, v in limited(f"{n}_s", run.find_stage(n)).items()},
+        "other_s": run.between, **limited("share", run.share, 100), **limited("limit", run.limit),
+    }  # fmt: skip
+    if outputs.word:
+        row |= {"outputs": outputs.word, "output_error": outputs.error, "labels_changed": outputs.labels_changed}
+    return row | ({"verdict": outputs.wrong} if outputs.wrong else {})
+
+
+def _make_stage_columns(name: str, meaning: str, rank: int) -> tuple[Column, ...]:
+    """Return the columns of a stage's seconds and their limits, which print the value alone."""
+    return replace(
+        duration(f"{name}_s", meaning, rank=rank), cell=lambda row: show(row.get(f"{name}_s"), "duration")
+    ), *(Column(f"{name}_s_{end}", f"its {word} limit", "s") for end, word in (("low", "lower"), ("high", "upper")))
+
+
+COLUMNS = (
+    LABEL,
+    TRIAL,
+    Column("rounds", "processes in which they were answered", kind=COUNT, rank=8),
+    Column("requests", "different ones, answered in turn", kind=COUNT, rank=7),
+    *with_limits(duration("request_s", "mean time of a request", "request")),
+    *_make_stage_columns(PREPROCESS, "mean time of preprocess", 3),
+    *_make_stage_columns(MODEL, "mean time of the network in a request", 2),
+    *_make_stage_columns(POSTPROCESS, "mean time of postprocess", 3),
+    duration("other_s", "mean time of a request that no stage has", rank=4),
+    *with_limits(Column("share", "of a request that is the model", "%", PERCENT, title="model, % of request")),
+    *with_limits(Column("limit", "a request's speed-up with a model that takes no time", kind=RATIO, title="at most")),
+    Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT, rank=6),
+    Column("output_error", "relative error of the outputs against the reference's", title="output error", rank=6),
+    Column("labels_changed", "share of the outputs' labels (whole numbers, booleans) that differ", "%", PERCENT,
+           title="labels that differ", rank=6),
+    *with_limits(Column("speedup", "the reference's request over this one's", kind=RATIO, rank=1)),
+    Column("verdict", "on the request, against the reference", kind=TEXT, rank=1),
+)  # fmt: skip
+APPLICATION = TableKind(
+    "app", "Application", "A request of an application by stage, and how much of it a faster engine can save.",
+    _make_application_table, "this run is of no application; `dyno bench app` makes one", "tables", 17,
+    leads=True, sentences=lambda run: describe_each(list_applications(run), list_sentences),
+)  # fmt: skip

@@ -1,0 +1,325 @@
+"""An application's requests: the inputs of its network in them, and the seconds of each stage with an engine."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker import system
+from dyno.worker.backend import Session
+from dyno.worker.facts.engine import ORIGIN
+from dyno.worker.facts.job import APPLICATION_STAGES as STAGES
+from dyno.worker.facts.job import ApplicationFacts
+from dyno.worker.inputs import input_data
+from dyno.worker.inputs.modules import signature_of
+from dyno.worker.jobs.run_trial import answer_all, failure
+from dyno.worker.journal import Journal
+from dyno.worker.nets import models
+from dyno.worker.nets.models import Application
+from dyno.worker.record import save_arrays
+from dyno.worker.registry import find
+from dyno.worker.sessions.torch_support import first_line, import_torch, is_memory_error, named_outputs
+from dyno.worker.spec import Job, Unavailable, UserError, numbered, shorten
+
+ARRAYS = "application.npz"  # seconds by stage, float64 [requests, passes]
+INPUTS = "inputs.npz"
+PREPROCESS, _, POSTPROCESS, _ = STAGES
+MOST_REQUESTS, MOST_BYTES, LONGEST_S = 32, 1 << 28, 5.0  # of the requests that are taken: one pass through them
+LIBRARIES = {"site-packages", "dist-packages"}
+
+Arrays = dict[str, np.ndarray]
+now = time.perf_counter_ns
+
+
+def run_application(job: Job, journal: Journal) -> None:
+    """Store the network's inputs of each request, or time the requests with the trial's engine as the network.
+
+    Options of the job: `requests` (paths of files; empty: NAME_requests() gives them), and to time `count`, how many of
+    them.
+    """
+    assert job.trial is not None
+    trial = job.trial
+    torch = import_torch()
+    torch.set_num_threads(trial.runtime.threads)
+    journal.stage("load the application")
+    requests = _InstrumentedApplication(models.load_application(trial.model), job.options["requests"])
+    if "count" not in job.options:
+        _store_inputs(requests, journal)
+        return
+    backend = find(trial.backend)
+    journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
+    session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
+    torch.set_num_threads(trial.runtime.threads)  # an engine's library may have set it
+    any_finite = job.round > 0 or _answer_known(job, session, journal)
+    requests.use(session)
+    journal.stage("warm up")
+    count, plan = int(job.options["count"]), trial.plan
+    _answer_requests(requests, count, plan.warmup_s, whole_passes=False)
+    journal.stage("time requests")
+    gc.collect()
+    gc.freeze()  # what was allocated before isn't looked through by collections in the middle of a request
+    contention = system.CpuContention()
+    seconds = _answer_requests(requests, count, plan.seconds, whole_passes=True)
+    journal.contended("requests", contention.busy(), trial.runtime.device, contention.withheld())
+    save_arrays(journal.folder / ARRAYS, dict(zip(STAGES, seconds.reshape(-1, count, len(STAGES)).T, strict=True)))
+    journal.facts(application=ApplicationFacts(count, requests.calls))
+    journal.stage("inspect")
+    journal.record = replace(journal.record, facts=journal.record.facts.joined(session.facts()))
+    journal.stage("close")
+    session.close()
+    if not any_finite:
+        raise failure()
+
+
+def _answer_known(job: Job, session: Session, journal: Journal) -> bool:
+    """Store the engine's outputs for the network's inputs of all requests; return whether any value is finite."""
+    assert job.trial is not None
+    trial, model = job.trial, job.trial.model
+    data = (trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEEDS, model.inputs)
+    inherited = job.artifact.made_by.set_fields(ORIGIN) if job.artifact else {}
+    journal.facts(inputs_sha256=input_data.fingerprint([*input_data.batches(*data)], model.preprocess), **inherited)
+    journal.stage("evaluate")
+    return answer_all(session, trial, journal, timed=False)
+
+
+def _answer_requests(requests: _InstrumentedApplication, count: int, seconds: float, whole_passes: bool) -> np.ndarray:
+    """Answer requests in turn for so long, or the whole passes that take so long; seconds [requests, stages]."""
+    times: list[tuple[int, ...]] = []
+    deadline = now() + int(seconds * 1e9)
+    while not times or now() < deadline or (whole_passes and len(times) % count):
+        times.append(requests.answer(len(times) % count))
+    return np.asarray(times, np.float64) / 1e9
+
+
+class _InstrumentedApplication:
+    """The requests of an application, in which the network's calls are recorded or go to an engine."""
+
+    def __init__(self, application: Application, paths: Sequence[str]) -> None:
+        self._application, self._network = application, application.network
+        self._parameters = [*signature_of(self._network).required]
+        self.requests = [Path(path) for path in paths] or self._make_requests()
+        predict = getattr(application.value, "predict", None)
+        self._predict = predict if callable(predict) and predict is not self._network else self._call_network
+        self.recorded: list[tuple[Arrays, Any]] = []  # of each call of the network: its inputs, and what it returned
+        self.calls = self._nanoseconds = 0  # of the network, in the latest request
+        self._synchronize = _find_synchronize()
+        try:
+            self._forward, self._network.forward = self._network.forward, self._record
+        except Exception as e:  # TorchScript's modules refuse it
+            raise UserError(
+                f"{application.name} has a {type(self._network).__name__} as its model, which no engine can stand in "
+                f"for ({first_line(e)}); give the module that it was made from"
+            ) from e
+
+    def _make_requests(self) -> list[Any]:
+        function = f"{self._application.name.partition('(')[0].rpartition(':')[2]}_requests"
+        if self._application.requests is None:
+            raise UserError(
+                f"there are no requests; give photos with --data, or write {function}(), which returns a list"
+            )
+        with self._explain_error(function):
+            requests = self._application.requests()
+        if not isinstance(requests, (list, tuple)) or not len(requests):
+            raise UserError(f"{function}() returned {_describe(requests)}; it must return a list of requests")
+        return [*requests]
+
+    def use(self, session: Session) -> None:
+        """Answer one request with the network itself, for the form of its result; then use the engine in its place."""
+        self.answer(0)
+        examples, names = self.recorded, [tensor.name for tensor in session.inputs]
+        torch = import_torch()
+
+        def answer_by_engine(*args: Any, **keywords: Any) -> Any:
+            feeds = self._read_inputs(args, keywords)
+            began = now()
+            session.bind({name: feeds[name] for name in names if name in feeds})
+            session.run()
+            session.wait()
+            fetched = session.fetch()
+            self._nanoseconds += now() - began
+            example = examples[self.calls % len(examples)][1]
+            self.calls += 1
+            return _fill_in(torch, example, iter([fetched[name] for name in named_outputs(example)]))
+
+        self._network.forward = answer_by_engine
+
+    def answer(self, number: int) -> tuple[int, int, int, int]:
+        """Answer the request of that number and return the nanoseconds of STAGES; `UserError` where a stage fails."""
+        value, request = self._application.value, self.requests[number]
+        with suppress(Exception):  # a request that can't be copied is answered again as the last answer left it
+            request = copy.deepcopy(request)
+        self.calls = self._nanoseconds = 0
+        began = now()
+        with self._explain_error(PREPROCESS, number):
+            inputs = value.preprocess(request)
+            self._synchronize()
+        prepared = now()
+        with self._explain_error("model" if self._predict == self._call_network else "predict", number, inputs):
+            outputs = self._predict(inputs)
+            self._synchronize()
+        predicted = now()
+        with self._explain_error(POSTPROCESS, number, outputs):
+            answer = value.postprocess(outputs)
+            if hasattr(answer, "__next__"):  # a generator has done nothing yet
+                deque(answer, maxlen=0)
+            self._synchronize()
+        ended = now()
+        if not self.calls:
+            raise UserError(f"predict of {self._application.name} doesn't call its model, so no engine can stand in")
+        return prepared - began, self._nanoseconds, ended - predicted, ended - began
+
+    def _call_network(self, inputs: Any) -> Any:
+        if isinstance(inputs, Mapping):
+            return self._network(**inputs)
+        return self._network(*inputs) if isinstance(inputs, (list, tuple)) else self._network(inputs)
+
+    def _record(self, *args: Any, **keywords: Any) -> Any:
+        torch = import_torch()
+        feeds, began = self._read_inputs(args, keywords), now()
+        tensors = {name: torch.from_numpy(each) for name, each in keywords.items() if isinstance(each, np.ndarray)}
+        with torch.no_grad():
+            result = self._forward(
+                *(torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in args),
+                **{**keywords, **tensors},
+            )
+        self._nanoseconds += now() - began
+        self.calls += 1
+        self.recorded.append((feeds, result))
+        return result
+
+    def _read_inputs(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Arrays:
+        """Return the arguments of the network by name, as arrays in the host's memory."""
+        names = [*self._parameters, *(f"input_{k}" if k else "input" for k in range(len(self._parameters), len(args)))]
+        given = {**dict(zip(names, args, strict=False)), **keywords}
+        return {name: _to_array(name, value) for name, value in given.items() if value is not None}
+
+    def _explain_error(self, stage: str, number: int = -1, given: Any = None) -> _ExplainedErrors:
+        return _ExplainedErrors(self._application, stage, number, given)
+
+
+class _ExplainedErrors:
+    """Turns an exception of the user's code into one line with its place; a plain class, for a request waits for it."""
+
+    def __init__(self, application: Application, stage: str, number: int, given: Any) -> None:
+        self._application, self._stage, self._number, self._given = application, stage, number, given
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
+        if error is None or isinstance(error, (UserError, Unavailable, MemoryError, KeyboardInterrupt)):
+            return
+        if is_memory_error(error):
+            raise MemoryError(first_line(error)) from error
+        what = f"{self._stage} of {self._application.name} failed{_find_place(frames)}"
+        said = first_line(error)
+        said = type(error).__name__ + (f": {said}" if said != type(error).__name__ else "")
+        request = f", request {self._number + 1}" if self._number >= 0 else ""
+        given = f" on {_describe(self._given)}" if self._given is not None else ""
+        raise UserError(f"{what}{given}{request}: {shorten(said)}") from error
+
+
+def _find_place(frames: Any) -> str:
+    """Return the innermost file and line of the user's own code; "" if it isn't in there."""
+    others = (Path(traceback.__file__).parent, Path(__file__).parents[2])  # Python's library, and Dyno
+    places = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(frames)]
+    own = [
+        f" at {path.name}:{line}"
+        for path, line in places
+        if path.is_file() and not any(map(path.is_relative_to, others)) and not LIBRARIES & set(path.parts)
+    ]
+    return own[-1] if own else ""
+
+
+def _describe(value: Any) -> str:
+    """Return a value in a few words: its shape and type, or those of its parts."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{'x'.join(map(str, value.shape)) or 'a scalar'} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return shorten(", ".join(f"{name} {_describe(each)}" for name, each in value.items()) or "an empty dict")
+    if isinstance(value, (list, tuple)):
+        return shorten(", ".join(map(_describe, value)) or "nothing")
+    return f"a {type(value).__name__}"
+
+
+def _to_array(name: str, value: Any) -> np.ndarray:
+    torch = import_torch()
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return np.asarray((value.float() if value.dtype == torch.bfloat16 else value).numpy())
+    if isinstance(value, np.ndarray):
+        return value
+    raise UserError(f"the network's input {name!r} is {_describe(value)}; an engine takes tensors and arrays alone")
+
+
+def _fill_in(torch: Any, example: Any, arrays: Iterator[np.ndarray]) -> Any:
+    """Return what the network returned once, with these arrays in place of its tensors: copies, in their types."""
+    if isinstance(example, torch.Tensor):
+        found = torch.from_numpy(np.array(next(arrays)))
+        return torch.view_as_complex(found) if example.is_complex() else found.to(example.dtype)
+    if isinstance(example, Mapping):
+        kind: Callable[[Any], Any] = type(example)
+        return kind({name: _fill_in(torch, each, arrays) for name, each in example.items()})
+    if isinstance(example, (list, tuple)):
+        parts = [_fill_in(torch, each, arrays) for each in example]
+        return type(example)(*parts) if hasattr(example, "_fields") else type(example)(parts)
+    if is_dataclass(example) and not isinstance(example, type):
+        own = {field.name: getattr(example, field.name) for field in fields(example)}
+        return replace(example, **{name: _fill_in(torch, each, arrays) for name, each in own.items()})
+    return example
+
+
+def _find_synchronize() -> Callable[[], None]:
+    """Return a function that waits for a GPU which the user's code uses; it does nothing before there is one."""
+    cuda = import_torch().cuda
+    return lambda: cuda.synchronize() if cuda.is_initialized() else None
+
+
+# The network's inputs of each request: what is exported, calibrated on and compared.
+
+
+def _store_inputs(requests: _InstrumentedApplication, journal: Journal) -> None:
+    """Store the inputs of the network's calls, and how many requests they are of."""
+    journal.stage("answer each request once")
+    began, size, done = time.monotonic(), 0, 0
+    for number in range(min(len(requests.requests), MOST_REQUESTS)):
+        requests.answer(number)
+        done += 1
+        size += sum(array.nbytes for array in requests.recorded[-1][0].values()) * requests.calls
+        if time.monotonic() - began > LONGEST_S or size > MOST_BYTES:
+            break
+    calls = [feeds for feeds, _ in requests.recorded]
+    shapes = dict.fromkeys(_describe(feeds) for feeds in calls)
+    if len(shapes) > 1:
+        several = " and ".join([*shapes][:2])
+        raise UserError(
+            f"the network gets inputs of {numbered(len(shapes), 'shape')} or types, such as {several}; engines are "
+            "compared on one: give requests, or a preprocess, that lead to one"
+        )
+    batch = next((array.shape[0] for array in calls[0].values() if array.ndim), 0)
+    if not batch:
+        raise UserError(f"the network gets {_describe(calls[0]) if calls[0] else 'no input'}; it needs a batch")
+    save_arrays(journal.folder / INPUTS, {name: _stack(name, calls, batch) for name in calls[0]})
+    journal.facts(application=ApplicationFacts(done, len(calls) // done, batch, len(requests.requests)))
+
+
+def _stack(name: str, calls: Sequence[Arrays], batch: int) -> np.ndarray:
+    """Return the rows of an input in all calls, or the whole of one that has no row for each input of the batch."""
+    arrays = [feeds[name] for feeds in calls]
+    if arrays[0].ndim and len(arrays[0]) == batch:
+        return np.concatenate(arrays)
+    if any(not np.array_equal(arrays[0], each) for each in arrays[1:]):
+        raise UserError(
+            f"the network's input {name!r} is {_describe(arrays[0])}: it changes, and has no batch of {batch}"
+        )
+    return arrays[0]
