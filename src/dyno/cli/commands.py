@@ -31,6 +31,7 @@ from dyno.study.defaults import (
     each_with,
     missing_gpu,
     new_folder,
+    parse_trackers,
     study_of,
 )
 from dyno.study.options import MODEL_HELP
@@ -53,13 +54,14 @@ EACH = f"{options.MODEL} {options.IMAGES} {options.RUNTIME}"
 TIMED = f"{options.CONFIGURATION} {EACH} {options.EFFORTS} boundaries timeout build_timeout"
 
 
-@options.takes(Study, rare="retry_failed wait")
+@options.takes(Study, rare="retry_failed wait log")
 def run(
     overrides: Overrides,
     models: options.Studied,
     quick: options.Quick = False,
     wait: options.Wait = False,
     out: options.Out = "",
+    log: options.Log = "",
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Measure failed trials again.", rich_help_panel=options.WHERE)
     ] = False,
@@ -75,7 +77,9 @@ def run(
     else:
         folder = _find_folder(study, models, out)
         look_for_others(wait)
-        raise typer.Exit(run_study(study, folder, retry_failed=retry_failed))
+        code = run_study(study, folder, retry_failed=retry_failed)
+        _log(folder, log)
+        raise typer.Exit(code)
 
 
 def look_for_others(wait: bool) -> None:
@@ -249,11 +253,21 @@ def _say_visible(run: RunData) -> None:
         print(wrapped(sentence) + "\n")
 
 
+def _log(folder: Path, trackers: str, overrides: Overrides | None = None) -> None:
+    """Log a stored run to the trackers, and print on standard error where it is now."""
+    if names := parse_trackers(trackers):
+        from dyno.report import tracking
+
+        for sentence in tracking.log_run(_read_run(folder, overrides), names):
+            print(f"dyno: {plain(sentence)}", file=sys.stderr)
+
+
 @options.takes("reference budget limit equivalent", show_all=True)
 def show(
     overrides: Overrides,
     run: options.SomeRun = None,
     format: options.Format = "text",
+    log: options.Log = "",
     by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
     table: Annotated[str, typer.Option(help="One table: frontier, break-even, latency-model, sizes…; or all.")] = "",
     columns: Annotated[str, typer.Option(help="Columns to print, e.g. backend,latency_ms; or all.")] = "",
@@ -282,7 +296,9 @@ def show(
     elif over_time or trials:
         _write_over_time(run or run_folders.find_latest(), over_time, trials, overrides)
     else:
-        _show_tables(run or run_folders.find_latest(), format, by, table, columns, overrides)
+        run = run or run_folders.find_latest()
+        _show_tables(run, format, by, table, columns, overrides)
+        _log(run, log, overrides)
 
 
 def _show_tables(run: Path, format: str, by: str, table: str, columns: str, overrides: Overrides) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,12 +16,24 @@ from dyno.store import gpu_identity
 from dyno.study.commits import keeps_weights
 from dyno.study.study import Choice, Study, model_name, name_fields
 from dyno.worker import registry
+from dyno.worker.extras import lacking
 from dyno.worker.option_values import check_types
-from dyno.worker.spec import ENDPOINT, FIXED, UserError, usual_name
+from dyno.worker.spec import ENDPOINT, FIXED, UserError, check_known, usual_name
 
 # What a command refuses before anything is trained, measured or written.
 
 FORMATS = ("text", "markdown", "csv", "json", "html")
+TRACKERS = ("mlflow", "wandb", "tensorboard")  # which are their libraries, too
+
+
+def parse_trackers(text: str) -> list[str]:
+    """Return the names of trackers in a text with commas; refuse an unknown one, and one that isn't installed."""
+    names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    for name in names:
+        check_known("tracker", name, TRACKERS)
+        if find_spec(name) is None:
+            raise UserError(f"--log {name}: {lacking([name])}")
+    return names
 
 
 def check_threads(study: Study) -> None:
