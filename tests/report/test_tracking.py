@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dyno import load
 from dyno.study import defaults
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -133,6 +134,9 @@ def test_tensorboard_has_hyperparameters_and_scalars(gold: Path, call: Any) -> N
         assert all(len(values) == 1 for values in logged.values())
         check_numbers({tag: value for tag, (value,) in logged.items()}, row)
     assert found == STORED.keys()
+    shutil.rmtree(gold / "tensorboard")
+    (sentence,) = load(gold).log_to("tensorboard")
+    assert sentence.startswith("logged 6 trials to TensorBoard") and (gold / "tensorboard").is_dir()
 
 
 def test_a_study_is_logged_when_it_ends(call: Any, tmp_path: Path, unreported: None) -> None:

@@ -46,6 +46,9 @@ Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml
 Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+SomeRuns = Annotated[
+    list[Path] | None, typer.Argument(help="Run folders.", metavar="RUN", show_default="the latest run")
+]
 SomeRun = Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN", show_default="the latest run")]
 Out = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=WHERE, show_default="runs/NAME")]
 

@@ -23,7 +23,26 @@ from dyno.worker.spec import ENDPOINT, FIXED, UserError, check_known, usual_name
 # What a command refuses before anything is trained, measured or written.
 
 FORMATS = ("text", "markdown", "csv", "json", "html")
+PARQUET = "parquet"
+ENDINGS = {".txt": "text", ".md": "markdown", ".csv": "csv", ".json": "json", ".html": "html", ".parquet": PARQUET}
 TRACKERS = ("mlflow", "wandb", "tensorboard")  # which are their libraries, too
+
+
+def find_format(file: str, format: str = "") -> str:
+    """Return the format in which a table is written into the file: by its ending, unless it is given.
+
+    Refuse an unknown ending, Parquet without a file, and a missing library.
+    """
+    ending = Path(file).suffix
+    chosen = format or ENDINGS.get(ending, "" if file else "text")
+    if not chosen:
+        raise UserError(f"{file} has an unknown ending {ending!r}; known: {', '.join(ENDINGS)}, or give --format")
+    check_known("format", chosen, (*FORMATS, PARQUET))
+    if chosen == PARQUET and not file:
+        raise UserError("Parquet is not for a terminal; give a file: -o FILE.parquet")
+    if chosen == PARQUET and find_spec("pyarrow") is None:
+        raise UserError(f"Parquet: {lacking(['pyarrow'])}")
+    return chosen
 
 
 def parse_trackers(text: str) -> list[str]:
