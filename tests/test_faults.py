@@ -537,7 +537,7 @@ def test_an_error_of_dyno_s_own_is_one_line_with_its_details(
     def fail(*_: Any, **__: Any) -> None:
         raise TypeError("first line\nsecond line")
 
-    monkeypatch.setattr("dyno.cli.commands._show_tables", fail)
+    monkeypatch.setattr("dyno.cli.commands._show_run", fail)
     code, out, err = call("show", golden, allowed=True)
     assert (code, out) == (2, "") and err.count("\n") == 1 and "internal error, TypeError: first line; please" in err
     details = Path(err.strip().rpartition(" ")[2]).read_text()

@@ -29,6 +29,7 @@ if typing.TYPE_CHECKING:
     from dyno.regression.bisection import bisect as bisect
     from dyno.regression.comparison import Comparison as Comparison
     from dyno.regression.comparison import compare as compare
+    from dyno.regression.history import read_history as read_history
     from dyno.regression.selftest import selftest as selftest
     from dyno.results.self_test import SelfTest as SelfTest
     from dyno.serving.session import ApplicationResult as ApplicationResult
@@ -56,6 +57,7 @@ _HOMES = {
         "dyno.packs.reproduction": "reproduce",
         "dyno.packs.verification": "verify",
         "dyno.regression.bisection": "bisect",
+        "dyno.regression.history": "read_history",
         "dyno.regression.selftest": "selftest",
         "dyno.regression.comparison": "Comparison compare",
         "dyno.results.self_test": "SelfTest",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dyno.devices import spread
 from dyno.jobs.progress import Progress
 from dyno.runner.run_folder import choose_folder
+from dyno.study.defaults import parse_trackers
 from dyno.study.study import Study as StudyData
 from dyno.worker.option_values import check_types
 from dyno.worker.spec import UserError
@@ -110,6 +111,12 @@ class Result:
         if folder.resolve() != self.folder.resolve():
             check_own(folder)
         return write_report([self.data], folder)
+
+    def log_to(self, trackers: str) -> list[str]:
+        """Log the trials to mlflow, wandb or tensorboard (several with commas), as `dyno show --log`; say where."""
+        from dyno.report import tracking
+
+        return [*tracking.log_run(self.data, parse_trackers(trackers))]
 
     @property
     def verdict(self) -> str:

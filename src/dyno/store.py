@@ -28,7 +28,7 @@ SLURM = "slurm"  # what jobs of Slurm and the host that started them say to each
 # What Dyno writes into a run folder; whatever else lies there is somebody's own.
 FOLDERS = (
     "trials", "archive", "charts", "tables", "truth", "peak", "idle", "blocks", "anchors", "placements", "routes",
-    "reference", "explained", "stress", SLURM,
+    "reference", "explained", "stress", "tensorboard", SLURM,
 )  # fmt: skip
 FILES = (
     "study.toml", "environment.json", "models.json", "self-test.json", "devices.json", "routes.json",

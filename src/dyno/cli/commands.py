@@ -24,23 +24,28 @@ from dyno.store import check_own, check_writable, is_run
 from dyno.study.defaults import (
     EVALUATION,
     ONE_ROUND,
+    PARQUET,
     QUICK,
     SELF_TEST_MINUTES,
     check_several,
     each_of,
     each_with,
+    find_format,
     missing_gpu,
     new_folder,
+    parse_trackers,
     study_of,
 )
 from dyno.study.options import MODEL_HELP
 from dyno.study.study import Study, model_name
 from dyno.worker.extras import lacking
 from dyno.worker.option_values import option
+from dyno.worker.record import write_text
 from dyno.worker.spec import LOOKS, Trial, UserError, plain
 
 if TYPE_CHECKING:
     from dyno.results.run_data import RunData
+    from dyno.table import Table
 
 UNFINISHED = 3  # exit code where some of the models could not be measured
 PROBE_S, BUSY = 2.0, 0.5  # seconds of looking for other programs; the fewest busy processors that matter
@@ -53,13 +58,14 @@ EACH = f"{options.MODEL} {options.IMAGES} {options.RUNTIME}"
 TIMED = f"{options.CONFIGURATION} {EACH} {options.EFFORTS} boundaries timeout build_timeout"
 
 
-@options.takes(Study, rare="retry_failed wait")
+@options.takes(Study, rare="retry_failed wait log")
 def run(
     overrides: Overrides,
     models: options.Studied,
     quick: options.Quick = False,
     wait: options.Wait = False,
     out: options.Out = "",
+    log: options.Log = "",
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Measure failed trials again.", rich_help_panel=options.WHERE)
     ] = False,
@@ -75,7 +81,9 @@ def run(
     else:
         folder = _find_folder(study, models, out)
         look_for_others(wait)
-        raise typer.Exit(run_study(study, folder, retry_failed=retry_failed))
+        code = run_study(study, folder, retry_failed=retry_failed)
+        _log(folder, log)
+        raise typer.Exit(code)
 
 
 def look_for_others(wait: bool) -> None:
@@ -249,11 +257,25 @@ def _say_visible(run: RunData) -> None:
         print(wrapped(sentence) + "\n")
 
 
+def _log(folder: Path, trackers: str, overrides: Overrides | None = None) -> None:
+    """Log a stored run to the trackers, and print on standard error where it is now."""
+    if names := parse_trackers(trackers):
+        from dyno.report import tracking
+
+        for sentence in tracking.log_run(_read_run(folder, overrides), names):
+            print(f"dyno: {plain(sentence)}", file=sys.stderr)
+
+
 @options.takes("reference budget limit equivalent", show_all=True)
 def show(
     overrides: Overrides,
-    run: options.SomeRun = None,
-    format: options.Format = "text",
+    runs: options.SomeRuns = None,
+    format: Annotated[
+        str,
+        typer.Option(help="text, markdown, csv, json, html; parquet with -o.", show_default="text, or the file's"),
+    ] = "",
+    out: Annotated[str, typer.Option("--out", "-o", help="Write into a file.", metavar="FILE.csv|json|parquet|…")] = "",
+    log: options.Log = "",
     by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
     table: Annotated[str, typer.Option(help="One table: frontier, break-even, latency-model, sizes…; or all.")] = "",
     columns: Annotated[str, typer.Option(help="Columns to print, e.g. backend,latency_ms; or all.")] = "",
@@ -273,23 +295,46 @@ def show(
         ),
     ] = "",
 ) -> None:
-    """Print a run's trials and the verdict, or another table."""
+    """Print a run's trials and the verdict, or another table. Several runs: their history, trial by trial."""
     from dyno.report import tables
-    from dyno.report.export import export
 
+    format = find_format(out, format)
+    if out:
+        check_writable(Path(out))
     if list_all:
-        print(export([tables.listed()], format), end="")
-    elif over_time or trials:
-        _write_over_time(run or run_folders.find_latest(), over_time, trials, overrides)
+        _put_tables([tables.listed()], [], out, format)
+        return
+    runs = runs or [run_folders.find_latest()]
+    if over_time or trials:
+        _write_over_time(_take_one(runs, "--over-time"), over_time, trials, overrides)
+        return
+    if len(runs) > 1:
+        _take_one(runs if table else runs[:1], "--table")
+        _show_history(runs, out, format, by, columns, overrides)
     else:
-        _show_tables(run or run_folders.find_latest(), format, by, table, columns, overrides)
+        _show_run(runs[0], out, format, by, table, columns, overrides)
+    for run in runs:
+        _log(run, log, overrides)
 
 
-def _show_tables(run: Path, format: str, by: str, table: str, columns: str, overrides: Overrides) -> None:
+def _take_one(runs: Sequence[Path], option: str) -> Path:
+    if len(runs) > 1:
+        raise UserError(f"{option} is for one run, not for {len(runs)}; give one, or omit {option}")
+    return runs[0]
+
+
+def _show_history(runs: Sequence[Path], out: str, format: str, by: str, columns: str, overrides: Overrides) -> None:
+    """Print the trials of several runs, each with its changes from run to run."""
+    from dyno.regression import history
+
+    read = [_read_run(run, overrides) for run in runs]
+    _put_tables([history.make_history(read)], [], out, format, by, columns)
+    _warn_of_problems(read)
+
+
+def _show_run(run: Path, out: str, format: str, by: str, table: str, columns: str, overrides: Overrides) -> None:
     """Print a table of a stored run, or `all` of them; without a name what leads, or the trials with the verdict."""
-    from dyno.formatting import bullet, wrapped
     from dyno.report import tables
-    from dyno.report.export import export
     from dyno.report.tables import trial_table
     from dyno.report.verdict import verdict
     from dyno.report.verdict.verdict import about
@@ -297,15 +342,40 @@ def _show_tables(run: Path, format: str, by: str, table: str, columns: str, over
     data = _read_run(run, overrides)
     leading, sentences = tables.leading(data) if not (table or by) else ([], [])
     chosen = leading or tables.named(data, table or trial_table.TRIALS.name)
-    text = export(chosen, format, by, about(data) if format == "json" else None, columns)
     in_words = format in ("text", "markdown") and not (table or by)
     if in_words and not leading:
         _say_visible(data)
-    print(text or tables.nothing(table), end="" if text else "\n")
-    if in_words:
-        shown = wrapped if format == "text" else bullet
-        print("\n" + "\n".join(map(shown, sentences or verdict.read_verdict(data).lines)))
-    for problem in data.records.problems:
+        sentences = sentences or verdict.read_verdict(data).lines
+    about_run = about(data) if format in ("json", PARQUET) else None
+    _put_tables(chosen, sentences if in_words else [], out, format, by, columns, about_run, tables.nothing(table))
+    _warn_of_problems([data])
+
+
+def _put_tables(
+    chosen: Sequence[Table], sentences: Sequence[str], out: str, format: str, by: str = "", columns: str = "",
+    about: dict[str, Any] | None = None, nothing: str = "",
+) -> None:  # fmt: skip
+    """Print tables with sentences below, or write them into the file `out`."""
+    from dyno.formatting import bullet, wrapped
+    from dyno.report.export import export, write_parquet
+
+    if format == PARQUET:
+        if len(chosen) != 1:
+            raise UserError(f"a Parquet file has one table, not {len(chosen)}; choose it with --table NAME")
+        write_parquet(Path(out), chosen[0], about)
+    else:
+        text = export(chosen, format, by, about, columns) or f"{nothing}\n"
+        if sentences:
+            text += "\n" + "\n".join(map(wrapped if format == "text" else bullet, sentences)) + "\n"
+        if not out:
+            print(text, end="")
+            return
+        write_text(Path(out), text)
+    print(f"dyno: wrote {plain(out)}", file=sys.stderr)
+
+
+def _warn_of_problems(runs: Sequence[RunData]) -> None:
+    for problem in (problem for run in runs for problem in run.records.problems):
         Console(stderr=True).print(f"dyno: {escape(plain(problem))}", style="yellow", soft_wrap=True)
 
 
@@ -321,9 +391,7 @@ def _write_over_time(run: Path, file: str, trials: str, overrides: Overrides) ->
 
 
 def report(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(help="Run folders.", metavar="RUN", show_default="the latest run")
-    ] = None,
+    runs: options.SomeRuns = None,
     out: Annotated[str, typer.Option("--out", "-o", help="Folder to write into.", show_default="the run's own")] = "",
     show: Annotated[
         bool, typer.Option("--open/--no-open", help="Open it in the browser.", show_default="on a terminal")

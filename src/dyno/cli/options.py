@@ -14,7 +14,7 @@ import typer
 import typer.core
 
 from dyno.study import options as study_options
-from dyno.study.defaults import FORMATS
+from dyno.study.defaults import FORMATS, parse_trackers
 from dyno.study.options import MODEL_HELP
 from dyno.study.study import Study, parse_budget, parse_limits
 from dyno.worker.serve.options import ServeOptions
@@ -46,6 +46,9 @@ Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml
 Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")]
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+SomeRuns = Annotated[
+    list[Path] | None, typer.Argument(help="Run folders.", metavar="RUN", show_default="the latest run")
+]
 SomeRun = Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN", show_default="the latest run")]
 Out = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=WHERE, show_default="runs/NAME")]
 
@@ -58,6 +61,17 @@ def _parse_format(format: str) -> str:
 
 Format = Annotated[
     str, typer.Option(help="text, markdown, csv, json or html.", rich_help_panel=WHERE, callback=_parse_format)
+]
+
+
+def _parse_log(log: str) -> str:
+    """Raise `UserError` for an unknown tracker, or one that isn't installed, before anything is measured."""
+    parse_trackers(log)
+    return log
+
+
+Log = Annotated[
+    str, typer.Option(help="Also log to mlflow, wandb or tensorboard.", rich_help_panel=WHERE, callback=_parse_log)
 ]
 Quick = Annotated[
     bool, typer.Option("--quick", help="Measure one short round, for a first look.", rich_help_panel=EFFORT)

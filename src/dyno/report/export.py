@@ -10,11 +10,13 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dyno import formatting
 from dyno.formatting import UNLIMITED, csv_cell, markdown, markdown_table, plain, short
-from dyno.table import FIRST, TEXT, Column, Row, Table, TablePart, missing
+from dyno.table import COUNT, FIRST, TEXT, Column, Row, Table, TablePart, missing
+from dyno.worker.record import replacing
 from dyno.worker.spec import SCHEMA, check_known
 
 LONGEST = 32  # characters of a name in a terminal, and to which words are folded before a column is left out
@@ -44,6 +46,29 @@ def export(
     if format == "json":
         return _format_json(tables, about or {})
     return FORMATS[format](tables, by, only)
+
+
+def write_parquet(path: Path, table: Table, about: Mapping[str, Any] | None = None) -> None:
+    """Write every column of a table as a Parquet file: int64 for counts, string for words, double for other numbers.
+
+    A missing value is null. Each field's metadata has the column's `unit`, `kind` and `meaning`; the schema's has
+    `dyno`, a JSON object as in the format `json`, without columns and rows.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    types = {COUNT: pa.int64(), TEXT: pa.string()}
+    fields, arrays = [], []
+    for column in table.columns:
+        own = {"unit": column.unit, "kind": column.kind, "meaning": column.meaning}
+        fields.append(pa.field(column.name, types.get(column.kind, pa.float64()), metadata=own))
+        values = [_fill_missing(row.get(column.name)) for row in table.rows]
+        read = {COUNT: int, TEXT: str}.get(column.kind, float)
+        arrays.append(pa.array([None if value == "" else read(value) for value in values], fields[-1].type))
+    named = {"table": table.name, "title": table.title, "description": table.description, "notes": list(table.notes)}
+    described = json.dumps({"schema": SCHEMA, **(about or {}), **named}, ensure_ascii=False)
+    with replacing(path) as file:
+        pyarrow.parquet.write_table(pa.Table.from_arrays(arrays, schema=pa.schema(fields, {"dyno": described})), file)
 
 
 def with_sentences(tables: Sequence[Table], sentences: Sequence[str], format: str) -> str:

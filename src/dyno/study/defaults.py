@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,12 +16,43 @@ from dyno.store import gpu_identity
 from dyno.study.commits import keeps_weights
 from dyno.study.study import Choice, Study, model_name, name_fields
 from dyno.worker import registry
+from dyno.worker.extras import lacking
 from dyno.worker.option_values import check_types
-from dyno.worker.spec import ENDPOINT, FIXED, UserError, usual_name
+from dyno.worker.spec import ENDPOINT, FIXED, UserError, check_known, usual_name
 
 # What a command refuses before anything is trained, measured or written.
 
 FORMATS = ("text", "markdown", "csv", "json", "html")
+PARQUET = "parquet"
+ENDINGS = {".txt": "text", ".md": "markdown", ".csv": "csv", ".json": "json", ".html": "html", ".parquet": PARQUET}
+TRACKERS = ("mlflow", "wandb", "tensorboard")  # which are their libraries, too
+
+
+def find_format(file: str, format: str = "") -> str:
+    """Return the format in which a table is written into the file: by its ending, unless it is given.
+
+    Refuse an unknown ending, Parquet without a file, and a missing library.
+    """
+    ending = Path(file).suffix
+    chosen = format or ENDINGS.get(ending, "" if file else "text")
+    if not chosen:
+        raise UserError(f"{file} has an unknown ending {ending!r}; known: {', '.join(ENDINGS)}, or give --format")
+    check_known("format", chosen, (*FORMATS, PARQUET))
+    if chosen == PARQUET and not file:
+        raise UserError("Parquet is not for a terminal; give a file: -o FILE.parquet")
+    if chosen == PARQUET and find_spec("pyarrow") is None:
+        raise UserError(f"Parquet: {lacking(['pyarrow'])}")
+    return chosen
+
+
+def parse_trackers(text: str) -> list[str]:
+    """Return the names of trackers in a text with commas; refuse an unknown one, and one that isn't installed."""
+    names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    for name in names:
+        check_known("tracker", name, TRACKERS)
+        if find_spec(name) is None:
+            raise UserError(f"--log {name}: {lacking([name])}")
+    return names
 
 
 def check_threads(study: Study) -> None:

@@ -24,6 +24,8 @@ EXTRAS = {
     "tritonclient": "serve",
     "ultralytics": "ultralytics",
     "transformers": "hf",
+    **{name: name for name in ("mlflow", "wandb", "tensorboard")},
+    "pyarrow": "parquet",
 }
 # Builds of ONNX Runtime. All of them install the same files, so there is at most one in an environment.
 ONNX_RUNTIME_BUILDS = "|".join(

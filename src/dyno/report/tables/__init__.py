@@ -15,7 +15,13 @@ from dyno.worker.spec import UserError, check_known
 
 GROUP = "dyno.tables"
 # modules of other rooms that declare tables of a run
-ABILITIES = ("dyno.videos.tables", "dyno.serving.tables", "dyno.serving.application", "dyno.regression.compare_table")
+ABILITIES = (
+    "dyno.videos.tables",
+    "dyno.serving.tables",
+    "dyno.serving.application",
+    "dyno.regression.compare_table",
+    "dyno.regression.history",
+)
 SECTIONS = ("tables", "accuracy", "side", "")  # of the report, in its order
 
 

@@ -1,0 +1,220 @@
+"""A run's trials in an experiment tracker: MLflow, Weights & Biases or TensorBoard, each through its own library."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dyno.formatting import plain
+from dyno.report import tables
+from dyno.report.report import file_name
+from dyno.report.tables.trial_table import TRIALS
+from dyno.report.verdict.verdict import began, read_verdict
+from dyno.results import metrics
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import TrialResult
+from dyno.table import Row, missing
+from dyno.worker.record import refuse_links
+from dyno.worker.spec import UserError, shorten
+
+# Columns of the trials' table by what they are to a tracker; results.csv, an artifact, has the others.
+PARAMETERS = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options")
+TAGS = ("verdict", "status", "reason", "outputs", "budget", "limit", "ran_as", "trial")
+METRICS = (
+    "latency_ms", "latency_ms_low", "latency_ms_high", "latency_model_ms_median", "latency_model_ms_p90",
+    "latency_model_ms_p95", "latency_model_ms_p99", "latency_all_ms_median", "latency_all_ms_p99", "throughput_ips",
+    "speedup", "speedup_low", "speedup_high", "pipeline_ips", "size_mb", "memory_mb", "gpu_memory_mb", "load_s",
+    "build_s", "first_call_ms", "energy_j",
+)  # fmt: skip
+ARTIFACTS = ("report.html", "results.csv")  # of a run folder, where they were written
+FOLDER = "tensorboard"  # in a run folder
+MOST, SHORT = 500, 6  # characters of a parameter, as in MLflow at most; of an id that tells folders apart
+# Neither library may send usage data or crash reports on behalf of Dyno; the user's own settings go first.
+QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
+UNTIMED = "1970-01-01T00:00:00+00:00"  # of a run without the date of its first job
+
+
+@dataclass(frozen=True)
+class TrackedTrial:
+    """A trial as trackers take it: `parameters` identify it, `tags` are words on its result, `metrics` its numbers."""
+
+    id: str
+    name: str
+    parameters: dict[str, str]
+    tags: dict[str, str]
+    metrics: dict[str, float]
+    is_winner: bool = False
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as trackers take it: its name, the start of its first job, sentences of its verdict, and its trials."""
+
+    folder: Path
+    name: str
+    began: datetime
+    sentences: list[str]
+    trials: list[TrackedTrial]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """The run's id, the same whenever it is logged."""
+        return hashlib.sha256(f"{self.name} {self.began.isoformat()}".encode()).hexdigest()[:16]
+
+    @property
+    def files(self) -> Iterator[Path]:
+        """The report and the table of results, where they are in the folder."""
+        return (path for name in ARTIFACTS if (path := self.folder / name).is_file())
+
+    @property
+    def winners(self) -> list[TrackedTrial]:
+        return [trial for trial in self.trials if trial.is_winner]
+
+
+def log_run(run: RunData, names: Sequence[str]) -> Iterator[str]:
+    """Log a run's trials to each of the trackers, as `study.defaults.TRACKERS` names them; yield where they are now.
+
+    What was logged of the same run before is replaced. UserError for a run that isn't a study's, and where a tracker
+    refuses.
+    """
+    if tables.leading(run)[0]:
+        raise UserError(f"{run.records.folder} has no trials of a study, which trackers take; omit --log")
+    os.environ |= {name: value for name, value in QUIET.items() if name not in os.environ}
+    tracked = describe_run(run)
+    for name in names:
+        try:
+            yield WRITERS[name](tracked)
+        except UserError:
+            raise
+        except Exception as e:  # a server that is away, a project that doesn't exist, a key that is missing
+            hint = "; WANDB_MODE=offline needs no account" if name == "wandb" else ""
+            raise UserError(f"{name} could not log {run.records.folder}: {shorten(plain(str(e)))}{hint}") from e
+
+
+def describe_run(run: RunData) -> TrackedRun:
+    """Return a run's trials as trackers take them."""
+    verdict = read_verdict(run)
+    winners = {decision.candidates[0] for decision in verdict.decisions if len(decision.candidates) == 1}
+    started = began(run.records) or UNTIMED
+    rows = TRIALS.table(run).rows
+    trials = [_describe_trial(row, run.trials[row["trial"]], run, row["trial"] in winners) for row in rows]
+    return TrackedRun(
+        run.records.folder, run.records.name, datetime.fromisoformat(started), verdict.sentences, trials,
+        run.records.settings,
+    )  # fmt: skip
+
+
+def _describe_trial(row: Row, trial: TrialResult, run: RunData, is_winner: bool) -> TrackedTrial:
+    of_job = trial.good[0].record.system.get("versions") or {} if trial.good else {}
+    own = (run.records.environment.get("versions") or {}).get("inference-dyno", "")
+    versions = {"dyno": own, "versions": ", ".join(f"{name} {version}" for name, version in of_job.items())}
+    parameters = {name: str(row[name]) for name in PARAMETERS} | versions
+    tags = {name: str(row.get(name) or "") for name in TAGS} | {"winner": "yes" if is_winner else "no"}
+    accuracies = [column.name for metric in metrics.known().values() for column in metric.columns]
+    numbers = {name: float(row[name]) for name in (*METRICS, *accuracies) if not missing(row.get(name))}
+    return TrackedTrial(
+        trial.id, plain(trial.label), {k: v[:MOST] for k, v in parameters.items() if v},
+        {k: v for k, v in tags.items() if v}, numbers, is_winner,
+    )  # fmt: skip
+
+
+def _log_to_mlflow(run: TrackedRun) -> str:
+    """Log to an experiment named after the run folder: a run for the study with the report, and one for each trial.
+
+    A trial that was logged before keeps its run, with the new numbers.
+    """
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name(run.name)
+    place = experiment.experiment_id if experiment else client.create_experiment(run.name)
+    client.set_experiment_tag(place, "mlflow.note.content", "\n\n".join(run.sentences))
+    study = _find_mlflow_run(client, place, {"dyno.run": run.id, "dyno.trial": ""}, run.name)
+    client.set_tag(study, "mlflow.note.content", "\n\n".join(run.sentences))
+    for path in run.files:
+        client.log_artifact(study, str(path))
+    for trial in run.trials:
+        ids = {"dyno.run": run.id, "dyno.trial": trial.id, "mlflow.parentRunId": study}
+        _fill_mlflow_run(client, _find_mlflow_run(client, place, ids, trial.name), trial)
+    client.set_terminated(study)
+    return f"logged {len(run.trials)} trials to MLflow's experiment {run.name} at {client.tracking_uri}"
+
+
+def _find_mlflow_run(client: Any, experiment: str, ids: Mapping[str, str], name: str) -> str:
+    """Return the id of the run with these tags, which is created if there is none."""
+    wanted = " and ".join(f"tags.`{key}` = '{ids[key]}'" for key in ("dyno.run", "dyno.trial"))
+    found = client.search_runs([experiment], wanted, max_results=1)
+    run = found[0] if found else client.create_run(experiment, run_name=name, tags=dict(ids))
+    return str(run.info.run_id)
+
+
+def _fill_mlflow_run(client: Any, id: str, trial: TrackedTrial) -> None:
+    from mlflow.entities import Metric, Param, RunTag
+
+    now = int(datetime.now().timestamp() * 1000)
+    stored = client.get_run(id).data.params  # which can't be changed
+    client.log_batch(
+        id,
+        metrics=[Metric(name, value, now, 0) for name, value in trial.metrics.items()],
+        params=[Param(name, value) for name, value in trial.parameters.items() if name not in stored],
+        tags=[RunTag(name, value) for name, value in trial.tags.items()],
+    )
+    client.set_terminated(id, "FINISHED" if trial.tags.get("status") in ("ok", "skipped") else "FAILED")
+
+
+def _log_to_wandb(run: TrackedRun) -> str:
+    """Log one run with a table of the trials, the winner as its summary, and the report as an artifact."""
+    import wandb
+
+    fields = [*dict.fromkeys(name for t in run.trials for part in (t.parameters, t.metrics, t.tags) for name in part)]
+    rows = [{**t.parameters, **t.metrics, **t.tags} for t in run.trials]
+    settings = json.loads(json.dumps(run.settings, default=str))
+    project, notes = os.environ.get("WANDB_PROJECT", "dyno"), "\n".join(run.sentences)
+    with wandb.init(
+        project=project, name=run.name, id=run.id, resume="allow", config=settings, notes=notes,
+        settings=wandb.Settings(console="off"),
+    ) as logged:  # fmt: skip
+        logged.log({"trials": wandb.Table(fields, [[row.get(name) for name in fields] for row in rows])})
+        for winner in run.winners[:1]:
+            logged.summary.update({"winner": winner.name, **winner.parameters, **winner.metrics})
+        logged.summary["verdict"] = " ".join(run.sentences)
+        artifact = wandb.Artifact(f"dyno-{run.id}", type="report")
+        for path in run.files:
+            artifact.add_file(str(path))
+        logged.log_artifact(artifact)
+        where = logged.dir.removesuffix("/files") if logged.offline else logged.url
+    return f"logged {len(run.trials)} trials to Weights & Biases: {where}"
+
+
+def _log_to_tensorboard(run: TrackedRun) -> str:
+    """Write RUN/tensorboard: of each trial its hyperparameters and scalars, in a folder named after it."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    out, moment = run.folder / FOLDER, run.began.timestamp()
+    refuse_links(run.folder, (FOLDER,))
+    shutil.rmtree(out, ignore_errors=True)
+    for trial in run.trials:
+        words = {name: trial.tags[name] for name in ("verdict", "status", "winner") if name in trial.tags}
+        writer = EventFileWriter(str(out / file_name(f"{trial.name}-{trial.id[:SHORT]}")))
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in trial.metrics.items()]
+        for summary in (hparams_pb(trial.parameters | words, trial.id, moment), Summary(value=values)):
+            writer.add_event(Event(wall_time=moment, step=0, summary=summary))
+        writer.close()
+    return f"logged {len(run.trials)} trials to TensorBoard: tensorboard --logdir {shlex.quote(str(out))}"
+
+
+WRITERS: dict[str, Callable[[TrackedRun], str]] = {
+    "mlflow": _log_to_mlflow, "wandb": _log_to_wandb, "tensorboard": _log_to_tensorboard,
+}  # fmt: skip

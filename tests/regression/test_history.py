@@ -1,0 +1,99 @@
+"""Several stored runs as one history: copies of a stored run with other dates, versions, latencies and commits."""
+
+import csv
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dyno
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "run"
+SLOWED = "f6507b6f85bf"  # onnxruntime fp32
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Callable[..., Path]:
+    """Copy the run: onnxruntime fp32 as many times as slow, in another version, or failed; models at a commit."""
+
+    def copy(
+        name: str, day: int, times: float = 1, version: str = "1.30.0", commit: str = "", failed: bool = False
+    ) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(GOLDEN, folder)
+        for path in folder.glob("trials/*/*/record.json"):
+
+            def change(record: dict[str, Any], slowed: bool = SLOWED in str(path)) -> None:
+                record["started"] = record["started"].replace("-23T", f"-{day}T")
+                if slowed:
+                    record["system"]["versions"]["onnxruntime"] = version
+                    record |= {"status": "failed", "reason": "no such operator"} if failed else {}
+
+            edit(path, change)
+            if commit:
+                edit(path.with_name("job.json"), lambda job: job["trial"]["model"].update(name=f"resnet18@{commit}"))
+        for path in folder.glob(f"trials/{SLOWED}/*/samples.npz"):
+            with np.load(path) as stored:
+                np.savez(path, **{key: array * (times if "latency" in key else 1) for key, array in stored.items()})
+        return folder
+
+    return copy
+
+
+def read_rows(text: str) -> list[dict[str, str]]:
+    return [row for row in csv.DictReader(io.StringIO(text)) if row["trial"] == SLOWED]
+
+
+def test_the_step_is_where_the_latency_rose(copied: Callable[..., Path], call: Any) -> None:
+    runs = copied("c", 27, 20, "1.31.0"), copied("a", 24), copied("b", 25, failed=True)
+    _, out, _ = call("show", *runs, "--format", "csv", code=0)
+    first, failed, last = read_rows(out)
+    assert [row["run"] for row in (first, failed, last)] == ["a", "b", "c"]  # by date
+    assert (first["step"], failed["step"], failed["reason"]) == ("", "", "done: no such operator")
+    assert float(last["step"]) == pytest.approx(20) and last["changed"] == "onnxruntime 1.30.0 to 1.31.0"
+    others = [row for row in csv.DictReader(io.StringIO(out)) if row["trial"] != SLOWED and row["step"]]
+    assert others and all(float(row["step"]) == 1 for row in others)
+    _, out, _ = call("show", *runs, code=0)
+    words = " ".join(out.rpartition("─\n")[2].split())
+    assert words.startswith("resnet18 onnxruntime fp32 at batch 1 took 20.00x as long from c (2026-11-27")
+    assert "0.193 to 3.87 ms; with it changed onnxruntime 1.30.0 to 1.31.0." in words
+    assert words.endswith("--remeasure") and f"compare {runs[1]} {runs[0]}" in words
+    table = dyno.read_history(*runs)
+    assert "; ".join(table.notes) in words.replace(". Runs", ".; Runs")
+    assert [row for row in table.to_pandas()["step"] if row == pytest.approx(20)] == [pytest.approx(20)]
+
+
+def test_commits_of_one_model_are_one_history(copied: Callable[..., Path], call: Any) -> None:
+    runs = copied("a", 24, commit="0a1b2c3"), copied("b", 25, 20, commit="4d5e6f7")
+    _, out, _ = call("show", *runs, "--format", "csv", code=0)
+    first, last = read_rows(out)
+    assert (first["model"], first["commit"], last["commit"]) == ("resnet18", "0a1b2c3", "4d5e6f7")
+    assert last["changed"] == "commit 0a1b2c3 to 4d5e6f7" and float(last["step"]) == pytest.approx(20)
+
+
+def test_nothing_is_claimed_within_the_intervals(copied: Callable[..., Path], call: Any) -> None:
+    _, out, _ = call("show", copied("a", 24), copied("b", 25, 1.001), code=0)
+    assert "No latency rose beyond the intervals of two runs." in out and "compare" not in out
+
+
+def test_what_makes_no_history_is_refused(copied: Callable[..., Path], refused: Any, tmp_path: Path) -> None:
+    runs = copied("a", 24), copied("b", 25)
+    assert refused("show", runs[0], runs[0]) == "a run is named twice; name each once"
+    with pytest.raises(dyno.UserError, match="two runs or more"):
+        dyno.read_history(runs[0])
+    for words in (("--table", "sizes"), ("--over-time", tmp_path / "t.svg")):
+        assert refused("show", *runs, *words).startswith(f"{words[0]} is for one run, not for 2")
+    for path in runs[1].glob("trials/*/*/job.json"):
+        edit(path, lambda job: job["trial"]["model"].update(name="another"))
+    assert refused("show", *runs).startswith("the 2 runs have no trial in common")
