@@ -208,7 +208,9 @@ def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(ca
     words = ["run", "net.py:Net", "--size", 8, "--backend", "onnxruntime", *SHORT, "--out", "r"]
     assert call(*words, "--build-timeout", 1)[0] == 3
     ((status, reason),) = rows("r", "status", "reason")
-    assert status == "timeout" and reason.endswith("not finished after 1 s; killed; --build-timeout SECONDS allows more")
+    assert status == "timeout" and reason.endswith(
+        "not finished after 1 s; killed; --build-timeout SECONDS allows more"
+    )
     assert "tried again" not in call(*words, "--build-timeout", 1)[2]
     (tmp_path / "endless").unlink()
     code, _, said = call(*words)
