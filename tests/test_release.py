@@ -62,6 +62,7 @@ def test_the_description_is_valid_and_the_version_the_same_everywhere(built: Pat
     }  # fmt: skip
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert re.search(rf"^## \[{re.escape(version)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert yaml.safe_load(RECIPE.read_text())["context"]["version"] == version
 
 
 @pytest.mark.slow
@@ -74,6 +75,7 @@ def test_the_distributions_hold_what_they_need(built: Path) -> None:
     with tarfile.open(source) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert {"SECURITY.md", "CITATION.cff", "CHANGELOG.md", "Makefile", "tests/test_release.py"} <= inside
+    assert {".ci/run", ".github/workflows/release.yml", "conda/recipe/recipe.yaml"} <= inside
     assert {"docker/Dockerfile.gpu", "docker/compose.yaml", "docker/runs/.gitignore", ".dockerignore"} <= inside
 
 
@@ -87,6 +89,130 @@ def test_the_wheel_alone_says_what_to_install(bare: Any) -> None:
     assert "inference-dyno[report]" in bare("report", results, "-o", "page", code=2)
     assert "inference-dyno[" in bare("run", "torchvision:resnet18", code=2)
     assert "inference-dyno[" in bare("demo", code=2)
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("kind", ["run", "install"])
+def test_uv_runs_and_installs_the_wheel_as_a_tool(kind: str, built: Path, tmp_path: Path) -> None:
+    """As `uvx --from WHEEL dyno` and `uv tool install WHEEL` do; hints then name the tool's own environment."""
+    (wheel,) = built.glob("*.whl")
+    env = {
+        **os.environ,
+        "UV_TOOL_DIR": str(tmp_path / "tools"),
+        "UV_TOOL_BIN_DIR": str(tmp_path / "bin"),
+        "UV_OFFLINE": "1",
+    }
+    tool = [sys.executable, "-m", "uv", "tool", kind, "--python", sys.executable]
+    first = [*tool, "--from", wheel, "dyno", "--version"] if kind == "run" else [*tool, wheel]
+    done = subprocess.run([*map(str, first)], env=env, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    if done.returncode and "offline" in done.stderr + "network was disabled":
+        pytest.skip(f"uv's cache lacks what the wheel requires: {done.stderr.splitlines()[-1]}")
+    if kind == "run":
+        assert done.stdout.split()[-1] == package.__version__
+        return
+    run = ROOT / "tests/golden/run"
+    done = subprocess.run(
+        [tmp_path / "bin/dyno", "report", run, "-o", "page"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2 and f"uv pip install --python {tmp_path / 'tools/inference-dyno'} " in done.stderr
+
+
+WORKFLOWS = ROOT / ".github/workflows"
+RECIPE = ROOT / "conda/recipe/recipe.yaml"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def read_workflow(name: str) -> dict[Any, Any]:
+    read: dict[Any, Any] = yaml.safe_load((WORKFLOWS / f"{name}.yml").read_text())
+    return read
+
+
+def list_steps(workflow: dict[Any, Any], key: str) -> list[str]:
+    return [str(step[key]) for job in workflow["jobs"].values() for step in job["steps"] if key in step]
+
+
+@pytest.mark.parametrize("name", [path.stem for path in WORKFLOWS.iterdir()])
+def test_a_workflow_calls_what_there_is_and_has_no_right_by_default(name: str) -> None:
+    workflow = read_workflow(name)
+    assert workflow["permissions"] == {"contents": "read"}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    matrix = [value for job in workflow["jobs"].values()
+              for values in job.get("strategy", {}).get("matrix", {}).values() for value in values]  # fmt: skip
+    called = {word for line in list_steps(workflow, "run") for word in re.findall(r"\bmake (\S+)", line)}
+    made = {
+        word for word in (called | ({*matrix} if any("$" in word for word in called) else set())) if "$" not in word
+    }
+    assert made and made <= targets
+    # An action has a version, and no checkout leaves a token in the folder that code of a pull request runs in.
+    assert all(re.fullmatch(r"[\w.-]+/[\w./-]+@(v\d+|release/v\d+)", each) for each in list_steps(workflow, "uses"))
+    checkouts = [
+        step for job in workflow["jobs"].values() for step in job["steps"] if "checkout" in step.get("uses", "")
+    ]
+    assert all(step["with"]["persist-credentials"] is False for step in checkouts)
+    # Names that others choose reach a shell through the environment alone.
+    assert not [line for line in list_steps(workflow, "run") if "${{" in line.replace("${{ matrix.", "")]
+    assert all(job["timeout-minutes"] <= 360 for job in workflow["jobs"].values())
+
+
+def test_every_python_that_is_promised_is_tested() -> None:
+    promised = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)}
+    assert promised == {*read_workflow("ci")["jobs"]["check"]["strategy"]["matrix"]["python"]}
+    assert min(promised, key=lambda each: int(each[2:])) == PROJECT["requires-python"].removeprefix(">=")
+    assert {"check", "test"} <= read_workflow("ci")["jobs"].keys()
+
+
+def test_a_tag_is_built_once_tested_and_published_without_a_token() -> None:
+    workflow = read_workflow("release")
+    assert workflow[True] == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+"]}}  # YAML 1.1 reads `on` as true
+    jobs = workflow["jobs"]
+    assert jobs["test"]["strategy"]["matrix"] == {"libraries": ["floors", "newest"]}
+    publish = jobs["publish"]
+    assert {*publish["needs"]} == {"build", "test"} == jobs.keys() - {"publish"}
+    assert publish["environment"] == "release" and "permissions" not in jobs["build"] | jobs["test"]
+    assert publish["permissions"] == {"id-token": "write", "attestations": "write", "contents": "write"}
+    used = [step.get("uses", "").partition("@")[0] for step in publish["steps"]]
+    assert used[:3] == ["actions/download-artifact", "actions/attest-build-provenance", "pypa/gh-action-pypi-publish"]
+    assert publish["steps"][2]["with"] == {"attestations": True}
+    assert not any("hatchling" in step.get("run", "") for step in publish["steps"]), "what was tested is published"
+    assert "secrets." not in (WORKFLOWS / "release.yml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("tag", "repository", "problem"),
+    [("v{version}", "{url}", ""), ("v9.9.9", "{url}", "version is v"), ("v{version}", "https://x/y", "Repository is ")],
+)
+def test_another_tag_or_repository_is_not_released(tag: str, repository: str, problem: str) -> None:
+    (check,) = [line for line in list_steps(read_workflow("release"), "run") if "tomllib" in line]
+    known = {"version": PROJECT["version"], "url": PROJECT["urls"]["Repository"]}
+    env = {"TAG": tag.format(**known), "REPOSITORY": repository.format(**known)}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e", "-c", check], cwd=ROOT, env={**os.environ, **env, "PATH": path}, capture_output=True, text=True
+    )
+    assert (done.returncode, problem in done.stderr) == (bool(problem), True), done.stderr
+
+
+def test_the_recipe_for_conda_requires_what_the_wheel_requires() -> None:
+    recipe = yaml.safe_load(RECIPE.read_text())
+    required, (python, linux, *others) = PROJECT["dependencies"], recipe["requirements"]["run"]
+    assert others == [each.replace(">=", " >=") for each in sorted(required)]
+    assert f">={recipe['context']['python_min']}" == PROJECT["requires-python"]
+    assert (python, linux) == ("python >=${{ python_min }}", "__linux"), "and no other system"
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert {each.replace(">=", " >=") for each in build} <= {*recipe["requirements"]["host"]}
+    assert recipe["build"]["python"]["entry_points"] == [f"{k} = {v}" for k, v in PROJECT["scripts"].items()]
+    assert recipe["package"]["name"] == PROJECT["name"] and recipe["about"]["summary"] == PROJECT["description"]
+    assert recipe["about"]["license"] == PROJECT["license"] and (ROOT / recipe["about"]["license_file"]).is_file()
+
+
+def test_every_file_names_the_repository_of_the_project() -> None:
+    url = PROJECT["urls"]["Repository"]
+    assert all(each.startswith(url) for each in PROJECT["urls"].values())
+    about = yaml.safe_load(RECIPE.read_text())["about"]
+    assert {about["homepage"], about["repository"]} == {url}
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["repository-code"] == url
+    (used,) = re.findall(r"uses: (\S+)/action@", (ROOT / "docs/ci.md").read_text())
+    assert url.endswith(f"/{used}")
 
 
 FILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
