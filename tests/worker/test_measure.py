@@ -81,6 +81,22 @@ class Asynchronous(Scripted):
         self.ends.pop(slot).join()
 
 
+@pytest.mark.parametrize(
+    ("seconds", "warning"),
+    [
+        ((0.01,), ""),
+        ((0.01, 0.01, 0.014), ""),
+        ((0.01, 0.03, 0.01), "slot 2 of 3 takes 3.0 times as long as the others: throughput is its own"),
+    ],
+)
+def test_a_slow_slot_is_named(clock: Clock, seconds: tuple[float, ...], warning: str) -> None:
+    class Uneven(Scripted):
+        def run(self, slot=0):
+            clock.sleep(seconds[slot] + (1.0 if len(self.calls) < 3 else 0.0))  # the first run is disturbed
+
+    assert measure.find_slow_slot(Uneven(slots=len(seconds)), FEEDS) == warning
+
+
 def test_model_binds_once_and_all_copies_every_time() -> None:
     session = Scripted()
     once = measure.step(session, "model", FEEDS)

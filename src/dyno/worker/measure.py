@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -321,6 +322,32 @@ def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: I
     with _no_garbage_collection():
         begin, done = _run_pipeline(session, feeds, plan.seconds, LEAST_SAMPLES, plan.max_samples)
     return _over_all(begin, done, batch, plan.max_samples)
+
+
+SLOT_RUNS = 5  # of each slot, of which the fastest counts: other programs disturb some
+SLOW_SLOT = 1.5  # times the seconds of the other slots
+
+
+def find_slow_slot(session: Session, feeds: Feeds) -> str:
+    """Return a sentence on a slot that takes much longer than the others, each alone and in turn; "" if none does.
+
+    Batches end in order, so one slow slot holds up all of them, and nothing else shows it.
+    """
+    fastest = [math.inf] * session.slots
+    for _ in range(SLOT_RUNS if session.slots > 1 else 0):
+        for slot in range(session.slots):
+            begin = now()
+            session.bind(feeds[0], slot)
+            session.run(slot)
+            session.wait(slot)
+            session.fetch(slot)
+            fastest[slot] = min(fastest[slot], now() - begin)
+    slowest = int(np.argmax(fastest))
+    others = [seconds for slot, seconds in enumerate(fastest) if slot != slowest]
+    if not others or fastest[slowest] <= SLOW_SLOT * statistics.median(others):
+        return ""
+    times = fastest[slowest] / statistics.median(others)
+    return f"slot {slowest + 1} of {session.slots} takes {times:.1f} times as long as the others: throughput is its own"
 
 
 def throughput_in_lanes(

@@ -165,6 +165,8 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     turns.loaded()
     restore = measure.restoring(session, feeds, journal.warn)
     _time_boundaries(session, job.plan, trial, feeds, journal, turns, restore)
+    if job.round == 0 and "throughput" in job.plan.boundaries and (slow := measure.find_slow_slot(session, feeds)):
+        journal.warn(slow)
     if ENERGY in job.options:
         _sustain_load(session, trial, feeds, journal, float(job.options[ENERGY]))
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
