@@ -128,6 +128,16 @@ def test_imagenet_val(tmp_path: Path, dyno) -> None:
     assert (done.returncode, done.stderr) == (2, "dyno: --copy and --move can't be used together\n")
 
 
+@pytest.mark.usefixtures("unreported")
+def test_a_study_prints_its_answer_as_data(call: Any) -> None:
+    words = ("run", "fake:net", "--channels", 1, "--backend", "fake", "--quick", "--out", "r")
+    _, out, err = call(*words, "--format", "json", code=0)
+    assert json.loads(out) == json.loads(call("show", "r", "--format", "json", code=0)[1])
+    assert "dyno: report: r/report.html" in err
+    assert call(*words, "--format", "csv", code=0)[1] == call("show", "r", "--format", "csv", code=0)[1]
+    assert "fake fp32" in call(*words, code=0)[1], "and in words as ever"
+
+
 def test_other_programs_are_looked_for_before_a_study(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("run", "fake:net", "--channels", 1, "--backend", "fake", "--quick", "--out", "r")
     monkeypatch.setattr(commands, "run_study", lambda *_, **__: 0)

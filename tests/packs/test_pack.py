@@ -65,7 +65,9 @@ def npz(arrays: dict[str, Any], **options: Any) -> bytes:
 def test_a_pack_is_verified(call: Any, run: Path, file: Path) -> None:
     _, out, _ = call("verify", file, code=0)
     assert re.fullmatch(rf"{TOLD}\d+ numbers of the verdict follow from the samples\n", out)
-    assert dyno.verify(file).numbers > 20
+    found = json.loads(call("verify", file, "--format", "json", code=0)[1])
+    assert found == {"verified": True, "numbers": dyno.verify(file).numbers, "differences": []}
+    assert found["numbers"] > 20
     _, out, _ = call("pack", run, "-o", "again.pack.zip", code=0)
     assert out == "again.pack.zip\n" and Path("again.pack.zip").read_bytes() == file.read_bytes(), "the same bytes"
     shown = json.loads(call("show", run, "--format", "json", code=0)[1])

@@ -58,7 +58,7 @@ EACH = f"{options.MODEL} {options.IMAGES} {options.RUNTIME}"
 TIMED = f"{options.CONFIGURATION} {EACH} {options.EFFORTS} boundaries timeout build_timeout"
 
 
-@options.takes(Study, rare="retry_failed wait log")
+@options.takes(Study, rare="retry_failed wait log format")
 def run(
     overrides: Overrides,
     models: options.Studied,
@@ -66,6 +66,7 @@ def run(
     wait: options.Wait = False,
     out: options.Out = "",
     log: options.Log = "",
+    format: options.Format = "text",
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Measure failed trials again.", rich_help_panel=options.WHERE)
     ] = False,
@@ -81,7 +82,7 @@ def run(
     else:
         folder = _find_folder(study, models, out)
         look_for_others(wait)
-        code = run_study(study, folder, retry_failed=retry_failed)
+        code = run_study(study, folder, retry_failed=retry_failed, format=format)
         _log(folder, log)
         raise typer.Exit(code)
 
@@ -179,8 +180,8 @@ def _at_most(study: Study, trials: Sequence[Trial]) -> str:
     return said
 
 
-def run_study(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
-    """Run the study, print its tables, write its report; return the exit code.
+def run_study(study: Study, folder: Path, *, retry_failed: bool = False, format: str = "text") -> int:
+    """Run the study, print its trials and the verdict, write its report; return the exit code.
 
     It is 0, 1 (no trial within the budget and the limits) or 3 (unfinished).
     """
@@ -189,36 +190,35 @@ def run_study(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
     try:
         api.run(study, folder, retry_failed=retry_failed)
     except KeyboardInterrupt:
-        show_stopped(folder)
+        show_stopped(folder, format)
         raise
-    return finish(folder)
+    return finish(folder, format)
 
 
-def show_stopped(folder: Path) -> None:
+def show_stopped(folder: Path, format: str = "text") -> None:
     """Print the answer so far of a study that was interrupted, if any round of it is stored."""
-    from dyno.formatting import wrapped
-    from dyno.report.export import export
-    from dyno.report.tables.trial_table import TRIALS
-    from dyno.report.verdict import verdict
-
     try:
         run = _read_run(folder)
     except UserError:
         return
     if any(t.status == "ok" for t in run.records):
-        print(export([TRIALS.table(run)]))
-        print("\n".join(map(wrapped, verdict.read_verdict(run).lines)))
+        _print_answer(run, format)
 
 
-def finish(folder: Path) -> int:
-    """Print the trials and the verdict of a study that has just ended, write its report, and return its exit code."""
-    from dyno.formatting import wrapped
-    from dyno.report import report as page
-    from dyno.report import tables
-    from dyno.report.export import export
-    from dyno.report.tables import trial_table
+def _print_answer(run: RunData, format: str) -> None:
+    """Print the trials and the verdict; as JSON, CSV and HTML as `dyno show` does."""
     from dyno.report.tables.trial_table import TRIALS
     from dyno.report.verdict import verdict
+
+    sentences = verdict.read_verdict(run).lines if format in ("text", "markdown") else []
+    _put_tables([TRIALS.table(run)], sentences, "", format, about=verdict.about(run) if format == "json" else None)
+
+
+def finish(folder: Path, format: str = "text") -> int:
+    """Print the trials and the verdict of a study that has just ended, write its report, and return its exit code."""
+    from dyno.report import report as page
+    from dyno.report import tables
+    from dyno.report.tables import trial_table
     from dyno.results import ranking
 
     run = _read_run(folder)
@@ -227,10 +227,10 @@ def finish(folder: Path) -> int:
         last = f"no report: {lacking(libraries)}"
     else:
         last = f"report: {page.write_report([run], folder)}"
-    _say_visible(run)
-    print(export([TRIALS.table(run)]))
-    print("\n".join(map(wrapped, verdict.read_verdict(run).lines)))
-    print(f"\n{last}")
+    if format == "text":
+        _say_visible(run)
+    _print_answer(run, format)
+    print(f"\n{last}" if format == "text" else f"dyno: {last}", file=sys.stdout if format == "text" else sys.stderr)
     code = trial_table.exit_code(run.frame, budget=bool(run.budgets))
     return code or int(bool(run.limits) and not ranking.is_within_limits(run))
 

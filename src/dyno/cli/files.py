@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -379,12 +379,16 @@ def pack(
         print(plain(path))
 
 
-def verify(file: Pack) -> None:
+def verify(file: Pack, format: Annotated[str, typer.Option(help="text or json.")] = "text") -> None:
     """Check that a pack's verdict follows from its samples. Exit 1 if not, 2 if it can't be read."""
     from dyno.packs import verification
 
+    check_known("format", format, ("text", "json"))
     result = verification.verify(file)
-    print("\n".join(map(plain, result.sentences)))
+    if format == "json":
+        print(json.dumps({"verified": not result.differences, **asdict(result)}, ensure_ascii=False, indent=1))
+    else:
+        print("\n".join(map(plain, result.sentences)))
     raise typer.Exit(result.exit_code)
 
 

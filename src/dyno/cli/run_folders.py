@@ -25,30 +25,32 @@ Trials = Annotated[
     typer.Argument(help="Only these trials: ids or their beginnings, or BACKEND/PRECISION.", metavar="TRIAL"),
 ]
 STATUSES = ("ok", "failed", "skipped", "unfinished")  # any other is a failure
-HEADINGS = ("run", "models", "trials", "measured", "fastest")
+MEANINGS = {
+    "run": "the run folder", "models": "of its trials", "trials": "their number by status",
+    "measured": "when it began", "fastest": "the winner of its first ranking",
+}  # fmt: skip
 
 
 def list_runs(
     folder: Annotated[Path, typer.Argument(help="Folder to search.", metavar="FOLDER")] = Path("runs"),
+    format: options.Format = "text",
 ) -> None:
     """List run folders: models, trials, when, and what was fastest."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from dyno.formatting import console, plain
+    from dyno.report.export import export
+    from dyno.table import TEXT, Column, Table
 
     if not folder.is_dir():
         raise UserError(
             f"there is no folder {folder}; `dyno run` makes runs/, and `dyno runs list FOLDER` looks elsewhere"
         )
     folders = list(runs_below(folder))
-    if not folders:
+    if not folders and format == "text":
         print(f"no run folder below {folder}")
         return
-    table = Table(*HEADINGS, box=None, pad_edge=False)
-    for run in folders:
-        table.add_row(*(escape(plain(cell)) for cell in (str(run), *_make_row(run))))
-    console().print(table)
+    columns = tuple(Column(name, meaning, kind=TEXT) for name, meaning in MEANINGS.items())
+    rows = [dict(zip(MEANINGS, (str(run), *_make_row(run)), strict=True)) for run in folders]
+    table = Table("runs", f"Runs below {folder}", "Run folders with their winners.", columns, rows)
+    print(export([table], format), end="")
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
