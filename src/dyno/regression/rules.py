@@ -30,7 +30,8 @@ class GateRules:
     `tolerance` is the relative slow-down that is still accepted: "slower" needs the whole interval beyond it. Written
     as "slower=2%", which sets the tolerance, it is a gate: what is neither clearly beyond nor clearly within the limit
     is undecided. `loss` is the accepted loss of accuracy as a share, written in points: "less-accurate=0.5" accepts
-    half a point. `least` is the share of output values (0 to 1) that must be close to A's, |b - a| <= atol + rtol |a|;
+    half a point. `least` is the share of output values (0 to 1) that must be close to A's, |b - a| <= atol + rtol |a|
+    (by default atol is 1e-8, or that share of A's largest value where it is below 1);
     giving it asks for the condition "disagree". With `any_outputs` speed is judged even where B's outputs are wrong.
     UserError for anything else.
     """
@@ -40,7 +41,7 @@ class GateRules:
     loss: float = 0.0
     least: float = 0.0
     rtol: float = closeness.RTOL
-    atol: float = closeness.ATOL
+    atol: float | None = None
     any_outputs: bool = False
     gate: bool = False
 
@@ -49,7 +50,7 @@ class GateRules:
         self._parse_conditions(self.fail_on)
         for name in ("tolerance", "loss", "rtol", "atol"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            if value is not None and not (math.isfinite(value) and value >= 0):
                 raise UserError(f"{name} is {value:g}; it must be 0 or more")
         if not 0 <= self.least <= 1:
             raise UserError(f"least is {self.least:g}; it is a share of values from 0 to 1, such as 0.999")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import detected
+import synthetic
 from dyno.results.metrics import agreement
 from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import UserError
@@ -82,6 +83,20 @@ def test_stored_trials(demo: Results) -> None:
     assert agreement.read_agreement(same, reference).close > 0.9 > agreement.read_agreement(far, reference).close
     assert len(agreement.compare_ranks(far.answers, reference.answers)) == 10
     assert agreement.read_agreement(next(t for t in demo if not t.good), reference) is None
+
+
+@pytest.mark.parametrize("scale", [1e-29, 1e-8, 1.0, 1e20])
+def test_the_usual_tolerance_is_a_share_of_small_outputs(tmp_path: Path, scale: float) -> None:
+    ways = [synthetic.Way("pytorch"), synthetic.Way("onnxruntime"), synthetic.Way("openvino")]
+    trials = load_run(synthetic.write_run(tmp_path / "run", ways, samples=5)).trials
+    values = np.random.default_rng(0).uniform(0.5, 1.0, (6, 4))
+    for trial, factor in zip(trials, (1.0, 1.0001, -1.0), strict=True):
+        for path in (tmp_path / "run/trials" / trial.id).glob("r*/outputs.npz"):
+            np.savez(path, **{"output:y": values * scale * factor, "sample": np.arange(6)})
+    reference, near, opposite = load_run(tmp_path / "run").trials
+    assert agreement.read_agreement(near, reference).close == 1
+    assert agreement.read_agreement(opposite, reference).close == 0
+    assert (agreement.read_agreement(opposite, reference, atol=1e-7).close == 1) == (scale < 1e-7)
 
 
 Arrays = dict[str, np.ndarray]

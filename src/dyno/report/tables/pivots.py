@@ -170,7 +170,8 @@ ACCURACY = _make_kind(
 )  # fmt: skip
 EQUALITY = _make_kind(
     "equality", f"Outputs equal to the reference's (rtol {RTOL:g}, atol {ATOL:g})",
-    "Share of output values that are close to the reference's, side by side.", 6, {"values, %": "equal"}, PERCENT,
+    "Share of output values close to the reference's, side by side; where all are below 1, atol is a share.", 6,
+    {"values, %": "equal"}, PERCENT,
     equal=_compute_equal,
 )  # fmt: skip
 LAYERS = _make_kind(

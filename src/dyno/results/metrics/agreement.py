@@ -394,9 +394,15 @@ def _cut_arrays(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np
 
 
 def read_agreement(
-    trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: float = ATOL
+    trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: float | None = None
 ) -> Agreement | None:
-    """Return the agreement of two stored trials over common inputs; None when either lacks outputs of that shape."""
+    """Return the agreement of two stored trials over common inputs; None when either lacks outputs of that shape.
+
+    By default `atol` is ATOL, or that share of the reference's largest value where it is below 1: outputs around 1e-29
+    would all be close by 1e-8, whatever their signs.
+    """
+    if atol is None:
+        atol = ATOL * min(1.0, find_largest(reference))
     try:
         return compare_outputs(trial, reference, rtol, atol)
     except UserError:  # other shapes: that trial's row has the reason
