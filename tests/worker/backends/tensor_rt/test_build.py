@@ -179,7 +179,7 @@ def test_a_layer_may_be_kept_that_has_most_of_the_arithmetic(digits: Any, tmp_pa
     lower, higher = 64 * 16 * 9 + 16 * 32 * 16 * 9 + 512 * 10, 16 * 32 * 32 * 9
     assert lower / (lower + higher) - 1e-9 < told.precision_truth.share["int8"] < 0.5
     assert told.warnings[0] == told.precision_truth.sentence
-    with pytest.raises(UserError, match="3 of 4 compute layers in int8, 1 in float32: ..% of the arithmetic in int8"):
+    with pytest.raises(UserError, match=r"3 of 4 compute layers in int8, 1 in float32: ..% of the arithmetic in int8"):
         make(replace(parent, made_by=replace(parent.made_by, kept=())), tmp_path, "int8")
 
 
