@@ -103,10 +103,18 @@ def made(folder: Path, *words: str) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a program and a package of it, made without Dyno."""
-    if not shutil.which("g++"):
+    """A folder with a program and a package of it, made without Dyno; where g++ can, libstdc++ is in the package."""
+    if not (compiler := shutil.which("g++")):
         pytest.skip("g++ is not installed")
-    return made(tmp_path_factory.mktemp("other"), "package")
+    folder = tmp_path_factory.mktemp("other")
+    linker = folder / "g++"
+    shared = 'case " $* " in *" -shared "*) set -- "$@" -static-libstdc++ ;; esac'
+    linker.write_text(f'#!/bin/sh\n{shared}\nexec {compiler} "$@"\n')
+    linker.chmod(0o755)
+    archive = subprocess.run([compiler, "-print-file-name=libstdc++.a"], capture_output=True, text=True).stdout.strip()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", str(linker if Path(archive).is_file() else compiler))
+        return made(folder, "package")
 
 
 def test_a_package_s_code_says_what_it_takes_and_runs(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -334,6 +336,10 @@ def _open_package(inductor: Any, package: CompiledPackage, path: Path, device: A
     if device.type == "cpu" and wanted.lower().startswith(("avx512", "amx")) and not _has_isa(wanted):
         raise Unavailable(f"the package was compiled for processors with {wanted}, which this one lacks")
     index = -1 if device.type == "cpu" else device.index or 0
+    # Some compilers link libstdc++ into each package. PyTorch's, shared with all libraries, takes its place: two in one
+    # process crash, in std::regex as the package opens.
+    with suppress(OSError):  # no library of this name
+        ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
     try:
         return inductor.load_package(str(path), package.name, num_runners=runners, device_index=index).loader
     except RuntimeError as e:

@@ -15,7 +15,7 @@ import pytest
 
 from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.facts.engine import Probe
-from dyno.worker.facts.files import MakerFacts
+from dyno.worker.facts.files import MakerFacts, RankedLayer
 from dyno.worker.makers.precision import converted
 from dyno.worker.registry import find, maker
 from dyno.worker.spec import (
@@ -121,11 +121,13 @@ def test_tf32_is_off_unless_it_is_asked_for(digits: Any, tmp_path: Path) -> None
     assert make(digits.artifact, tmp_path, "tf32").made_by.flags == ("TF32",)
 
 
-def lowered(digits: Any, precision: str, folder: Path) -> Artifact:
-    """The digits' file in another precision for TensorRT."""
-    trial = digits.trial(NAME, precision, batch=0, target="tensorrt", samples=32)
+def lowered(digits: Any, precision: str, folder: Path, ranking: tuple[RankedLayer, ...] = ()) -> Artifact:
+    """The digits' file in another precision for TensorRT, without the layers of a ranking."""
+    keep = {"keep": len(ranking)} if ranking else {}
+    trial = digits.trial(NAME, precision, batch=0, target="tensorrt", samples=32, **keep)
     recipe = converted(trial, "tensorrt", trial.dims.batch)
-    return maker("onnx_precision").make(recipe, digits.artifact, folder)
+    file = replace(digits.artifact, made_by=replace(digits.artifact.made_by, ranking=ranking))
+    return maker("onnx_precision").make(recipe, file, folder)
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("fp16", "float16"), ("bf16", "bfloat16"), ("int8", "int8")])
@@ -164,6 +166,21 @@ def test_mixed_precision_can_be_allowed(digits: Any, tmp_path: Path) -> None:
     told = make(digits.artifact, tmp_path, "fp16", allow_mixed=True).made_by
     assert len(told.kept_float32) == 4
     assert told.warnings[0] == told.precision_truth.sentence
+
+
+def test_a_layer_may_be_kept_that_has_most_of_the_arithmetic(digits: Any, tmp_path: Path) -> None:
+    graph = onnx.load(digits.artifact.path).graph
+    sizes = {weights.name: np.prod(weights.dims) for weights in graph.initializer}
+    largest = max((node for node in graph.node if node.op_type == "Conv"), key=lambda node: sizes[node.input[1]])
+    parent = lowered(digits, "int8", tmp_path, (RankedLayer(largest.name, "Conv"),))
+    told = make(parent, tmp_path, "int8").made_by
+    assert told.layers_by_type == {"int8": 3, "float32": 1}
+    # Multiply-adds by the layers' shapes: the third stays higher. The builder may pad the first one's single channel.
+    lower, higher = 64 * 16 * 9 + 16 * 32 * 16 * 9 + 512 * 10, 16 * 32 * 32 * 9
+    assert lower / (lower + higher) - 1e-9 < told.precision_truth.share["int8"] < 0.5
+    assert told.warnings[0] == told.precision_truth.sentence
+    with pytest.raises(UserError, match=r"3 of 4 compute layers in int8, 1 in float32: ..% of the arithmetic in int8"):
+        make(replace(parent, made_by=replace(parent.made_by, kept=())), tmp_path, "int8")
 
 
 @pytest.mark.parametrize("route", ["flags", "calibrator"])

@@ -211,7 +211,7 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, report: 
         timings.save(job.config)
         (folder / "layers.json").write_text(json.dumps(layers.as_json(listed), indent=1), encoding="utf-8")
         made_by = replace(_made_by(job, listed), build_s=seconds, timing_cache=timings.to_record(job.log))
-        made_by = _check_precision(job, made_by)
+        made_by = _check_precision(job, made_by, listed)
         ends = _list_tensors(job)
     return artifact_of(path, "engine", recipe.precision, ends, made_by, started, parent.sha256)
 
@@ -320,8 +320,7 @@ def _build_and_list(job: EngineBuild, path: Path, report: Report) -> tuple[list[
     plan, seconds = _build_plan(job, report)
     path.write_bytes(plan)
     listed = _list_layers(job, path)
-    truth = layers.summary(listed, job.recipe.precision).precision_truth
-    if truth is None or not truth.refuted or job.typed or job.route != "graph" or job.settings.allow_mixed:
+    if job.typed or job.route != "graph" or job.settings.allow_mixed or not _is_refuted(job, listed):
         return listed, seconds
     if not library.keep_types(job.trt, job.config, job.network):
         return listed, seconds
@@ -422,7 +421,15 @@ def _summarise_warnings(job: EngineBuild) -> list[str]:
     )
 
 
-def _check_precision(job: EngineBuild, made_by: MakerFacts) -> MakerFacts:
+def _is_refuted(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> bool:
+    """Return whether the engine ran in another type, apart from the layers that `keep` leaves in float32."""
+    kept = {layer.node for layer in job.parent.made_by.kept}
+    others = [each for each in listed if kept.isdisjoint(each.nodes or layers.named_nodes(each.name))]
+    truth = layers.summary(others, job.recipe.precision).precision_truth
+    return truth is not None and truth.refuted
+
+
+def _check_precision(job: EngineBuild, made_by: MakerFacts, listed: Sequence[layers.EngineLayer]) -> MakerFacts:
     """Raise a `UserError` for an engine in another precision than requested, unless mixed ones are allowed.
 
     Such an engine, or one of unknown types, gets a warning.
@@ -430,7 +437,7 @@ def _check_precision(job: EngineBuild, made_by: MakerFacts) -> MakerFacts:
     truth = made_by.precision_truth
     if truth is None or truth.ok:
         return made_by
-    if not truth.refuted or job.settings.allow_mixed:
+    if job.settings.allow_mixed or not _is_refuted(job, listed):
         return replace(made_by, warnings=(truth.sentence, *made_by.warnings))
     wide = made_by.kept_float32
     names = f" ({', '.join(wide[:SHOWN])}{' …' if len(wide) > SHOWN else ''})" if wide else ""
