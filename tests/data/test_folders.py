@@ -150,3 +150,17 @@ def test_linked_folders_and_images_count_under_their_own_names(tmp_path: Path) -
     (tmp_path / "data").symlink_to(folder)
     data = dyno_data.load(tmp_path / "data", tmp_path / "cache", (16, 20), Preprocess(resize=0))
     assert (data.name, data.count, dyno_data.meta(data)["classes"]) == ("data", 4, ["a", "b"])
+
+
+def test_the_names_of_photographs_lie_beside_their_pixels(tmp_path: Path) -> None:
+    fill(tmp_path / "photos", [f"{kind}/{name}" for kind in ("cat", "dog") for name in NAMES[:3]])
+    (tmp_path / "photos/cat/bad.jpg").write_bytes(b"none")
+    data = dyno_data.load(
+        tmp_path / "photos", tmp_path / "cache", (30, 40), Preprocess(resize=0.0), on_unreadable="skip"
+    )
+    names = json.loads(Path(data.folder, "names.json").read_text())["names"]
+    pixels, labels = (np.load(Path(data.folder, f"{kind}.npy")) for kind in ("images", "labels"))
+    assert len(names) == len(pixels) == 6 and "cat/bad.jpg" not in names
+    for name, image, label in zip(names, pixels, labels, strict=True):
+        shade = np.asarray(Image.open(tmp_path / "photos" / name))[0, 0, 0]
+        assert abs(int(image[0, 0, 0]) - int(shade)) < 4 and name.startswith(("cat", "dog")[label])

@@ -30,6 +30,7 @@ UNSURE_NS = (
     2_000_000_000  # a file changed this shortly before it was hashed may have changed again with the same time stamp
 )
 TOGETHER = 32  # files that a thread hashes before it waits for the interpreter's lock to take the next ones
+NAMES = "names.json"
 META = {"classes": list, "splits": dict, "count": int, "sha256": str, "files": list, "bytes": int, "unreadable": list}
 STALE_S = 7 * 24 * 3600  # a killed run can be resumed for so long
 
@@ -40,7 +41,7 @@ class Content:
 
     `columns` has an array of as many rows for each further file, `labels` among them. `check` takes the reasons by
     row; it raises, or returns them as the lines that meta.json lists. `beside` makes further JSON files by name from
-    the rows that were kept.
+    the rows that were kept. `names` are the photographs' (empty: they have none), for people: they change no hash.
     """
 
     rows: Source
@@ -50,6 +51,7 @@ class Content:
     meta: dict[str, Any]
     check: Callable[[dict[int, str]], list[str]] = lambda unreadable: list(unreadable.values())
     beside: Callable[[np.ndarray], dict[str, Any]] = lambda kept: {}
+    names: tuple[str, ...] = ()
 
 
 def key_of(*parts: Any) -> str:
@@ -135,6 +137,8 @@ def _fill_folder(folder: Path, journal: Path, content: Content) -> None:
         sha.update(f"{name} {text}".encode())
         (folder / name).write_text(text, encoding="utf-8")
         files.append(name)
+    if content.names:
+        write_json(folder / NAMES, {"names": [content.names[i] for i in kept]})
     about = {
         **content.meta,
         "sha256": sha.hexdigest(),

@@ -306,6 +306,7 @@ def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptio
         about,
         check_unreadable,
         further_files,
+        tuple(photo.name for photo in photos),
     )
 
 

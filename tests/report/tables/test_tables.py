@@ -14,6 +14,7 @@ import printed
 import synthetic
 from dyno.formatting import UNLIMITED, width, wrapped
 from dyno.report import tables
+from dyno.report.charts import charts
 from dyno.report.export import export
 from dyno.report.tables import accuracy_tables, frontier_table, trial_table, variance_tables
 from dyno.results.trial_result import Results, load_run
@@ -46,6 +47,42 @@ def test_outputs_that_change_or_never_do_have_a_note(tmp_path: Path) -> None:
         "digits a fp32: its outputs change from call to call, so they can't be compared",
         "digits b fp32: the outputs are the same for every input, so agreement proves little",
     )
+
+
+def test_images_that_flip_are_listed_and_drawn(tmp_path: Path) -> None:
+    """Ten images in the cache, of which int8 loses one and gains one; with another data set in its place: no file."""
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a", "int8")], samples=5, count=10)
+    data = tmp_path / "data"
+    data.mkdir()
+    np.save(data / "images.npy", np.full((10, 3, 200, 120), 90, np.uint8))
+    write_json(data / "meta.json", {"sha256": "d" * 64})
+    write_json(data / "names.json", {"names": [f"{k}.jpg" for k in range(10)]})
+    label, right = np.arange(10), np.stack([np.arange(10), (np.arange(10) + 1) % 10], 1).astype(np.int32)
+    for path in folder.glob("trials/*/r*"):
+        job = read_json(path / "job.json")
+        job["trial"]["data"]["folder"] = str(data)
+        write_json(path / "job.json", job)
+        wrong = {"int8": 4, "fp32": 7}[job["trial"]["precision"]]
+        index = right.copy()
+        index[wrong] = index[wrong, ::-1]
+        stored = dict(np.load(path / "outputs.npz"))
+        np.savez(path / "outputs.npz", **stored | {
+            "label": label, "topk_index": index, "topk_score": np.tile(np.float32([30, 20]), (10, 1))})  # fmt: skip
+    run = trial_table.read_trials(folder)
+    lost, gained = accuracy_tables.FLIPS.table(run).rows
+    assert [lost[k] for k in ("change", "image", "file", "class", "reference", "answer")] == [
+        "lost", 4, "4.jpg", "class 4", "class 4", "class 5"]  # fmt: skip
+    assert [gained[k] for k in ("change", "file", "reference", "answer")] == ["gained", "7.jpg", "class 8", "class 7"]
+    (row,) = [r for r in accuracy_tables.CLASSIFICATION.table(run).rows if r.get("lost")]
+    assert (row["lost"], row["gained"], row["score_shift"], row["score_shift_high"]) == (1, 1, 0, 0)
+    figure = charts.draw_flips(run)
+    pictures = [axes for part in figure.subfigs for axes in part.axes]
+    assert [axes.get_title() for axes in pictures] == ["lost", "gained"]
+    assert pictures[0].images[0].get_array().shape == (67, 40, 3), "every third pixel of 200 x 120"
+    assert "1 lost, 1 gained" in figure.subfigs[0].get_suptitle()
+    write_json(data / "meta.json", {"sha256": "e" * 64})
+    assert charts.draw_flips(run) is None
+    assert [r["file"] for r in accuracy_tables.FLIPS.table(run).rows] == ["", ""]
 
 
 def made(path: Path, *ways: Way) -> pd.DataFrame:

@@ -75,6 +75,35 @@ def test_paired_counts_are_those_of_the_answers(demo: Results) -> None:
     assert found.difference.value == pytest.approx(a.mean() - b.mean())
 
 
+def test_flips_are_the_images_that_one_alone_has_right(demo: Results) -> None:
+    reference, int8 = demo.trials[0], next(t for t in demo if t.configuration == "onnxruntime int8")
+    own, other = int8.answers, reference.answers
+    first, others, label = own["topk_index"][:, 0], other["topk_index"][:, 0], own["label"]
+    flips = accuracy.list_flips(int8, reference)
+    lost = {flip.image for flip in flips if flip.is_lost}
+    assert lost == {k for k in range(360) if others[k] == label[k] != first[k]} and lost
+    assert {f.image for f in flips} - lost == {k for k in range(360) if first[k] == label[k] != others[k]}
+    assert [flip.is_lost for flip in flips] == sorted((flip.is_lost for flip in flips), reverse=True)
+    for flip in flips:
+        k = flip.image
+        assert (flip.label, flip.answer) == (f"class {label[k]}", f"class {first[k]}")
+        assert flip.reference_score == other["topk_score"][k, 0] and flip.score == own["topk_score"][k, 0]
+    assert accuracy.list_flips(reference, reference) == []
+
+
+def test_the_shift_of_scores_is_paired(demo: Results) -> None:
+    from scipy.stats import ttest_rel
+
+    reference, int8 = demo.trials[0], next(t for t in demo if t.configuration == "onnxruntime int8")
+    found = accuracy.compute_score_shift(int8, reference)
+    own, other = (t.answers["topk_score"][:, 0].astype(float) for t in (int8, reference))
+    expected = ttest_rel(own, other).confidence_interval(0.95)
+    assert found is not None and found.value == pytest.approx(own.mean() - other.mean(), abs=1e-9)
+    assert [found.low, found.high] == pytest.approx([expected.low, expected.high])
+    same = accuracy.compute_score_shift(reference, reference)
+    assert same is not None and [same.low, same.value, same.high] == [0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("found", "points", "verdict"),
     [(pair(0, 0, 2000), 0.5, "within"), (pair(0, 0, 360), 0.5, "undecided"), (pair(0, 40, 1000), 0.5, "over"),

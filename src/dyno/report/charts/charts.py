@@ -14,7 +14,7 @@ from dyno.report.style import HATCHES, INK, LINES, WIDTH, Chart, color, logarith
 from dyno.results import ranking
 from dyno.results.limits import Limit
 from dyno.results.metrics import accuracy
-from dyno.results.metrics.accuracy import Confusion
+from dyno.results.metrics.accuracy import Confusion, Flip
 from dyno.results.metrics.metric import Metric
 from dyno.results.ranking import LATENCY, THROUGHPUT, configuration_of, rank_goals, winners
 from dyno.results.run_data import RunData
@@ -686,4 +686,70 @@ CONFUSION = Chart(
     "the label's images.",
     draw_matrices,
     14,
+)
+
+
+# Images that flip, as pictures.
+
+MOST_STRIPS, MOST_PICTURES = 4, 8  # configurations, and images of each
+PICTURE_SIDE = 96  # pixels at most, so that a page stays small
+LONGEST_ANSWER = 14
+
+
+def draw_flips(run: RunData) -> Any:
+    """Draw the first images that each configuration lost or gained against its reference; None without any."""
+    strips = list(_find_strips(run))[:MOST_STRIPS]
+    if not strips:
+        return None
+    with styled() as figure_class:
+        figure = figure_class(figsize=(WIDTH, 1.75 * len(strips)), layout="constrained")
+        for part, (title, pictures) in zip(
+            np.atleast_1d(figure.subfigures(len(strips), 1, squeeze=True)), strips, strict=True
+        ):
+            part.suptitle(title, fontsize=9)
+            places = part.subplots(1, MOST_PICTURES)
+            for axes, (flip, pixels) in zip(places, pictures, strict=False):
+                _draw_picture(axes, flip, pixels)
+            for axes in places[len(pictures) :]:
+                axes.remove()
+    return figure
+
+
+def _find_strips(run: RunData) -> Iterator[tuple[str, list[tuple[Flip, np.ndarray]]]]:
+    """Yield a title and the pictures, uint8 [H, W, C], of each configuration whose flips are in the cache."""
+    for t in accuracy.choose_trials(run.records):
+        reference = run.references.get(t.id)
+        flips = accuracy.list_flips(t, reference) if reference is not None and reference is not t else []
+        photographs = accuracy.open_photographs(t) if flips else None
+        if photographs is None or reference is None:
+            continue
+        lost = sum(flip.is_lost for flip in flips)
+        shown = [*flips[: min(lost, max(MOST_PICTURES // 2, MOST_PICTURES - (len(flips) - lost)))], *flips[lost:]]
+        pixels = photographs[1]
+        pictures = [(flip, pixels[flip.image].transpose(1, 2, 0)) for flip in shown[:MOST_PICTURES]
+                    if flip.image < len(pixels)]  # fmt: skip
+        if pictures:
+            title = f"{short(t.label, 2 * LONGEST_CLASS)}: {lost} lost, {len(flips) - lost} gained"
+            yield f"{title} against {reference.configuration}", pictures
+
+
+def _draw_picture(axes: Any, flip: Flip, pixels: np.ndarray) -> None:
+    step = max(1, math.ceil(max(pixels.shape[:2]) / PICTURE_SIDE))
+    small = pixels[::step, ::step]
+    grey = small.shape[2] != 3
+    axes.imshow(small[..., 0] if grey else small, cmap="gray" if grey else None, vmin=0, vmax=255)
+    axes.grid(False)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    before, after = (short(name, LONGEST_ANSWER) for name in (flip.reference, flip.answer))
+    axes.set_title("lost" if flip.is_lost else "gained", fontsize=7)
+    axes.set_xlabel(f"{before}\n→ {after}", fontsize=6)
+
+
+FLIPS = Chart(
+    "flips",
+    "Images that flip: lost ones the reference alone has right, gained ones the configuration alone. Below each the "
+    "reference's answer, then the configuration's.",
+    draw_flips,
+    15,
 )

@@ -17,11 +17,12 @@ from dyno.results.metrics.agreement import Agreement, Rank
 from dyno.results.metrics.metric import Metric
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, TrialResult
-from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
+from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table, limited, limits_of, printed
 from dyno.worker.numerics.closeness import ATOL, RTOL
 from dyno.worker.spec import UserError
 
 MOST_CLASSES, MOST_COLUMNS = 200, 8  # rows and trials of a table of classes
+MOST_FLIPS = 200  # images of a configuration in the table of flips
 OF = Column("of", "what is scored: boxes, masks or keypoints", kind=TEXT)
 IMAGES = Column("images", "that the accuracy is from", kind=COUNT)
 PAIRED = (
@@ -34,6 +35,21 @@ DECISION = (
     Column("budget", "within, over or undecided", kind=TEXT),
     Column("more_images", "about how many more would decide it", kind=COUNT, title="images to settle"),
 )
+
+
+def _format_shift(row: Row) -> str:
+    values = [row.get(f"score_shift{end}", math.nan) for end in ("", "_low", "_high")]
+    if math.isnan(values[0]):
+        return ""
+    value, low, high = (f"{each:+.3g}" for each in values)
+    return value if math.isnan(values[1]) else f"{value} [{low}, {high}]"
+
+
+SHIFT = (
+    Column("score_shift", "mean difference of the first answer's score from the reference's, paired, in the network's "
+           "own unit", title="shift of scores", cell=_format_shift),
+    *limits_of("score_shift", ""),
+)  # fmt: skip
 
 
 def copy_columns(run: RunData, row: Any, names: Iterable[str]) -> Row:
@@ -50,17 +66,21 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
         if t.task.labels != labels or not (scores := metrics.measured(t)):
             continue
         shown |= {metric.name: metric for metric, _ in scores}
-        columns = [column.name for metric, _ in scores for column in metric.columns]
-        row = copy_columns(run, r, (*columns, *COPIED)) | {"of": scores[0][1].of}
+        names = [column.name for metric, _ in scores for column in metric.columns]
+        row = copy_columns(run, r, (*names, *COPIED)) | {"of": scores[0][1].of}
         change = scores[0][0].change(t, reference) if reference is not None and reference is not t else None
         if isinstance(change, PairedChange):
             row |= {"gained": change.gained, "lost": change.lost}
+        if change and reference is not None and labels == "classes":
+            row |= limited("score_shift", accuracy.compute_score_shift(t, reference))
         rows.append(row if change else row | {metric.diff: None for metric, _ in scores})
     if not rows:
         return None
     ordered = sorted(shown.values(), key=lambda metric: metric.place)
     changes = [m.change_columns[0] for m in ordered if m.diff in m.printed_columns]
-    return kind.of((LABEL, OF, IMAGES, *(m.value_column for m in ordered), *PAIRED, *changes, *DECISION), rows)
+    shifts = SHIFT if labels == "classes" else ()
+    columns = (LABEL, OF, IMAGES, *(m.value_column for m in ordered), *PAIRED, *changes, *shifts, *DECISION)
+    return kind.of(columns, rows, printed=printed(columns))
 
 
 def _make_classes_table(run: RunData) -> Table | None:
@@ -89,6 +109,26 @@ def _make_classes_table(run: RunData) -> Table | None:
         Column("times", "how often", kind=COUNT),
     )
     return CLASSES.of(columns, rows, notes=("The report's charts/confusion-ID.csv has each whole confusion matrix.",))
+
+
+def _make_flips_table(run: RunData) -> Table | None:
+    """Build rows of the images that a configuration lost or gained against its reference."""
+    rows: list[Row] = []
+    for t, reference in _list_pairs(run, accuracy.choose_trials(run.records)):
+        photographs = accuracy.open_photographs(t)
+        names = photographs[0] if photographs else []
+        rows += [
+            {
+                "label": t.label, "trial": t.id, "change": "lost" if flip.is_lost else "gained", "image": flip.image,
+                "file": names[flip.image] if flip.image < len(names) else "", "class": flip.label,
+                "reference": flip.reference, "reference_score": flip.reference_score, "answer": flip.answer,
+                "score": flip.score,
+            }
+            for flip in accuracy.list_flips(t, reference)[:MOST_FLIPS]
+        ]  # fmt: skip
+    note = f"At most {MOST_FLIPS} images of a configuration, the lost ones first, each by the reference's score."
+    columns = FLIP_COLUMNS
+    return FLIPS.of(columns, rows, group=("label",), notes=(note,), printed=printed(columns)) if rows else None
 
 
 def _average_precision(run: RunData) -> Table | None:
@@ -128,6 +168,22 @@ CLASSES = TableKind(
     "classes", "Top-1 by class", "A row per class: top-1 of each configuration, and what the class is taken for.",
     _make_classes_table, "no trial answered labelled images", "accuracy", 5,
 )  # fmt: skip
+FLIP_COLUMNS = (
+    LABEL,
+    Column("trial", "the trial's id", kind=TEXT),
+    Column("change", "lost: the reference alone is right; gained: this trial alone", kind=TEXT),
+    Column("image", "its row in the decoded data", kind=COUNT),
+    Column("file", "the photograph, where the cache still names it", kind=TEXT),
+    Column("class", "of the label", kind=TEXT),
+    Column("reference", "the reference's first answer", kind=TEXT),
+    Column("reference_score", "its score", title="its score", rank=1),
+    Column("answer", "this trial's first answer", kind=TEXT),
+    Column("score", "of this trial's first answer", rank=1),
+)
+FLIPS = TableKind(
+    "flips", "Images that flip", "A row per image that a configuration alone, or its reference alone, has right.",
+    _make_flips_table, "no image is right in one trial alone", "accuracy", 2,
+)  # fmt: skip
 AVERAGE_PRECISION = TableKind(
     "average-precision", "AP50-95 by class, %", "A row per class: average precision of each configuration.",
     _average_precision, "no trial has a mAP", "accuracy", 4,
@@ -159,8 +215,9 @@ EVALUATION = TableKind(
 MOST_PAIRS = 300  # trials whose raw outputs are compared
 
 
-def _list_pairs(run: RunData) -> list[tuple[TrialResult, TrialResult]]:
-    pairs = ((t, run.references.get(t.id)) for t in run.records if t.good)
+def _list_pairs(run: RunData, trials: Iterable[TrialResult] = ()) -> list[tuple[TrialResult, TrialResult]]:
+    """Return each good trial, or each of those, with its reference, unless it is one."""
+    pairs = ((t, run.references.get(t.id)) for t in trials or run.records if t.good)
     return [(t, other) for t, other in pairs if other is not None and other is not t][:MOST_PAIRS]
 
 

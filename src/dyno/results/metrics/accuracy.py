@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +14,10 @@ import numpy as np
 from dyno.formatting import csv_cell
 from dyno.results.metrics import known, measured
 from dyno.results.metrics.metric import Change, Metric, MetricValue
-from dyno.results.stats import CONFIDENCE, Interval, paired_chance, paired_difference, wilson
+from dyno.results.stats import CONFIDENCE, Interval, paired_chance, paired_difference, t_quantile, wilson
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.job import AnsweredImages
-from dyno.worker.record import write_text
+from dyno.worker.record import read_json, write_text
 from dyno.worker.spec import UserError, check_known
 
 if TYPE_CHECKING:
@@ -260,6 +261,83 @@ def correct(answers: dict[str, np.ndarray], k: int) -> np.ndarray | None:
 
 
 TOP1, TOP5 = Top1(1), Top5(5)
+
+
+# Images that flip between a trial and its reference, and how far the scores of first answers shift.
+
+
+@dataclass(frozen=True)
+class Flip:
+    """An image that either the reference alone has right (`is_lost`) or the trial alone: its row in the decoded data,
+    the class of its label, and the first answers of both with their scores."""
+
+    image: int
+    label: str
+    reference: str
+    answer: str
+    reference_score: float
+    score: float
+    is_lost: bool
+
+
+def list_flips(trial: TrialResult, reference: TrialResult) -> list[Flip]:
+    """Return the lost images, then the gained ones, each by the reference's score, the surest first."""
+    own, other = trial.answers, reference.answers
+    hits, others = correct(own, 1), correct(other, 1)
+    if hits is None or others is None or not same_photographs(trial, reference):
+        return []
+    here, there = match_images(own, other)
+    hits, others = hits[here], others[there]
+    names = [str(name) for name in own.get("classes", ())]
+
+    def name_class(index: int) -> str:
+        return names[index] if 0 <= index < len(names) else f"class {index}"
+
+    flips = []
+    for k in np.flatnonzero(hits != others).tolist():
+        i, j = int(here[k]), int(there[k])
+        flips.append(Flip(
+            int(own["sample"][i]) if "sample" in own else i, name_class(int(own["label"][i])),
+            name_class(int(other["topk_index"][j, 0])), name_class(int(own["topk_index"][i, 0])),
+            float(other["topk_score"][j, 0]), float(own["topk_score"][i, 0]), bool(others[k]),
+        ))  # fmt: skip
+    return sorted(flips, key=lambda flip: (not flip.is_lost, -flip.reference_score))
+
+
+def compute_score_shift(trial: TrialResult, reference: TrialResult) -> Interval | None:
+    """Return the mean difference of the first answer's score from the reference's, paired over images.
+
+    It is in the network's own unit, with Student's t interval (NaN of one image); None where a score is missing.
+    """
+    own, other = trial.answers, reference.answers
+    if "topk_score" not in own or "topk_score" not in other or not same_photographs(trial, reference):
+        return None
+    here, there = match_images(own, other)
+    shifts = own["topk_score"][here, 0].astype(np.float64) - other["topk_score"][there, 0]
+    if not len(shifts) or not np.isfinite(shifts).all():
+        return None
+    mean, reach = float(shifts.mean()), math.nan
+    if len(shifts) > 1:
+        reach = t_quantile(len(shifts) - 1) * float(shifts.std(ddof=1)) / math.sqrt(len(shifts))
+    return Interval(mean, mean - reach, mean + reach)
+
+
+def open_photographs(trial: TrialResult) -> tuple[list[str], np.ndarray] | None:
+    """Return the names ([] where they aren't known) and the pixels, uint8 [N, C, H, W], of the trial's decoded data.
+
+    None where the cache has it no more, or something else in its place.
+    """
+    data = trial.spec.get("data") or {}
+    folder = Path(str(data.get("folder") or ""))
+    if not data.get("folder") or not (folder / "meta.json").is_file():
+        return None
+    try:
+        if read_json(folder / "meta.json").get("sha256") != data.get("sha256"):
+            return None
+        names = read_json(folder / "names.json")["names"] if (folder / "names.json").is_file() else []
+        return [*map(str, names)], np.load(folder / "images.npy", mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 # Confusions of a classifier: the matrix, the accuracy of each class, and the largest confusions.
