@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,8 +54,10 @@ def test_files_that_cannot_be_written_are_refused(
     assert refused("show", run, "-o", "table.xlsx").startswith("table.xlsx has an unknown ending '.xlsx'; known: .txt")
     assert refused("show", run, "--format", "parquet") == "Parquet is not for a terminal; give a file: -o FILE.parquet"
     assert refused("show", run, "-o", "no/table.csv").startswith("no/table.csv can't be written")
-    monkeypatch.setattr(defaults, "find_spec", lambda name: object())
+    monkeypatch.setattr(defaults, "find_spec", lambda name: SimpleNamespace(origin=name))
     assert refused("show", run, "--table", "all", "-o", "t.parquet").startswith("a Parquet file has one table, not ")
+    assert refused("show", run, "--table", "serve", "-o", "t.parquet").startswith(f"{run} has no table to write: ")
+    assert refused("show", run, "--list", "-o", "t.parquet").startswith("--list is for reading")
     monkeypatch.setattr(defaults, "find_spec", lambda name: None)
     assert refused("show", run, "-o", "t.parquet") == (
         "Parquet: this needs pyarrow, not installed here; pip install 'inference-dyno[parquet]'"

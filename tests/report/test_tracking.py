@@ -6,11 +6,14 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dyno import load
+from dyno.report import tracking
+from dyno.report.tables.trial_table import TRIALS
 from dyno.study import defaults
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -157,6 +160,9 @@ def test_a_missing_library_is_named_before_anything_is_measured(
     assert refused(*command, "--log", "mlflow") == (
         "--log mlflow: this needs mlflow, not installed here; pip install 'inference-dyno[mlflow]'"
     )
+    # A folder that a tracker left here is none: Python takes it for a package without code.
+    monkeypatch.setattr(defaults, "find_spec", lambda name: SimpleNamespace(origin=None))
+    assert refused(*command, "--log", "wandb").endswith("pip install 'inference-dyno[wandb]'")
     assert refused(*command, "--log", "tensorbord").startswith("unknown tracker 'tensorbord'; did you mean 'tensor")
     assert not (tmp_path / "runs").exists()
 
@@ -169,3 +175,11 @@ def test_a_tracker_that_refuses_is_one_line(gold: Path, dyno: Any) -> None:
     err = dyno("show", gold, "--log", "wandb", env=nobody, cwd=out, code=2).stderr
     assert err.splitlines()[-1].startswith("dyno: wandb could not log") and "Traceback" not in err
     assert err.endswith("WANDB_MODE=offline needs no account\n")
+
+
+def test_a_run_of_another_kind_is_refused(gold: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard", reason="no TensorBoard (pip install 'inference-dyno[tensorboard]')")
+    monkeypatch.setattr(tracking.tables, "leading", lambda run: ([TRIALS.of((), ())], ["of a video"]))
+    _, _, err = call("show", gold, "--log", "tensorboard", code=2)
+    assert err == f"dyno: {gold} has no trials of a study, which trackers take; omit --log\n"
+    assert not (gold / "tensorboard").exists()

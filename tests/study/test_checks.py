@@ -102,7 +102,7 @@ def test_it_is_refused_at_once(refused: Any, tmp_path: Path, words: list[object]
 COMMANDS: dict[str, tuple[object, ...]] = {
     "run": ("fake:n", "--backend", "fake"), "time": ("fake:n",), "eval": ("fake:n", "--data", "d"),
     "diff": ("fake:n", "m.onnx"), "inspect": ("fake:n",), "profile": ("fake:n",), "explain": ("fake:n", "a", "b"),
-    "bench cold-start": ("fake:n", "openvino"), "bench stress": ("m.onnx",),
+    "bench cold-start": ("fake:n", "openvino"), "bench stress": ("m.onnx",), "bench app": ("net.py:application",),
     "bench video": ("in.mp4", "out.mp4", "--model", "fake:n"), "bench serve": ("fake:n", "--p99", "1s"),
     "export": ("m.onnx", "-o", "m.xml"), "data train": ("d", "--model", "fake:n"),
     "selftest": (), "compare": ("m.onnx", "n.onnx"),

@@ -45,7 +45,6 @@ from dyno.worker.spec import LOOKS, Trial, UserError, plain
 
 if TYPE_CHECKING:
     from dyno.results.run_data import RunData
-    from dyno.table import Table
 
 UNFINISHED = 3  # exit code where some of the models could not be measured
 PROBE_S, BUSY = 2.0, 0.5  # seconds of looking for other programs; the fewest busy processors that matter
@@ -202,16 +201,21 @@ def show_stopped(folder: Path, format: str = "text") -> None:
     except UserError:
         return
     if any(t.status == "ok" for t in run.records):
-        _print_answer(run, format)
+        print(_format_answer(run, format), end="")
 
 
-def _print_answer(run: RunData, format: str) -> None:
-    """Print the trials and the verdict; as JSON, CSV and HTML as `dyno show` does."""
+def _format_answer(run: RunData, format: str) -> str:
+    """Return the trials with the verdict, in JSON as data and in CSV and HTML without, as `dyno show` prints them."""
+    from dyno.formatting import bullet, wrapped
+    from dyno.report.export import export
     from dyno.report.tables.trial_table import TRIALS
     from dyno.report.verdict import verdict
 
-    sentences = verdict.read_verdict(run).lines if format in ("text", "markdown") else []
-    _put_tables([TRIALS.table(run)], sentences, "", format, about=verdict.about(run) if format == "json" else None)
+    text = export([TRIALS.table(run)], format, about=verdict.about(run) if format == "json" else None)
+    if format in ("text", "markdown"):
+        lines = map(wrapped if format == "text" else bullet, verdict.read_verdict(run).lines)
+        text += "\n" + "\n".join(lines) + "\n"
+    return text
 
 
 def finish(folder: Path, format: str = "text") -> int:
@@ -227,9 +231,7 @@ def finish(folder: Path, format: str = "text") -> int:
         last = f"no report: {lacking(libraries)}"
     else:
         last = f"report: {page.write_report([run], folder)}"
-    if format == "text":
-        _say_visible(run)
-    _print_answer(run, format)
+    print((_describe_visible(run) if format == "text" else "") + _format_answer(run, format), end="")
     print(f"\n{last}" if format == "text" else f"dyno: {last}", file=sys.stdout if format == "text" else sys.stderr)
     code = trial_table.exit_code(run.frame, budget=bool(run.budgets))
     return code or int(bool(run.limits) and not ranking.is_within_limits(run))
@@ -248,13 +250,13 @@ def _read_run(folder: Path, overrides: Overrides | None = None) -> RunData:
     )
 
 
-def _say_visible(run: RunData) -> None:
-    """Print which differences the run can detect, if the machine's self-test has measured that."""
+def _describe_visible(run: RunData) -> str:
+    """Return which differences the run can detect, if the machine's self-test has measured that, and an empty line."""
     from dyno.formatting import wrapped
     from dyno.report import self_test as report_self_test
 
-    if sentence := report_self_test.of_run(run.records):
-        print(wrapped(sentence) + "\n")
+    sentence = report_self_test.of_run(run.records)
+    return f"{wrapped(sentence)}\n\n" if sentence else ""
 
 
 def _log(folder: Path, trackers: str, overrides: Overrides | None = None) -> None:
@@ -297,12 +299,15 @@ def show(
 ) -> None:
     """Print a run's trials and the verdict, or another table. Several runs: their history, trial by trial."""
     from dyno.report import tables
+    from dyno.report.export import export
 
     format = find_format(out, format)
     if out:
         check_writable(Path(out))
     if list_all:
-        _put_tables([tables.listed()], [], out, format)
+        if format == PARQUET:
+            raise UserError("--list is for reading; omit -o, or give a file of another format")
+        _put_text(export([tables.listed()], format), out)
         return
     runs = runs or [run_folders.find_latest()]
     if over_time or trials:
@@ -326,50 +331,50 @@ def _take_one(runs: Sequence[Path], option: str) -> Path:
 def _show_history(runs: Sequence[Path], out: str, format: str, by: str, columns: str, overrides: Overrides) -> None:
     """Print the trials of several runs, each with its changes from run to run."""
     from dyno.regression import history
+    from dyno.report.export import export, write_parquet
 
     read = [_read_run(run, overrides) for run in runs]
-    _put_tables([history.make_history(read)], [], out, format, by, columns)
+    table = history.make_history(read)
+    if format == PARQUET:
+        write_parquet(Path(out), table)
+    _put_text("" if format == PARQUET else export([table], format, by, only=columns), out)
     _warn_of_problems(read)
 
 
 def _show_run(run: Path, out: str, format: str, by: str, table: str, columns: str, overrides: Overrides) -> None:
     """Print a table of a stored run, or `all` of them; without a name what leads, or the trials with the verdict."""
+    from dyno.formatting import bullet, wrapped
     from dyno.report import tables
+    from dyno.report.export import export, write_parquet
     from dyno.report.tables import trial_table
     from dyno.report.verdict import verdict
     from dyno.report.verdict.verdict import about
 
     data = _read_run(run, overrides)
     leading, sentences = tables.leading(data) if not (table or by) else ([], [])
-    chosen = leading or tables.named(data, table or trial_table.TRIALS.name)
-    in_words = format in ("text", "markdown") and not (table or by)
-    if in_words and not leading:
-        _say_visible(data)
-        sentences = sentences or verdict.read_verdict(data).lines
-    about_run = about(data) if format in ("json", PARQUET) else None
-    _put_tables(chosen, sentences if in_words else [], out, format, by, columns, about_run, tables.nothing(table))
-    _warn_of_problems([data])
-
-
-def _put_tables(
-    chosen: Sequence[Table], sentences: Sequence[str], out: str, format: str, by: str = "", columns: str = "",
-    about: dict[str, Any] | None = None, nothing: str = "",
-) -> None:  # fmt: skip
-    """Print tables with sentences below, or write them into the file `out`."""
-    from dyno.formatting import bullet, wrapped
-    from dyno.report.export import export, write_parquet
-
+    chosen, text = leading or tables.named(data, table or trial_table.TRIALS.name), ""
     if format == PARQUET:
         if len(chosen) != 1:
             raise UserError(f"a Parquet file has one table, not {len(chosen)}; choose it with --table NAME")
-        write_parquet(Path(out), chosen[0], about)
+        if not chosen[0].rows:
+            raise UserError(f"{run} has no table to write: {tables.nothing(table)}")
+        write_parquet(Path(out), chosen[0], about(data))
     else:
-        text = export(chosen, format, by, about, columns) or f"{nothing}\n"
-        if sentences:
-            text += "\n" + "\n".join(map(wrapped if format == "text" else bullet, sentences)) + "\n"
-        if not out:
-            print(text, end="")
-            return
+        text = export(chosen, format, by, about(data) if format == "json" else None, columns)
+        text = text or f"{tables.nothing(table)}\n"
+    if format in ("text", "markdown") and not (table or by):
+        shown = map(wrapped if format == "text" else bullet, sentences or verdict.read_verdict(data).lines)
+        text = ("" if leading else _describe_visible(data)) + text + "\n" + "\n".join(shown) + "\n"
+    _put_text(text, out)
+    _warn_of_problems([data])
+
+
+def _put_text(text: str, out: str) -> None:
+    """Print the text, or write it into the file `out` and say so; a file that is written already is only named."""
+    if not out:
+        print(text, end="")
+        return
+    if text:
         write_text(Path(out), text)
     print(f"dyno: wrote {plain(out)}", file=sys.stderr)
 

@@ -28,6 +28,12 @@ ENDINGS = {".txt": "text", ".md": "markdown", ".csv": "csv", ".json": "json", ".
 TRACKERS = ("mlflow", "wandb", "tensorboard")  # which are their libraries, too
 
 
+def is_installed(library: str) -> bool:
+    """Return whether a library can be imported; a folder of its name, such as trackers leave behind, is none."""
+    spec = find_spec(library)
+    return spec is not None and spec.origin is not None
+
+
 def find_format(file: str, format: str = "") -> str:
     """Return the format in which a table is written into the file: by its ending, unless it is given.
 
@@ -40,7 +46,7 @@ def find_format(file: str, format: str = "") -> str:
     check_known("format", chosen, (*FORMATS, PARQUET))
     if chosen == PARQUET and not file:
         raise UserError("Parquet is not for a terminal; give a file: -o FILE.parquet")
-    if chosen == PARQUET and find_spec("pyarrow") is None:
+    if chosen == PARQUET and not is_installed("pyarrow"):
         raise UserError(f"Parquet: {lacking(['pyarrow'])}")
     return chosen
 
@@ -50,7 +56,7 @@ def parse_trackers(text: str) -> list[str]:
     names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     for name in names:
         check_known("tracker", name, TRACKERS)
-        if find_spec(name) is None:
+        if not is_installed(name):
             raise UserError(f"--log {name}: {lacking([name])}")
     return names
 

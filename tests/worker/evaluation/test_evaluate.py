@@ -452,9 +452,8 @@ def test_beside_a_busy_program_images_are_answered_with_fewer_threads_and_no_rat
     data: DataSpec, monkeypatch: pytest.MonkeyPatch, busy: float, can_limit: bool, limits: list[int]
 ) -> None:
     monkeypatch.setattr("dyno.worker.evaluation.evaluate.CHECK_S", 0.0)
-    monkeypatch.setattr("dyno.worker.evaluation.evaluate.system.CpuContention.busy", lambda self: busy)
     session = Threaded(can_limit)
-    found = evaluate(session, replace(trial(data, 2), runtime=Runtime(threads=4)))
+    found = evaluate(session, replace(trial(data, 2), runtime=Runtime(threads=4)), count_busy=lambda: busy)
     assert session.limits == limits
     is_limited = can_limit and len(limits) > 0
     assert is_limited == ("pipeline" not in {each.tag for each in found.measurements()}) == (found.facts() is None)

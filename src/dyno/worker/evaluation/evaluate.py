@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker import system, tasks
+from dyno.worker import tasks
 from dyno.worker.backend import Session, answer_feeds
 from dyno.worker.facts import job as facts
 from dyno.worker.facts.engine import QUANTISED
@@ -358,12 +358,13 @@ class ThreadLimiter:
     """Limits the engine's threads to the processors that other programs leave free, while images are answered.
 
     PyTorch's OpenMP threads spin while they wait for each other: beside one busy program on two processors, two of them
-    took 27.5 s for what one did in 4.2 s. `others_busy` is the load for which they were limited, 0 where they weren't.
+    took 27.5 s for what one did in 4.2 s. `count_busy` returns the processors that others have kept busy so far, and
+    `others_busy` is the load for which threads were limited, 0 where they weren't.
     """
 
-    def __init__(self, session: Session, threads: int) -> None:
+    def __init__(self, session: Session, threads: int, count_busy: Callable[[], float]) -> None:
         self._session, self._threads = session, threads
-        self._contention, self._checked = system.CpuContention(), time.monotonic()
+        self._count_busy, self._checked = count_busy, time.monotonic()
         self.others_busy = 0.0
 
     def check_load(self) -> None:
@@ -371,7 +372,7 @@ class ThreadLimiter:
         if self.others_busy or time.monotonic() - self._checked < CHECK_S:
             return
         self._checked = time.monotonic()
-        busy = self._contention.busy()
+        busy = self._count_busy()
         free = max(1, self._threads - math.ceil(busy - NEGLIGIBLE))
         if free < self._threads and self._session.limit_threads(free):
             self.others_busy = busy
@@ -422,13 +423,15 @@ class Evaluation:
         return facts.PipelineFacts(self.images, self.seconds, self.warm_up) if self.seconds else None
 
 
-def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
+def evaluate(
+    session: Session, trial: Trial, timed: bool = True, count_busy: Callable[[], float] = lambda: 0.0
+) -> Evaluation:
     """Run every image of the data through the session, at the trial's own batch, in a pipeline.
 
     Arrays are `output:NAME` raw (with `rows:NAME` where each input has its own number of rows), `sample`, `label`, and
     `topk_index` and `topk_score` of a classifier or the detections of a detector. The last batch is filled by wrapping
     around and cut again. Real images are timed: a tenth of them warms the pipeline up (R4), and a few batches
-    afterwards time the stages separately; neither counts.
+    afterwards time the stages separately; neither counts. `count_busy` as in `ThreadLimiter`.
     """
     batch, threads = _find_batch(session, trial), max(1, trial.runtime.threads)
     # On a CPU the processors are busy with the engine; with a GPU they are idle.
@@ -441,7 +444,7 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     warm_up = min(batches, math.ceil(min(MOST_WARM_UP, WARM_UP * count) / batch)) if decoded and timed else 0
     raw_outputs, rows = _RawOutputs(collector), find_rows(session, trial, batch)
 
-    limiter = ThreadLimiter(session, threads)
+    limiter = ThreadLimiter(session, threads, count_busy)
 
     def keep_outputs(number: int, fetched: Outputs) -> None:
         raw_outputs.add(number, rows.arranged(fetched))

@@ -241,7 +241,7 @@ def _sustain_load(session: Session, trial: Trial, feeds: measure.Feeds, journal:
 
 def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = True) -> bool:
     """Store the outputs for every input of the data, and what is odd about them; return whether any value is finite."""
-    evaluation = evaluate.evaluate(session, trial, timed)
+    evaluation = evaluate.evaluate(session, trial, timed, system.CpuContention().busy)
     arrays = evaluation.arrays
     save_arrays(journal.folder / "outputs.npz", arrays)
     journal.evaluated(evaluation)
