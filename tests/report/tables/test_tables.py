@@ -77,7 +77,7 @@ def test_images_that_flip_are_listed_and_drawn(tmp_path: Path) -> None:
     assert (row["lost"], row["gained"], row["score_shift"], row["score_shift_high"]) == (1, 1, 0, 0)
     figure = charts.draw_flips(run)
     pictures = [axes for part in figure.subfigs for axes in part.axes]
-    assert [axes.get_title() for axes in pictures] == ["lost", "gained"]
+    assert [axes.get_title("left") for axes in pictures] == ["lost", "gained"]
     assert pictures[0].images[0].get_array().shape == (67, 40, 3), "every third pixel of 200 x 120"
     assert "1 lost, 1 gained" in figure.subfigs[0].get_suptitle()
     write_json(data / "meta.json", {"sha256": "e" * 64})
