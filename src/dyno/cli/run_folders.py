@@ -25,10 +25,6 @@ Trials = Annotated[
     typer.Argument(help="Only these trials: ids or their beginnings, or BACKEND/PRECISION.", metavar="TRIAL"),
 ]
 STATUSES = ("ok", "failed", "skipped", "unfinished")  # any other is a failure
-MEANINGS = {
-    "run": "the run folder", "models": "of its trials", "trials": "their number by status",
-    "measured": "when it began", "fastest": "the winner of its first ranking",
-}  # fmt: skip
 
 
 def list_runs(
@@ -36,8 +32,8 @@ def list_runs(
     format: options.Format = "text",
 ) -> None:
     """List run folders: models, trials, when, and what was fastest."""
+    from dyno.report import tables
     from dyno.report.export import export
-    from dyno.table import TEXT, Column, Table
 
     if not folder.is_dir():
         raise UserError(
@@ -47,10 +43,7 @@ def list_runs(
     if not folders and format == "text":
         print(f"no run folder below {folder}")
         return
-    columns = tuple(Column(name, meaning, kind=TEXT) for name, meaning in MEANINGS.items())
-    rows = [dict(zip(MEANINGS, (str(run), *_make_row(run)), strict=True)) for run in folders]
-    table = Table("runs", f"Runs below {folder}", "Run folders with their winners.", columns, rows)
-    print(export([table], format), end="")
+    print(export([tables.list_runs(str(folder), [(str(run), *_make_row(run)) for run in folders])], format), end="")
 
 
 def runs_below(folder: Path) -> Iterator[Path]:

@@ -62,6 +62,19 @@ def listed() -> Table:
     return LIST.of(COLUMNS, rows)
 
 
+RUNS = {
+    "run": "the run folder", "models": "of its trials", "trials": "their number by status",
+    "measured": "when it began", "fastest": "the winner of its first ranking",
+}  # fmt: skip
+
+
+def list_runs(folder: str, runs: Sequence[Sequence[str]]) -> Table:
+    """List the run folders below a folder as a table; each has the cells of RUNS."""
+    columns = tuple(Column(name, meaning, kind=TEXT) for name, meaning in RUNS.items())
+    rows: list[Row] = [dict(zip(RUNS, run, strict=True)) for run in runs]
+    return Table("runs", f"Runs below {folder}", "Run folders with their winners.", columns, rows)
+
+
 @dataclass(frozen=True)
 class TableKind:
     """A kind of table, declared at the top of a module of `report/tables` or by an entry point of the group
