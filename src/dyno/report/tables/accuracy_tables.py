@@ -17,7 +17,7 @@ from dyno.results.metrics.agreement import Agreement, Rank
 from dyno.results.metrics.metric import Metric
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, TrialResult
-from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table, limited, limits_of, printed
+from dyno.table import COUNT, PERCENT, POINTS, TEXT, Column, Row, Table, limited, limits_of, printed, with_limits
 from dyno.worker.numerics.closeness import ATOL, RTOL
 from dyno.worker.spec import UserError
 
@@ -141,6 +141,22 @@ def _average_precision(run: RunData) -> Table | None:
     return AVERAGE_PRECISION.of((Column("class", "of the objects", kind=TEXT), *columns), rows) if rows else None
 
 
+def _make_thresholds_table(run: RunData) -> Table | None:
+    """Build rows of least scores: precision, recall and F1 of each detector, and the change of F1, paired."""
+    found = [(t, scores) for t in run.records if t.good and (scores := mean_ap.read_detections(t))][:MOST_COLUMNS]
+    paired = {t.id: (t, reference) for t, reference in _list_pairs(run, [t for t, _ in found])}
+    rows: list[Row] = []
+    for t, scores in found:
+        changes = mean_ap.compute_f1_changes(*paired[t.id]) if t.id in paired else None
+        for k, least in enumerate(mean_ap.LEAST_SCORES.tolist()):
+            row: Row = {"label": t.label, "trial": t.id, "score": least}
+            for name, values in scores.own.rates.items():
+                row |= limited(name, mean_ap.jackknife_ap(values[k]), 100)
+            rows.append(row | (limited("f1_diff", changes[k], 100) if changes else {}))
+    columns = THRESHOLD_COLUMNS
+    return THRESHOLDS.of(columns, rows, group=("label",), printed=printed(columns)) if rows else None
+
+
 def _make_evaluation_table(run: RunData) -> Table | None:
     rows = [copy_columns(run, r, EVALUATION_COPIED) for _, r in run.frame[run.frame["pipeline_ips"].notna()].iterrows()]
     return EVALUATION.of(EVALUATION_COLUMNS, rows, notes=(EVALUATION_NOTE,)) if rows else None
@@ -187,6 +203,21 @@ FLIPS = TableKind(
 AVERAGE_PRECISION = TableKind(
     "average-precision", "AP50-95 by class, %", "A row per class: average precision of each configuration.",
     _average_precision, "no trial has a mAP", "accuracy", 4,
+)  # fmt: skip
+THRESHOLD_COLUMNS = (
+    LABEL,
+    Column("trial", "the trial's id", kind=TEXT),
+    Column("score", "that a detection has at least", title="least score"),
+    *with_limits(Column("precision", "share of those detections that are right, at an overlap of 0.5", "%", PERCENT)),
+    *with_limits(Column("recall", "share of the objects that they find", "%", PERCENT)),
+    *with_limits(Column("f1", "the harmonic mean of both", "%", PERCENT, "F1, %")),
+    *with_limits(Column("f1_diff", "F1 less the reference's, paired over images", "points", POINTS, "change of F1, "
+                        "points")),
+)  # fmt: skip
+THRESHOLDS = TableKind(
+    "thresholds", "Precision, recall and F1",
+    "A row per least score: precision, recall and F1 of each detector, with the jackknife's intervals.",
+    _make_thresholds_table, "no trial has a mAP", "accuracy", 4,
 )  # fmt: skip
 EVALUATION_COPIED = ("pipeline_ips", *(f"{stage}_ms" for stage in STAGES), "throughput_ips")
 EVALUATION_COLUMNS = (

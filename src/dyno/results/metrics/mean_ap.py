@@ -31,12 +31,13 @@ from dyno.worker.system import cache_dir
 @dataclass(frozen=True)
 class Matches:
     """All detections of one class, the surest first: `right` and `ignored` bool [thresholds, n], the `group` of images
-    that each is from [n]; `wanted` is how many objects each group of images has."""
+    that each is from [n]; `wanted` is how many objects each group of images has, and `score` float64 [n]."""
 
     right: np.ndarray
     ignored: np.ndarray
     group: np.ndarray
     wanted: np.ndarray
+    score: np.ndarray
 
 
 def matches(evaluated: Iterable[dict[str, Any] | None], groups: dict[int, int], count: int, thresholds: int) -> Matches:
@@ -52,7 +53,7 @@ def matches(evaluated: Iterable[dict[str, Any] | None], groups: dict[int, int], 
     matched = np.concatenate([empty, *(e["dtMatches"] for e in entries)], axis=1)[:, order] != 0
     ignored = np.concatenate([empty, *(e["dtIgnore"] for e in entries)], axis=1)[:, order] != 0
     group = np.concatenate([np.empty(0, np.int64), *parts])[order]
-    return Matches(matched & ~ignored, ignored, group, wanted)
+    return Matches(matched & ~ignored, ignored, group, wanted, scores[order])
 
 
 def average(m: Matches, recalls: np.ndarray, without: int | None = None) -> np.ndarray:
@@ -79,6 +80,24 @@ def average(m: Matches, recalls: np.ndarray, without: int | None = None) -> np.n
     return averages
 
 
+LEAST_SCORES = np.arange(1, 20) / 20  # at which precision, recall and F1 are counted
+
+
+def count_matches(m: Matches) -> np.ndarray:
+    """Count right and wrong detections of at least each of LEAST_SCORES, and objects, by group of images.
+
+    At the first overlap; float64 [scores, groups, 3]. A detection's match depends on surer ones alone, so leaving out
+    the less sure ones changes none.
+    """
+    counts = np.zeros((len(LEAST_SCORES), len(m.wanted), 3))
+    right, wrong = m.right[0], ~m.right[0] & ~m.ignored[0]
+    for own, least in zip(counts, LEAST_SCORES, strict=True):
+        sure = m.score >= least
+        own[:, 0], own[:, 1] = (np.bincount(m.group[each & sure], minlength=len(own)) for each in (right, wrong))
+    counts[:, :, 2] = m.wanted
+    return counts
+
+
 # Accuracy of detectors from stored detections: mAP50 and mAP50-95 for boxes, masks and keypoints, with intervals.
 #
 # Matching is pycocotools' COCOeval; the intervals are by a delete-a-group jackknife over images (Kott 2001, "The
@@ -87,7 +106,7 @@ def average(m: Matches, recalls: np.ndarray, without: int | None = None) -> np.n
 
 WORDS = {"bbox": "boxes", "segm": "masks", "keypoints": "keypoints"}
 GROUPS = 20  # of images in the jackknife
-VERSION = 1  # of the stored scores
+VERSION = 2  # of the stored scores
 ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_class", "mask_counts", "mask_lengths",
           "detection_keypoints", "sample")  # fmt: skip
 
@@ -95,11 +114,12 @@ ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_clas
 @dataclass(frozen=True)
 class Scores:
     """Average precision of one trial as shares: `each` [1 + groups, classes, thresholds], first with all images, then
-    without each group; NaN for a class without objects."""
+    without each group; NaN for a class without objects. `counts` are those of `count_matches`, over all classes."""
 
     each: np.ndarray
     names: tuple[str, ...]
     images: int
+    counts: np.ndarray
 
     @cached_property
     def map50_95(self) -> np.ndarray:
@@ -110,6 +130,15 @@ class Scores:
     def map50(self) -> np.ndarray:
         """Mean over classes at an overlap of 0.5, [1 + groups]."""
         return _compute_mean(self.each[:, :, :1])
+
+    @cached_property
+    def rates(self) -> dict[str, np.ndarray]:
+        """Precision, recall and F1 at an overlap of 0.5, over all objects; [LEAST_SCORES, 1 + groups] as in `each`."""
+        whole = self.counts.sum(axis=1, keepdims=True)
+        right, wrong, wanted = np.moveaxis(np.concatenate([whole, whole - self.counts], axis=1), 2, 0)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return {"precision": right / (right + wrong), "recall": right / wanted,
+                    "f1": 2 * right / (right + wrong + wanted)}  # fmt: skip
 
     def by_class(self) -> list[tuple[str, float, float]]:
         """Return name, AP50 and AP50-95 of each class that has objects."""
@@ -186,7 +215,7 @@ class _ScoreCache:
         path = cache_dir() / "map" / f"{self._make_key(kind)}.npz"
         try:
             stored = read_npz(path)
-            return Scores(stored["each"], tuple(map(str, stored["names"])), int(stored["images"]))
+            return Scores(stored["each"], tuple(map(str, stored["names"])), int(stored["images"]), stored["counts"])
         except (OSError, ValueError, KeyError, TypeError):
             computed = score_detections(self._arrays, _parse_truth(self._truth), kind)
         # In the order in which the cache gives it back, so that sums over it have the same rounding.
@@ -194,7 +223,8 @@ class _ScoreCache:
         with contextlib.suppress(OSError):  # without a cache it is computed each time
             path.parent.mkdir(parents=True, exist_ok=True)
             names = np.array(computed.names, dtype=np.str_)
-            save_arrays(path, {"each": computed.each, "names": names, "images": computed.images})
+            arrays = {"each": computed.each, "names": names, "images": computed.images, "counts": computed.counts}
+            save_arrays(path, arrays)
         return computed
 
     def _make_key(self, kind: str) -> str:
@@ -227,14 +257,15 @@ def score_detections(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any],
     # Images lie in some order; a fixed shuffle keeps that order's pattern out of the groups.
     shuffled = np.random.default_rng(0).permutation(len(images))
     groups = {image: int(place % count) for image, place in zip(sorted(images), shuffled, strict=True)}
-    by_class = []
+    by_class, counts = [], np.zeros((len(LEAST_SCORES), count, 3))
     for k in range(len(parameters.catIds)):
         matched = evaluation.evalImgs[k * len(images) : (k + 1) * len(images)]
         m = matches(matched, groups, count, len(parameters.iouThrs))
+        counts += count_matches(m)
         by_class.append([average(m, parameters.recThrs, without) for without in (None, *range(count))])
     names = {c["id"]: str(c.get("name", c["id"])) for c in truth["categories"]}
     by_group = np.asarray(by_class, np.float64).transpose(1, 0, 2)
-    return Scores(by_group, tuple(names[i] for i in parameters.catIds), len(images))
+    return Scores(by_group, tuple(names[i] for i in parameters.catIds), len(images), counts)
 
 
 def _evaluate_detections(
@@ -302,6 +333,16 @@ def _list_detections(
         for detection, keypoints in zip(detections, points, strict=True):
             detection["keypoints"] = keypoints.reshape(-1).tolist()
     return detections
+
+
+def compute_f1_changes(trial: TrialResult, reference: TrialResult) -> list[Interval] | None:
+    """Compute F1 less the reference's at each of LEAST_SCORES, paired: both lose the same images in each group."""
+    own, other = read_detections(trial), read_detections(reference)
+    if own is None or other is None or own.kind != other.kind or not same_photographs(trial, reference):
+        return None
+    if own.own.images != other.own.images:
+        return None
+    return [jackknife_ap(values) for values in own.own.rates["f1"] - other.own.rates["f1"]]
 
 
 class JackknifedChange(Change):
