@@ -14,7 +14,7 @@ from detected import Arrays, Truth
 from dyno import evaluation as dyno_evaluation
 from dyno.regression import compare_table
 from dyno.regression.rules import LESS_ACCURATE, GateRules
-from dyno.report.tables import trial_table
+from dyno.report.tables import accuracy_tables, trial_table
 from dyno.report.verdict import verdict
 from dyno.results.metrics import accuracy, mean_ap
 from dyno.results.metrics.metric import Change
@@ -83,6 +83,50 @@ def test_the_same_as_cocoeval_with_and_without_a_group(truth: Truth, kind: str) 
     for group in (0, 7):
         left = [image for image, of in zip(images, shuffled, strict=True) if of != group]
         assert found.map50_95[1 + group] == pytest.approx(mean(coco(arrays, truth, kind, left)), abs=1e-12)
+
+
+def overlap(a: list[float], b: list[float]) -> float:
+    """The intersection over the union of two boxes, as corners."""
+    w, h = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    shared = max(w, 0) * max(h, 0)
+    return shared / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - shared)
+
+
+def count_by_hand(arrays: Arrays, truth: Truth, least: float, images: set[int]) -> tuple[int, int, int]:
+    """Right and wrong detections and objects: each detection, the surest first, takes the best object that is left."""
+    left = [a for a in truth["annotations"] if a["image_id"] in images]
+    wanted, right, wrong = len(left), 0, 0
+    for n in np.argsort(-arrays["detection_score"], kind="stable"):
+        if arrays["detection_image"][n] not in images or arrays["detection_score"][n] < least:
+            continue
+        own = [
+            (overlap([x, y, x + w, y + h], arrays["detection_box"][n].tolist()), a)
+            for a in left
+            if (a["image_id"], a["category_id"]) == (arrays["detection_image"][n], arrays["detection_class"][n])
+            for x, y, w, h in [a["bbox"]]
+        ]
+        best, taken = max(own, key=lambda pair: pair[0], default=(0.0, None))
+        right, wrong = (right + 1, wrong) if best >= 0.5 else (right, wrong + 1)
+        left = [a for a in left if a is not taken or best < 0.5]
+    return right, wrong, wanted
+
+
+def test_precision_recall_and_f1_are_counted_at_each_least_score(truth: Truth) -> None:
+    arrays = detected.found(truth, shift=0.1, missed=0.2)
+    arrays = {k: np.concatenate([a, a[::3]]) if k.startswith("detection") else a for k, a in arrays.items()}  # doubles
+    rng = np.random.default_rng(1)
+    arrays["detection_score"] = rng.uniform(0.1, 1, len(arrays["detection_score"])).astype(np.float32)
+    arrays["detection_class"] = np.where(rng.random(len(arrays["detection_class"])) < 0.8, arrays["detection_class"], 0)
+    rates = mean_ap.score_detections(arrays, truth, "bbox").rates
+    group = np.random.default_rng(0).permutation(24) % mean_ap.GROUPS
+    for k in (0, 4, 9, 14):
+        for place, images in ((0, set(range(24))), (1, set(np.flatnonzero(group != 0).tolist()))):
+            right, wrong, wanted = count_by_hand(arrays, truth, mean_ap.LEAST_SCORES[k], images)
+            assert 0 < right < wanted and wrong
+            precision, recall = right / (right + wrong), right / wanted
+            assert rates["precision"][k, place] == pytest.approx(precision)
+            assert rates["recall"][k, place] == pytest.approx(recall)
+            assert rates["f1"][k, place] == pytest.approx(2 / (1 / precision + 1 / recall))
 
 
 def test_nothing_found_and_an_empty_class(truth: Truth) -> None:
@@ -166,7 +210,17 @@ def test_it_is_printed_and_reported(run: Path) -> None:
     assert any("mAP50-95 is" in s for s in verdict.list_sentences(read))
     text = dyno_evaluation.describe_evaluation(results.trials[0], per_class=True)
     assert "mAP50-95 of masks" in text and "boxes' mAP50" in text and "circle" in text
-    assert {"evaluation", "detection", "average-precision"} <= set(printed.every(read))
+    assert {"evaluation", "detection", "average-precision", "thresholds"} <= set(printed.every(read))
+
+
+def test_the_change_of_f1_is_paired(run: Path) -> None:
+    rows = accuracy_tables.THRESHOLDS.table(trial_table.read_trials(load_run(run))).rows
+    at = {row["label"].split()[1]: row for row in rows if row["score"] == 0.25}
+    reference, same, shifted = (at[name] for name in ("pytorch", "onnxruntime", "openvino"))
+    assert reference["precision"] == 100 and 80 < reference["recall"] < 100 and "f1_diff" not in reference
+    assert reference["f1_low"] < reference["f1"] < reference["f1_high"]
+    assert (same["f1_diff_low"], same["f1_diff"], same["f1_diff_high"]) == (0, 0, 0)
+    assert shifted["f1_diff"] == pytest.approx(shifted["f1"] - reference["f1"])
 
 
 def test_scores_are_kept_and_forgotten_with_what_they_are_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
