@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,27 @@ def test_the_step_is_where_the_latency_rose(copied: Callable[..., Path], call: A
     table = dyno.read_history(*runs)
     assert "; ".join(table.notes) in words.replace(". Runs", ".; Runs")
     assert [row for row in table.to_pandas()["step"] if row == pytest.approx(20)] == [pytest.approx(20)]
+
+
+@pytest.mark.usefixtures("unreported")
+def test_runs_keep_the_commit_of_the_folder_that_they_begin_in(call: Any, tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        named = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        return subprocess.run(["git", *named, *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    git("init", "-q")
+    commits = []
+    for number in (1, 2):
+        (tmp_path / "weights.txt").write_text(str(number))
+        git("add", "weights.txt")
+        git("commit", "-q", "-m", str(number))
+        commits.append(git("rev-parse", "HEAD")[:12])
+        if number == 2:
+            (tmp_path / "weights.txt").write_text("changed")
+        call("run", "fake:net", "--channels", 1, "--backend", "fake", "--quick", "--out", f"r{number}", code=0)
+    _, out, _ = call("show", "r1", "r2", "--format", "csv", code=0)
+    assert [row["commit"] for row in csv.DictReader(io.StringIO(out))] == [commits[0], f"{commits[1]}+"]
+    assert f"commit {commits[0]} to {commits[1]}+" in out
 
 
 def test_commits_of_one_model_are_one_history(copied: Callable[..., Path], call: Any) -> None:

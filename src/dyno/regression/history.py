@@ -32,7 +32,7 @@ COLUMNS = (
     *pick("status", "reason", "latency_ms", "latency_ms_low", "latency_ms_high"),
     Column("step", "latency over that of the run before: above 1 is slower", kind=FINE, title="over the last"),
     Column("changed", "versions, weights, code, commit or machine that differ from the run before", kind=TEXT, rank=1),
-    Column("commit", "of the model's file, where it was named", kind=TEXT, rank=3),
+    Column("commit", "of the model's file, else of the folder that the run began in (+: changed)", kind=TEXT, rank=3),
     Column("weights", "beginning of their sha256", kind=TEXT, rank=4),
     Column("dyno", "version of Dyno that began the run", kind=TEXT, rank=5),
     Column("versions", "of the libraries in the trial's process", kind=TEXT, rank=6),
@@ -93,7 +93,7 @@ def _read_facts(trial: TrialResult, row: Mapping[Any, Any], run: RunData) -> dic
     commit = AT_COMMIT.fullmatch(str(row["model"]))
     versions = trial.good[0].record.system.get("versions") or {} if trial.good else {}
     facts = {
-        "commit": commit[2] if commit else "",
+        "commit": commit[2] if commit else environment.get("commit"),
         "code": str(model.get("source_sha256") or "")[:SHORT],
         "weights": str(trial.facts.weights_sha256 or model.get("weights_sha256") or "")[:SHORT],
         "dyno": (environment.get("versions") or {}).get("inference-dyno", ""),

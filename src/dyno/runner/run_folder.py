@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.store import Run, gpu_identity, sha256_of
+from dyno.study.commits import find_head
 from dyno.study.plan import PlannedTrial, place_of, renamed
 from dyno.study.study import Choice, Study, model_name
 from dyno.worker import registry, system
@@ -169,7 +170,8 @@ def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple
         run.folder / "study.toml", (_join_studies(before, study, stored_trials, named) if before else study).to_toml()
     )
     gpu = {"gpu": gpu_identity(study.device)} if study.device != "cpu" else {}
-    write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu})
+    commit = {"commit": head} if (head := find_head()) else {}
+    write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu, **commit})
     _store_models(run, named)
     return named, notes
 

@@ -53,6 +53,19 @@ def checked_out(source: str) -> str:
     return f"{_check_out_commit(root, commit) / inside}{colon}{function}"
 
 
+def find_head() -> str:
+    """Return the commit that is checked out in the current folder, with "+" where its files were changed; "" without.
+
+    Files that git doesn't know don't count: run folders are among them.
+    """
+    with suppress(UserError):
+        head = _run_git(Path.cwd(), "rev-parse", "--verify", "--quiet", "HEAD")
+        if not head.returncode:
+            changed = _run_git(Path.cwd(), "status", "--porcelain", "--untracked-files=no", "--ignore-submodules")
+            return head.stdout.strip()[:LENGTH] + "+" * bool(changed.stdout.strip())
+    return ""
+
+
 def _split_source(source: str) -> tuple[str, str, str]:
     """Split `FILE.py:FUNCTION`, or any file, into the file and what follows it."""
     file, colon, function = source.rpartition(":")
