@@ -136,6 +136,8 @@ def test_a_study_prints_its_answer_as_data(call: Any) -> None:
     assert "dyno: report: r/report.html" in err
     assert call(*words, "--format", "csv", code=0)[1] == call("show", "r", "--format", "csv", code=0)[1]
     assert "fake fp32" in call(*words, code=0)[1], "and in words as ever"
+    said = call(*words, "--dry-run", "--format", "json", code=2)[2]
+    assert said == "dyno: --dry-run lists the trials in text alone; omit --format and --log, or --dry-run\n"
 
 
 def test_other_programs_are_looked_for_before_a_study(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:

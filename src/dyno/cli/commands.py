@@ -77,6 +77,8 @@ def run(
     """Measure models in every configuration, and say which is fastest. The same command again continues."""
     study = _build_study(Overrides({**(QUICK if quick else {}), **overrides}), models)
     if dry_run:
+        if log or format != "text":
+            raise UserError("--dry-run lists the trials in text alone; omit --format and --log, or --dry-run")
         _list_plan(study)
     else:
         folder = _find_folder(study, models, out)
@@ -314,7 +316,8 @@ def show(
         _write_over_time(_take_one(runs, "--over-time"), over_time, trials, overrides)
         return
     if len(runs) > 1:
-        _take_one(runs if table else runs[:1], "--table")
+        if table:
+            _take_one(runs, "--table")
         _show_history(runs, out, format, by, columns, overrides)
     else:
         _show_run(runs[0], out, format, by, table, columns, overrides)

@@ -71,7 +71,7 @@ def make_history(runs: Sequence[RunData]) -> Table:
             facts = _read_facts(trial, row, run)
             own = {"run": name, "date": moment(began(run.records)), "model": key[0]}
             own |= {column: facts.get(column, "") for column in ("commit", "dyno")}
-            own |= {"weights": facts.get("weights", ""), "versions": _list_versions(trial)}
+            own |= {"weights": facts.get("weights", ""), "versions": trial.described_versions}
             series.setdefault(key, []).append((row | own, facts))
     if not any(len(rows) > 1 for rows in series.values()):
         raise UserError(f"the {len(runs)} runs have no trial in common; `dyno report` shows them side by side")
@@ -91,22 +91,16 @@ def _read_facts(trial: TrialResult, row: Mapping[Any, Any], run: RunData) -> dic
     """Return the facts whose change may explain another latency, by name."""
     model, environment = trial.spec["model"], run.records.environment
     commit = AT_COMMIT.fullmatch(str(row["model"]))
-    versions = trial.good[0].record.system.get("versions") or {} if trial.good else {}
     facts = {
         "commit": commit[2] if commit else environment.get("commit"),
         "code": str(model.get("source_sha256") or "")[:SHORT],
         "weights": str(trial.facts.weights_sha256 or model.get("weights_sha256") or "")[:SHORT],
         "dyno": (environment.get("versions") or {}).get("inference-dyno", ""),
-        **versions,
+        **trial.versions,
         "threads": trial.facts.threads,
         **{name: environment.get(name) for name in MACHINE},
     }
     return {name: plain(value) for name, value in facts.items() if value not in (None, "", [])}
-
-
-def _list_versions(trial: TrialResult) -> str:
-    versions = trial.good[0].record.system.get("versions") or {} if trial.good else {}
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _add_steps(series: Sequence[tuple[Row, dict[str, str]]]) -> Iterator[Row]:

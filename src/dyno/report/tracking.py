@@ -114,9 +114,8 @@ def describe_run(run: RunData) -> TrackedRun:
 
 
 def _describe_trial(row: Row, trial: TrialResult, run: RunData, is_winner: bool) -> TrackedTrial:
-    of_job = trial.good[0].record.system.get("versions") or {} if trial.good else {}
     own = (run.records.environment.get("versions") or {}).get("inference-dyno", "")
-    versions = {"dyno": own, "versions": ", ".join(f"{name} {version}" for name, version in of_job.items())}
+    versions = {"dyno": own, "versions": trial.described_versions}
     parameters = {name: str(row[name]) for name in PARAMETERS} | versions
     tags = {name: str(row.get(name) or "") for name in TAGS} | {"winner": "yes" if is_winner else "no"}
     accuracies = [column.name for metric in metrics.known().values() for column in metric.columns]

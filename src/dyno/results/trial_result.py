@@ -254,6 +254,16 @@ class TrialResult:
         return [r for r in self.rounds if r.ok]
 
     @property
+    def versions(self) -> dict[str, str]:
+        """The versions of the libraries in the trial's process, by name; empty where no round is good."""
+        return dict(self.good[0].record.system.get("versions") or {}) if self.good else {}
+
+    @property
+    def described_versions(self) -> str:
+        """The same as text, with commas."""
+        return ", ".join(f"{name} {version}" for name, version in self.versions.items())
+
+    @property
     def worst(self) -> Round | None:
         return max(self.rounds, key=lambda r: SEVERITY.index(r.status), default=None)
 

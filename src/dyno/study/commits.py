@@ -114,7 +114,7 @@ def _check_out_commit(root: Path, commit: str) -> Path:
 
 
 def _run_git(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = ["git", "-C", str(folder), "-c", "core.hooksPath=/dev/null", *words]
+    command = ["git", "-C", str(folder), "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", *words]
     try:
         return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
     except FileNotFoundError:

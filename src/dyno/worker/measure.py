@@ -347,7 +347,9 @@ def find_slow_slot(session: Session, feeds: Feeds) -> str:
     if not others or fastest[slowest] <= SLOW_SLOT * statistics.median(others):
         return ""
     times = fastest[slowest] / statistics.median(others)
-    return f"slot {slowest + 1} of {session.slots} takes {times:.1f} times as long as the others: throughput is its own"
+    return (
+        f"slot {slowest + 1} of {session.slots} takes {times:.1f} times as long as the others and holds up throughput"
+    )
 
 
 def throughput_in_lanes(

@@ -24,11 +24,11 @@ def share(rounds: int, first: int) -> float:
     Where `first` is 0 the only look spends all of it.
 
     The first look comes after `first` rounds, and every further round counts as one, whether anybody looked or not, so
-    that a run may be read or stopped at any time. Looks at the same rounds plus one are nearly the same look, so the
-    shares sum to more than 1: that they keep the error is simulated (benchmarks/critical_values.py), for an error of
-    5 to 0.05 % and 200 further rounds. Half goes to the first look, where the few degrees of freedom make a small share
-    most expensive; the others fall with the logarithm of the rounds, as boundaries for any number of looks must
-    (Darling and Robbins 1967).
+    that a run may be read or stopped at any time. Successive looks share nearly all their rounds, so the shares sum to
+    more than 1: that they keep the error is simulated (benchmarks/critical_values.py), for an error of 5 to 0.05 % and
+    200 further rounds. Half goes to the first look, where the few degrees of freedom make a small share most expensive;
+    the others fall with the logarithm of the rounds, as boundaries for any number of looks must (Darling and Robbins
+    1967).
     """
     if not first:
         return 1.0
