@@ -3,8 +3,9 @@
     python benchmarks/conditions.py [--only NAME]
 
 A quiet machine must raise none of them. The quota is a real control group. Unequal cores and heat are files in a folder
-mounted over /sys/devices/system/cpu in a namespace of the command alone; both need root. Not injected here: reasons of
-a GPU to throttle, TF32 inside an FP32 engine (both need a GPU), and bfloat16 inside one (needs a processor with BF16).
+mounted over /sys/devices/system/cpu in a namespace of the command alone; both need root. Products in TF32 and bfloat16
+inside an FP32 engine are PyTorch's own, of factors that are rounded before. Not injected here: reasons of a GPU to
+throttle.
 """
 
 from __future__ import annotations
@@ -122,12 +123,41 @@ def overheat(folder: Path) -> Iterator[Wrap]:
         counting.join()
 
 
+ROUND_FACTORS = """
+import torch
+
+def round_bits(values):
+    # Round float32 to {bits} bits, as the engine's units do.
+    lost = 24 - {bits}
+    return ((values.view(torch.int32) + (1 << lost - 1)) >> lost << lost).view(torch.float32)
+
+def round_factors(multiply):
+    return lambda a, b, *more, **named: multiply(round_bits(a.contiguous()), round_bits(b.contiguous()), *more, **named)
+
+torch.matmul = round_factors(torch.matmul)
+torch.nn.functional.conv2d = torch.conv2d = round_factors(torch.conv2d)
+"""
+
+
+def round_products(bits: int) -> Callable[[Path], AbstractContextManager[Wrap]]:
+    """Return what lets PyTorch multiply with so many bits, without anything that says so."""
+
+    @contextmanager
+    def inject(folder: Path) -> Iterator[Wrap]:
+        (folder / "sitecustomize.py").write_text(ROUND_FACTORS.replace("{bits}", str(bits)))
+        yield lambda command: ["env", f"PYTHONPATH={folder}{os.pathsep}{SOURCE}", *command]
+
+    return inject
+
+
 CONDITIONS = (
     Condition("quiet", "", leave_quiet),
     Condition("quota of half a processor", "the limit of 0.5 processors", limit_processors),
     Condition("another program on one processor", "other programs kept", burn_last_processor),
     Condition("unequal cores", "cores of different speed", mix_cores),
     Condition("clock lowered against heat", "lowered their clock against heat", overheat),
+    Condition("TF32 inside an FP32 engine", "products keep 11 bits of 24", round_products(11)),
+    Condition("bfloat16 inside an FP32 engine", "products keep 8 bits of 24", round_products(8)),
 )
 
 
