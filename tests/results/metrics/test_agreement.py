@@ -99,6 +99,19 @@ def test_the_usual_tolerance_is_a_share_of_small_outputs(tmp_path: Path, scale: 
     assert (agreement.read_agreement(opposite, reference, atol=1e-7).close == 1) == (scale < 1e-7)
 
 
+@pytest.mark.parametrize("classes", range(2, 12))
+def test_scores_of_a_classifier_are_no_boxes(tmp_path: Path, classes: int) -> None:
+    ways = [synthetic.Way("pytorch"), synthetic.Way("onnxruntime")]
+    trials = load_run(synthetic.write_run(tmp_path / "run", ways, samples=5)).trials
+    values = np.random.default_rng(0).uniform(-0.3, 0.3, (32, classes)).astype(np.float32)
+    for trial, factor in zip(trials, (1.0, 1.00001), strict=True):
+        for path in (tmp_path / "run/trials" / trial.id).glob("r*/outputs.npz"):
+            np.savez(path, **{"output:scores": values * factor, "sample": np.arange(32)})
+    reference, near = load_run(tmp_path / "run").trials
+    assert agreement.pair_rows(near, reference) is None
+    assert agreement.read_agreement(near, reference).close == 1
+
+
 Arrays = dict[str, np.ndarray]
 
 

@@ -58,6 +58,8 @@ def read_box_rows(trial: TrialResult) -> BoxRows | None:
     fit, form, size, arrays = chosen
     found = fit.layout.decode(fit, arrays, 0)
     scores = found.best_scores().astype(np.float64)
+    if len(scores) != counts.sum():  # the first of seven values is no number of an image
+        return None
     labels = found.scores.argmax(0) if found.labels is None else found.labels + _batch_places(tables[fit.names[0]])
     boxes = form.corners(found.boxes.T, size).astype(np.float64)
     if not (_has_corners(boxes[scores > 0]) and np.all(scores <= 1)):
