@@ -260,13 +260,14 @@ class Rounds:
         first: list[Trial] = []
         begun = time.monotonic()
         order = sorted(trials, key=lambda trial: (not self.files.has_file(trial), _builds_slowly(trial)))
-        for place, trial in enumerate(order):
-            is_late = _builds_slowly(trial) or time.monotonic() - begun > BUILDING_S
-            if is_late and not first and not self.files.has_file(trial):
-                left = counting(len(trials) - place, "trial")
-                first = self._measure_first(ready, beside, f"{left} still without a file")
-            self.files.make_files([trial])
-            ready.append(trial)
+        with self.progress.building():
+            for place, trial in enumerate(order):
+                is_late = _builds_slowly(trial) or time.monotonic() - begun > BUILDING_S
+                if is_late and not first and not self.files.has_file(trial):
+                    left = counting(len(trials) - place, "trial")
+                    first = self._measure_first(ready, beside, f"{left} still without a file")
+                self.files.make_files([trial])
+                ready.append(trial)
         return first or self._measure_first(ready, beside)
 
     def _measure_first(self, ready: Sequence[Trial], beside: Sequence[Trial], reason: str = "") -> list[Trial]:
