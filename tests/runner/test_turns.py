@@ -135,7 +135,8 @@ def test_fixed_rounds_answer_before_a_long_build_and_lack_no_pair(
     monkeypatch.setattr(Files, "make_files", lambda _, trials: events.extend(t.options["latency_ms"] for t in trials))
     monkeypatch.setattr(Progress, "show_answer", lambda self, title, *_: events.append((title, self.remaining())))
     backends = (SLOW, "fake@latency_ms=1", FAST, *(f"fake@latency_ms={ms}" for ms in (3, 5)))
-    execute(study(*backends, rounds=rounds), tmp_path / "run", Progress(console=Console(file=StringIO())))
+    study = study(*backends, rounds=rounds, reference=SLOW)
+    execute(study, tmp_path / "run", Progress(console=Console(file=StringIO())))
     assert events[:6] == [4, 2, 3, 5, ("in round 1", None), 1]  # how long a build takes isn't known
     assert [title for title, _ in events[6:]] == ["after round 1 of 2"][: rounds - 1]
     result = {t.options["latency_ms"]: t for t in load_run(tmp_path / "run")}
