@@ -36,7 +36,7 @@ ENDS = {
     "exit": ("crashed", "exited with code 7 without a record"),
     "oom": ("oom", r"out of memory: Unable to allocate .*"),
     "killed": ("crashed", SIGKILLED),
-    "hang": ("timeout", "not finished after 1.5 s; killed"),
+    "hang": ("timeout", "not finished after 1.5 s; killed; --timeout SECONDS allows more"),
     "nan": ("failed", r"the outputs are not finite .*"),
 }
 STAGES = {"import": "import", "load": "load", "run": "first call", "fetch": "warm up all"}

@@ -124,6 +124,27 @@ def test_a_file_that_takes_long_to_build_is_made_after_the_first_answer(
     assert sets["4", "r0"] == sets["3", "r0"] != sets["1", "r0"]
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_fixed_rounds_answer_before_a_long_build_and_lack_no_pair(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    """Of the five, one is built slowly; the slowest of the others is no finalist that one round alone needs."""
+    events: list[Any] = []
+    monkeypatch.setattr("dyno.runner.execute._builds_slowly", lambda trial: trial.options["latency_ms"] == 1)
+    monkeypatch.setattr(Files, "has_file", lambda _, trial: trial.options["latency_ms"] != 1 or 1 in events)
+    monkeypatch.setattr(Files, "make_files", lambda _, trials: events.extend(t.options["latency_ms"] for t in trials))
+    monkeypatch.setattr(Progress, "show_answer", lambda self, title, *_: events.append((title, self.remaining())))
+    backends = (SLOW, "fake@latency_ms=1", FAST, *(f"fake@latency_ms={ms}" for ms in (3, 5)))
+    study = study(*backends, rounds=rounds, reference=SLOW)
+    execute(study, tmp_path / "run", Progress(console=Console(file=StringIO())))
+    assert events[:6] == [4, 2, 3, 5, ("in round 1", None), 1]  # how long a build takes isn't known
+    assert [title for title, _ in events[6:]] == ["after round 1 of 2"][: rounds - 1]
+    result = {t.options["latency_ms"]: t for t in load_run(tmp_path / "run")}
+    paired = {ms: len(log_ratios(result[1], result[ms], "model", keep_disturbed=True)) for ms in (2, 3, 4, 5)}
+    assert paired == {2: rounds, 3: rounds, 4: rounds, 5: 2 if rounds == 2 else 0}
+    assert len(log_ratios(result[5], result[4], "model", keep_disturbed=True)) == rounds
+
+
 def test_what_compiles_while_it_loads_is_measured_after_the_first_answer(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

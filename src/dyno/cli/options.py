@@ -74,7 +74,12 @@ Log = Annotated[
     str, typer.Option(help="Also log to mlflow, wandb or tensorboard.", rich_help_panel=WHERE, callback=_parse_log)
 ]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="Measure one short round, for a first look.", rich_help_panel=EFFORT)
+    bool,
+    typer.Option(
+        "--quick",
+        help="Measure one short round, for a first look. A build is stopped after 3 minutes.",
+        rich_help_panel=EFFORT,
+    ),
 ]
 Wait = Annotated[
     bool, typer.Option("--wait", help="Wait until other programs leave the processors free.", rich_help_panel=EFFORT)

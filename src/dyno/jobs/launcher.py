@@ -342,7 +342,8 @@ def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s
         with suppress(UserError, ValueError):
             record = from_json(Record, read_json(folder / "partial.json"))
     if timed_out:
-        status, reason = "timeout", f"not finished after {timeout_s:g} s; killed"
+        longer = "; --timeout SECONDS allows more" if job.kind == "run" else ""
+        status, reason = "timeout", f"not finished after {timeout_s:g} s; killed{longer}"
     elif oom_killed and code == -signal.SIGKILL:
         status, reason = "oom", OUT_OF_MEMORY
     elif code < 0:

@@ -47,6 +47,7 @@ class Progress:
         self.now = ""
         self.step = ""
         self.stage = ""
+        self.is_building = False  # whether files are still to be made, which takes an unknown time
         self.is_sharing = False  # whether another study measures on the same processors
         self.since = time.monotonic()
 
@@ -66,6 +67,15 @@ class Progress:
         ) as self.live:
             yield
         self.live = None
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Show no remaining time while the block makes files."""
+        self.is_building = True
+        try:
+            yield
+        finally:
+            self.is_building = False
 
     @contextmanager
     def hidden_answers(self) -> Iterator[None]:
@@ -184,8 +194,11 @@ class Progress:
             self.lines = [*self.lines[-SHOWN:], line]
 
     def remaining(self) -> float | None:
-        """Estimate the seconds until the study ends from the jobs that have ended; None before the first one has."""
-        if not self.seconds:
+        """Estimate the seconds until the study ends from the jobs that have ended.
+
+        None before the first one has ended, and while files are made.
+        """
+        if not self.seconds or self.is_building:
             return None
         usual = sum(self.seconds.values()) / len(self.seconds)
         expected = sum(self.seconds.get(trial.id, usual) for trial in (*self.left, *self.later))

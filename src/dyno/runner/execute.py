@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import platform
 import random
 import shutil
@@ -176,8 +175,7 @@ def execute(
 
         fits = correctness.make_matcher(study.reference, todo) if study.reference else None
         options = {ENERGY: SUSTAINED_S} if study.energy else {}
-        building_s = BUILDING_S if study.until in LOOKS else math.inf
-        rounds = Rounds(run, files, progress, fits, launch, options, building_s)
+        rounds = Rounds(run, files, progress, fits, launch, options, study.until not in LOOKS)
         if other_routes and not study.routes:
             rounds.measure_rounds(todo, most=1)  # a first answer, before other routes to the ONNX file are exported
             measure = partial(execute, progress=progress)
@@ -208,9 +206,10 @@ def prepare(study: Study, run: Run, planned: list[PlannedTrial], progress: Progr
 @dataclass(frozen=True)
 class Rounds:
     """Measures rounds of a study's trials; `fits` says which of them is the reference that was requested, and `options`
-    are further ones of the jobs of the planned rounds. After `building_s` seconds of making files, or before an engine
-    that builds slowly, the trials that have theirs are measured once, and if that is finite, trials that compile while
-    they load are measured last in the first round: a first answer doesn't wait for the last engine."""
+    are further ones of the jobs of the planned rounds. After BUILDING_S seconds of making files, or before an engine
+    that builds slowly, the trials that have theirs are measured once, and trials that compile while they load are
+    measured last in the first round: a first answer doesn't wait for the last engine. If the number of rounds
+    `is_fixed`, no pair gets another round in place of one that it lacks."""
 
     run: Run
     files: Files
@@ -218,7 +217,7 @@ class Rounds:
     fits: Fits
     launch: Launch | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    building_s: float = math.inf
+    is_fixed: bool = False
 
     def measure_rounds(self, trials: list[Trial], others: Sequence[Trial] = (), *, most: int = sys.maxsize) -> None:
         """Measure every round of the trials that isn't stored yet, the first `most` at most, one model after the other.
@@ -256,22 +255,19 @@ class Rounds:
                         self._show_answer(number, planned)
 
     def _make_files(self, trials: Sequence[Trial], beside: Sequence[Trial]) -> list[Trial]:
-        """Make the trials' files; return the trials that were measured once meanwhile (see the class).
-
-        Two trials that weren't measured in one set have one paired round fewer, so only a study that goes on until its
-        pairs are decided does that.
-        """
+        """Make the trials' files; return the trials that were measured once meanwhile (see the class)."""
         ready: list[Trial] = []
         first: list[Trial] = []
         begun = time.monotonic()
         order = sorted(trials, key=lambda trial: (not self.files.has_file(trial), _builds_slowly(trial)))
-        for place, trial in enumerate(order):
-            is_late = _builds_slowly(trial) or time.monotonic() - begun > self.building_s
-            if is_late and not first and not self.files.has_file(trial):
-                left = counting(len(trials) - place, "trial")
-                first = self._measure_first(ready, beside, f"{left} still without a file")
-            self.files.make_files([trial])
-            ready.append(trial)
+        with self.progress.building():
+            for place, trial in enumerate(order):
+                is_late = _builds_slowly(trial) or time.monotonic() - begun > BUILDING_S
+                if is_late and not first and not self.files.has_file(trial):
+                    left = counting(len(trials) - place, "trial")
+                    first = self._measure_first(ready, beside, f"{left} still without a file")
+                self.files.make_files([trial])
+                ready.append(trial)
         return first or self._measure_first(ready, beside)
 
     def _measure_first(self, ready: Sequence[Trial], beside: Sequence[Trial], reason: str = "") -> list[Trial]:
@@ -283,7 +279,7 @@ class Rounds:
         new = [t for t in ready if t.plan.blocks and t not in beside and _find_record(self.run, t, 0) is None]
         references = [ensemble.reference(group, self.fits) for group in ensemble.groups(ready)]
         first = [trial for trial in new if trial in references or not _compiles(trial)]
-        if len(first) < 2 or math.isinf(self.building_s) or not (reason or len(first) < len(new)):
+        if len(first) < 2 or not (reason or len(first) < len(new)):
             return []
         compiling = counting(len(new) - len(first), "trial")
         self.progress.note(f"{reason or f'{compiling} still to compile'}: what is ready is measured once before")
@@ -328,7 +324,8 @@ class Rounds:
     ) -> None:
         """Measure one round of a model's trials, interleaving those that are compared.
 
-        Of those that are `done`, the fastest measure once more beside trials that were not ready with them.
+        Of those that are `done`, the fastest measure once more beside trials that were not ready with them; of several
+        rounds whose number is fixed all of them do, so that each pair has as many.
         """
         comparisons: list[ensemble.ComparedTrials] = []
         groups = ensemble.groups([*trials, *others])
@@ -350,8 +347,10 @@ class Rounds:
             if pending == [reference]:  # what the others measured beside instead
                 reference = ensemble.reference([t for t in runnable if t != reference], self.fits)
             earlier = [trial for trial in runnable if trial in done and trial != reference]
-            finalists = list_finalists(self.run.folder) if earlier else {}
-            rivals = [trial for trial in earlier if trial.id in finalists]
+            rivals = earlier
+            if earlier and not (self.is_fixed and earlier[0].plan.rounds > 1):
+                finalists = list_finalists(self.run.folder)
+                rivals = [trial for trial in earlier if trial.id in finalists]
             comparisons.append(ensemble.ComparedTrials(pending, reference, rivals=rivals))
         # A first answer doesn't wait for the other batches and sizes.
         for part in [comparisons] if number else [[comparison] for comparison in comparisons]:

@@ -152,6 +152,8 @@ QUICK: dict[str, Any] = {
     "routes": ("usual",),
     "seconds": 0.3,
     "warmup": 0.3,
+    "build_timeout": 180.0,
+    "timeout": 180.0,
 }
 # Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
 EVALUATION: dict[str, Any] = {

@@ -168,8 +168,18 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CONVERTER, reason="DYNO_TEST_LITERT_TORCH names no Python with litert-torch")
-@pytest.mark.parametrize(("options", "off"), [({"scheme": "static"}, 0.1), ({"scheme": "dynamic"}, 0.05), ({}, 1e-5)])
-def test_a_module_is_converted(library: Any, tmp_path: Path, options: dict[str, Option], off: float) -> None:
+@pytest.mark.parametrize(
+    ("precision", "options", "off"),
+    [
+        ("int8", {"scheme": "static"}, 0.1),
+        ("int8", {"scheme": "dynamic"}, 0.05),
+        ("fp16", {}, 1e-3),
+        ("fp32", {}, 1e-5),
+    ],
+)
+def test_a_module_is_converted(
+    library: Any, tmp_path: Path, precision: str, options: dict[str, Option], off: float
+) -> None:
     torch = pytest.importorskip("torch")
     from dyno.worker.nets import models
 
@@ -182,7 +192,7 @@ def test_a_module_is_converted(library: Any, tmp_path: Path, options: dict[str, 
     np.save(tmp_path / "labels.npy", np.zeros(8, np.int64))
     np.save(tmp_path / "calibration.npy", np.arange(8))
     trial = Trial(
-        ModelSpec("net", f"{tmp_path}/nets.py:net"), "litert", "int8" if options else "fp32", Dims(2, 8, 8), options,
+        ModelSpec("net", f"{tmp_path}/nets.py:net"), "litert", precision, Dims(2, 8, 8), options,
         data=DataSpec("noise", str(tmp_path), "1"), runtime=Runtime(threads=1),
     )  # fmt: skip
     job = Job("make", Runtime("litert_torch", CONVERTER, threads=1), recipe=LITERT.recipe(trial))
@@ -196,5 +206,13 @@ def test_a_module_is_converted(library: Any, tmp_path: Path, options: dict[str, 
     with torch.inference_mode():
         expected = models.load(trial.model, trial.dims)(torch.from_numpy(x)).numpy()
     assert np.abs(session.fetch()["output"] - expected).max() < off * np.abs(expected).max()
-    assert session.facts().layers_by_type == {"int8" if options else "float32": 2}
+    facts = session.facts()
+    assert facts.layers_by_type == {"int8" if options else "float32": 2}
+    if precision == "fp16":  # two bytes for each of 216 + 2880 weights; computing is as wide as before
+        module = models.load(trial.model, trial.dims).half().float()
+        with torch.inference_mode():
+            rounded = module(torch.from_numpy(x)).numpy()
+        assert np.abs(session.fetch()["output"] - rounded).max() < np.abs(session.fetch()["output"] - expected).max()
+        assert facts.precision_truth.refuted and "0 of 2 compute layers in float16" in facts.precision_truth.sentence
+    assert ("2 have weights stored in float16" in facts.precision_truth.sentence) == (precision == "fp16")
     assert session.inputs[0].name == "input" and session.outputs[0].shape == (2, 10)

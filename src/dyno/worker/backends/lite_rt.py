@@ -77,7 +77,7 @@ TFLITE = TfliteFormat()
 
 
 class LiteRT(Backend):
-    """LiteRT's interpreter on the CPU.
+    """LiteRT's interpreter on the CPU; in fp16 the weights are stored so, and widened to compute in float32.
 
     Options: `xnnpack` (bool, default on: the delegate, which runs what it can), and for int8 `scheme` (static:
     calibrated; dynamic: activations as they come) and `samples` of the calibration.
@@ -85,7 +85,7 @@ class LiteRT(Backend):
 
     name = "litert"
     requires = ("ai-edge-litert",)
-    precisions = ("fp32", "int8")
+    precisions = ("fp32", "fp16", "int8")
     options = ("xnnpack", "scheme", "samples")
     values: Mapping[str, Check] = {"xnnpack": flag, "scheme": one_of(*SCHEMES), "samples": whole(1)}
     files = TfliteFormat.suffixes
@@ -227,6 +227,19 @@ def count_types(opened: Any) -> Counter[str]:
     return found
 
 
+def count_half_weights(opened: Any) -> int:
+    """Return how many operators that multiply have weights stored in float16, which another widens to float32."""
+    types = {each["index"]: np.dtype(each["dtype"]).name for each in opened.get_tensor_details()}
+    operators = [*opened._get_ops_details()]
+    widened = {
+        int(tensor)
+        for each in operators
+        if each["op_name"] == "DEQUANTIZE" and types.get(each["inputs"][0]) == "float16"
+        for tensor in each["outputs"]
+    }
+    return sum(bool(COMPUTE.search(each["op_name"])) and not widened.isdisjoint(each["inputs"]) for each in operators)
+
+
 def find_delegated(operators: Sequence[Mapping[str, Any]]) -> set[int]:
     """Return the places of operators that a delegate runs: those between its inputs and its outputs."""
     own = [k for k, each in enumerate(operators) if each["op_name"] != "DELEGATE"]
@@ -287,10 +300,13 @@ class LiteRTSession(Session):
         sentence = f"{DELEGATE} runs {len(delegated)} of {len(own)} operators"
         if left and delegated:
             sentence += f", {ENGINE}'s own kernels the others ({', '.join(f'{n} {name}' for name, n in left.items())})"
+        truth = precision_truth(self._trial.precision, types, f"{ENGINE} by the file's types")
+        if halves := count_half_weights(self._opened):
+            truth = replace(truth, sentence=f"{truth.sentence}; {halves} have weights stored in float16")
         return EngineFacts(
             layers=len(own), layers_by_type=types, operators=dict(Counter(own).most_common()),
             nodes_by_provider={DELEGATE: len(delegated), ENGINE: left.total()},
-            precision_truth=precision_truth(self._trial.precision, types, f"{ENGINE} by the file's types"),
+            precision_truth=truth,
             threads=self._trial.runtime.threads, options={"xnnpack": self._has_delegate},
             fallback=sentence if self._has_delegate and 2 * len(delegated) < len(own) else "",
             notes=(sentence,) if self._has_delegate and left else (),
@@ -298,7 +314,7 @@ class LiteRTSession(Session):
 
 
 class LiteRTMaker(Maker):
-    """Converts a module with litert-torch, or takes the file that was given, and quantises it for int8."""
+    """Converts a module with litert-torch, or takes the given file, and changes its weights for fp16 and int8."""
 
     name = "litert"
     requires = ("litert-torch", "ai-edge-litert", "ai-edge-quantizer", "torch", "torchvision", "timm", "ultralytics")
@@ -308,13 +324,13 @@ class LiteRTMaker(Maker):
         began, path, file = time.perf_counter(), folder / "model.tflite", recipe.model.file
         facts = MakerFacts(backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires))
         if not file:
-            source = folder / "float.tflite" if recipe.precision == "int8" else path
+            source = folder / "float.tflite" if recipe.precision != "fp32" else path
             facts = _convert_module(recipe, facts, source)
         made = _describe_file(Path(file or source), recipe, facts, began)
         if file:
             facts = replace(facts, weights_sha256=made.sha256)
         if recipe.precision != made.precision:
-            facts = _quantise_file(made, recipe, facts, path)
+            facts = (_cast_weights if recipe.precision == "fp16" else _quantise_file)(made, recipe, facts, path)
             (folder / "float.tflite").unlink(missing_ok=True)
             made = _describe_file(path, recipe, facts, began)
         elif file:
@@ -359,6 +375,22 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts
             raise UserError(f"litert-torch can't convert {recipe.model.name}: {reason}") from e
     parameters = sum(p.numel() for p in module.parameters())
     return replace(facts, weights_sha256=models.weights_sha256(module), parameters=parameters)
+
+
+def _cast_weights(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
+    """Write the file with weights in float16, each followed by an operator that widens them."""
+    library, managers = (_import_module(f"ai_edge_quantizer.{part}", HERE) for part in ("quantizer", "recipe_manager"))
+    names = _import_module("ai_edge_quantizer.algorithm_manager", HERE).AlgorithmName
+    everything = _import_module("ai_edge_quantizer.qtyping", HERE).TFLOperationName.ALL_SUPPORTED
+    manager, engine = managers.RecipeManager(), library.Quantizer(made.path)
+    manager.add_weight_only_config(".*", everything, num_bits=16, algorithm_key=names.FLOAT_CASTING)
+    engine.load_quantization_recipe(manager.get_quantization_recipe())
+    try:
+        engine.quantize().export_model(str(path), overwrite=True)
+    except (ValueError, RuntimeError, KeyError) as e:
+        reason = torch_support.first_line(e)
+        raise UserError(f"ai-edge-quantizer can't store weights of {recipe.model.name} in float16: {reason}") from e
+    return facts
 
 
 def _quantise_file(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
