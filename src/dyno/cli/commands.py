@@ -501,20 +501,33 @@ def stress(
     ] = "min,opt,max,random",
     iterations: Annotated[int, typer.Option(help="Batches in each phase.")] = 10_000,
     out: options.Out = "",
+    format: options.Format = "text",
 ) -> None:
     """Run a dynamic engine or ONNX file at changing batches for long. Every output is checked, memory watched."""
+    from dyno.report.export import export
     from dyno.runner import stress as module
+    from dyno.table import joined
 
     folder = Path(out) if out else new_folder("stress", models)
     checked = module.phases_of(phases)
     each = each_with(models, overrides)
 
+    results: list[module.StressResult] = []
+
     def stress_model(number: int, _: str) -> int:
         source, settings = each[number]
-        return module.run(study_of(source, {}, settings), checked, iterations, _choose_folder(folder, models, number))
+        place = _choose_folder(folder, models, number)
+        for result in module.run(study_of(source, {}, settings), checked, iterations, place):
+            results.append(result)
+            if format == "text":
+                print("\n".join([export([result.table]).rstrip("\n"), *result.sentences]))
+        return 0
 
-    codes = each_of(models, stress_model)
-    raise typer.Exit(max(*codes, UNFINISHED * (len(codes) < len(models))))
+    done = each_of(models, stress_model)
+    if format != "text":
+        sentences = [sentence for result in results for sentence in result.sentences]
+        print(export([joined([r.table for r in results])], format, about={"sentences": sentences}), end="")
+    raise typer.Exit(max([*(result.exit_code for result in results), UNFINISHED * (len(done) < len(models))]))
 
 
 @options.takes(f"{TIMED} budget", data=..., **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"})
