@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from dyno.results.run_data import RunData
 
 UNFINISHED = 3  # exit code where some of the models could not be measured
+DRAWN = (".svg", ".png", ".html")  # endings of files with a history as a chart
 PROBE_S, BUSY = 2.0, 0.5  # seconds of looking for other programs; the fewest busy processors that matter
 PAUSE_S, WAIT_S = 10.0, 600.0  # between two looks, and until a study begins anyway
 # Defaults that go by the kind of file.
@@ -303,7 +304,9 @@ def show(
     from dyno.report import tables
     from dyno.report.export import export
 
-    format = find_format(out, format)
+    runs = runs or ([] if list_all else [run_folders.find_latest()])
+    is_drawn = len(runs) > 1 and not format and Path(out).suffix in DRAWN
+    format = "html" if is_drawn else find_format(out, format)
     if out:
         check_writable(Path(out))
     if list_all:
@@ -311,14 +314,13 @@ def show(
             raise UserError("--list is for reading; omit -o, or give a file of another format")
         _put_text(export([tables.listed()], format), out)
         return
-    runs = runs or [run_folders.find_latest()]
     if over_time or trials:
         _write_over_time(_take_one(runs, "--over-time"), over_time, trials, overrides)
         return
     if len(runs) > 1:
         if table:
             _take_one(runs, "--table")
-        _show_history(runs, out, format, by, columns, overrides)
+        _show_history(runs, out, "" if is_drawn else format, by, columns, overrides)
     else:
         _show_run(runs[0], out, format, by, table, columns, overrides)
     for run in runs:
@@ -332,15 +334,19 @@ def _take_one(runs: Sequence[Path], option: str) -> Path:
 
 
 def _show_history(runs: Sequence[Path], out: str, format: str, by: str, columns: str, overrides: Overrides) -> None:
-    """Print the trials of several runs, each with its changes from run to run."""
+    """Print the trials of several runs, each with its changes from run to run; without a format draw them."""
     from dyno.regression import history
     from dyno.report.export import export, write_parquet
 
     read = [_read_run(run, overrides) for run in runs]
     table = history.make_history(read)
-    if format == PARQUET:
+    if not format and (by or columns):
+        raise UserError("a chart of a history takes no --by and no --columns; omit them, or give --format html")
+    if not format:
+        history.write_chart(table, Path(out))
+    elif format == PARQUET:
         write_parquet(Path(out), table)
-    _put_text("" if format == PARQUET else export([table], format, by, only=columns), out)
+    _put_text("" if format in ("", PARQUET) else export([table], format, by, only=columns), out)
     _warn_of_problems(read)
 
 
