@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from dyno.cli import options, run_folders
-from dyno.cli.exits import UNFINISHED
+from dyno.cli.exits import UNFINISHED, left_out
 from dyno.cli.options import Overrides
 from dyno.store import check_writable, copy
 from dyno.study.defaults import check_weights, one_model
@@ -473,3 +473,15 @@ def reproduce(
     else:
         print("\n".join([*map(plain, result.sentences), "", f"run folder: {plain(result.folder)}"]))
     raise typer.Exit(result.exit_code)
+
+
+def site(
+    packs: Annotated[Path, typer.Argument(help="A folder of files that dyno pack wrote.", metavar="PACKS")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write into.")] = Path("site"),
+) -> None:
+    """Write a static site of packs. A row and a report for each, verified again. Exit 3 if one is broken."""
+    from dyno.packs import static_site as module
+
+    table = module.write_site(packs, out)
+    print(plain(out / module.INDEX))
+    raise typer.Exit(left_out(f"{row['pack']}: {row['problem']}" for row in table.rows if row.get("problem")))
