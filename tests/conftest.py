@@ -1,6 +1,7 @@
 """What many tests share: a cache of their own, quick fake trials, the command line, a second interpreter."""
 
 import gc
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -23,7 +25,7 @@ import onnx_text
 import preloaded as forked
 import synthetic
 from dyno import Study
-from dyno.cli import app
+from dyno.cli import app, schemas
 from dyno.jobs import launcher
 from dyno.report import report
 from dyno.results.trial_result import Results, load_run
@@ -126,6 +128,18 @@ def fake_study() -> Callable[..., Study]:
     return make
 
 
+def check_json(words: list[str], out: str) -> None:
+    """Compare what a command printed in JSON with the schema that `--schema` prints for it."""
+    if " --format json" in f" {' '.join(words)}" and out.startswith("{"):
+        command = " ".join(words[: 1 + (words[0] in app.GROUPS)])
+        make_validator(command).validate(json.loads(out))
+
+
+@lru_cache
+def make_validator(command: str) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(schemas.describe_command(command))
+
+
 @pytest.fixture(scope="session")
 def dyno() -> Any:
     """The command line in a process of its own: `dyno("run", "fake:net", cwd=..., env=...)`; it ends with `code` where
@@ -142,6 +156,7 @@ def dyno() -> Any:
             command = [sys.executable, "-m", "dyno", *map(str, words)]
             done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=every, timeout=timeout)
         assert code in (None, done.returncode), done.stdout + done.stderr
+        check_json([*map(str, words)], done.stdout)
         return done
 
     return run
@@ -235,6 +250,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
         out, err = capfd.readouterr()
         if "internal error" in err and not allowed:
             raise AssertionError(err + Path(os.environ["DYNO_CACHE"], "last-error.log").read_text())
+        check_json([*map(str, words)], out)
         named = " ".join([*map(str, words), "runs", "__pycache__", os.environ.get("DYNO_CACHE", ""), out, err])
         strays = [
             path.name

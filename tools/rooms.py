@@ -32,7 +32,7 @@ HOST = {
     "results": "formatting table",
     "study": "formatting jobs store data results",
     "report": "formatting table results",
-    "runner": "formatting jobs store results study report",
+    "runner": "formatting table jobs store results study report",
     "winner": "formatting jobs store results runner",
     "devices": "formatting jobs store results study runner",
     "api": "jobs store results study report runner winner devices",
@@ -48,7 +48,7 @@ HOST = {
     "packs": "formatting table store results study report runner api cli.options cli.exits cli.run_folders",
     "cli.commands": "formatting table jobs store results study report runner devices api evaluation layers regression "
     "trtexec cli.options cli.exits cli.run_folders",
-    "training": "formatting jobs store data results study report runner api cli.options cli.exits cli.commands",
+    "training": "formatting table jobs store data results study report runner api cli.options cli.exits cli.commands",
     "cli": "formatting table jobs store data results study report runner winner devices api evaluation videos serving "
     "layers training regression packs trtexec",
 }

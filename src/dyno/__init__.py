@@ -25,6 +25,7 @@ if typing.TYPE_CHECKING:
     from dyno.layers.profiling import profile as profile
     from dyno.packs.pack import pack as pack
     from dyno.packs.reproduction import reproduce as reproduce
+    from dyno.packs.static_site import write_site as write_site
     from dyno.packs.verification import verify as verify
     from dyno.regression.bisection import bisect as bisect
     from dyno.regression.comparison import Comparison as Comparison
@@ -55,6 +56,7 @@ _HOMES = {
         "dyno.layers.profiling": "ProfileResult profile",
         "dyno.packs.pack": "pack",
         "dyno.packs.reproduction": "reproduce",
+        "dyno.packs.static_site": "write_site",
         "dyno.packs.verification": "verify",
         "dyno.regression.bisection": "bisect",
         "dyno.regression.history": "read_history",

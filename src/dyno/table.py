@@ -22,7 +22,8 @@ TEXT, NUMBER, COUNT, PERCENT, POINTS, RATIO, FINE = KINDS = (
 TITLES = ("model", "form", "statistic", "label", "title")  # values that say in a heading what they are
 NEAREST = 3  # columns that may have been meant by a misspelt one
 
-RANK, FIRST = "#rank", "#first"  # of a row beside its columns: its place in print, and whether it is set in bold
+# Of a row beside its columns: its place in print, whether it is set in bold, and where its first cell links to.
+RANK, FIRST, LINK = "#rank", "#first", "#link"
 EVERY = "all"  # every column that people may want to see
 
 Row = dict[str, Any]

@@ -21,8 +21,8 @@ from dyno.devices import places, spread
 SHORT = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
 FAKE = ["run", "fake:net", "--channels", "1", "--backend", "fake@latency_ms=0.1", *SHORT]
 COMMANDS = (
-    "run time eval compare demo bench show report runs export pack verify reproduce data profile explain inspect diff "
-    "doctor selftest"
+    "run time eval compare demo bench show report runs export pack verify reproduce site data profile explain inspect "
+    "diff doctor selftest"
 ).split()
 BELOW = ("bench video", "bench serve", "bench cold-start", "bench stress", "runs list", "runs rm", "data train")
 

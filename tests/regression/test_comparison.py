@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Xml
 
+import numpy as np
 import pytest
 
 import dyno
+import onnx_text
 from dyno.study import interpreters
 from dyno.worker.spec import UserError
 
@@ -114,9 +116,65 @@ def test_the_first_bad_python(call: Any, chain: Any, script: Any, slow_python: P
     assert code == 3 and "Undecided: fewer than two versions can be run." in out
 
 
+ANOTHER = """
+import onnxruntime
+
+class Another(onnxruntime.InferenceSession):
+    def __init__(self, model, *given, **how):
+        super().__init__({path!r}, *given, **how)
+
+onnxruntime.InferenceSession = Another
+"""
+
+
+@pytest.fixture
+def other_model(script: Any, tmp_path: Path) -> Any:
+    """Make a Python whose ONNX Runtime runs this file whatever it is given, as a version with an error in it."""
+
+    def make(path: Path) -> Path:
+        folder = tmp_path / "another"
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(ANOTHER.format(path=str(path)))
+        return script(folder / "python", f'PYTHONPATH="{folder}" exec "{sys.executable}" "$@"')
+
+    return make
+
+
+@pytest.mark.slow
+def test_the_first_python_that_disagrees(call: Any, chain: Any, other_model: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model, wrong = chain(tmp_path / "m.onnx", 2), other_model(chain(tmp_path / "odd.onnx", 3))
+    pythons = f"v1={sys.executable},v2={sys.executable},v3={wrong}"
+    words = ("compare", "--bisect", model, "--pythons", pythons, "--rounds", "1", *QUICK)
+    _, out, _ = call(*words, "--by", "agreement", "--least", "0.9", code=1)
+    assert "The first bad version is v3; the last good one is v2." in out and "% of values agree" in out
+    good = pythons.rpartition(",")[0]
+    _, out, _ = call("compare", "--bisect", model, "--pythons", good, "--by", "agreement", *QUICK, code=0)
+    assert out == "No version disagrees with v1.\n"
+
+
+@pytest.mark.slow
+def test_the_first_python_that_is_less_accurate(call: Any, other_model: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    digits = pytest.importorskip("sklearn.datasets").load_digits()
+    means = np.stack([digits.data[digits.target == k].mean(0) for k in range(10)]) / 16
+    text = "(float[batch, 1, 8, 8] x) => (float[batch, 10] y) { f = Flatten(x) p = MatMul(f, w) y = Add(p, b) }"
+    w, b = means.T.astype(np.float32).copy(), (-(means**2).sum(1) / 2).astype(np.float32)  # the nearest mean
+    model = onnx_text.write(tmp_path / "m.onnx", text, w=w, b=b)
+    wrong = other_model(onnx_text.write(tmp_path / "zero.onnx", text, w=0 * w, b=b))
+    pythons = f"v1={sys.executable},v2={sys.executable},v3={wrong}"
+    words = ("compare", "--bisect", model, "--pythons", pythons, "--by", "accuracy", "--rounds", "1", *QUICK)
+    _, out, _ = call(*words, "--data", "digits", "--mean", "0", "--std", "1", "--fail-on", "less-accurate=1", code=1)
+    assert "The first bad version is v3; the last good one is v2." in out and "less accurate, -" in out
+    assert call(*words)[2] == "dyno: bisect by accuracy needs labelled images; give --data\n"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--by", "energy"], "unknown criterion 'energy'"),
+        (["--by", "agreement", "--fail-on", "slower=5%"], "bisect by agreement needs a limit such as disagree"),
+        (["--least", "0.9"], "--bisect compares versions with one model; omit --least"),
         (["--library", "onnxruntime"], "give either"),
         (["n.onnx", "--versions", "1,2"], "--bisect compares versions with one model; omit B"),
         (["--summary", "s.md"], "--bisect compares versions with one model; omit --summary"),
@@ -127,7 +185,10 @@ def test_the_first_bad_python(call: Any, chain: Any, script: Any, slow_python: P
         (["--pythons", "old"], "is not NAME=PATH"),
         (["--pythons", "old=/nowhere/python,new=/nowhere"], "no Python interpreter at /nowhere/python; correct"),
         (["--pythons", f"a={sys.executable},a={__file__}"], "uses the name 'a' twice"),
-        (["--library", "onnxruntime", "--versions", "1,2", "--fail-on", "status"], "needs a limit of slow-down"),
+        (
+            ["--library", "onnxruntime", "--versions", "1,2", "--fail-on", "status"],
+            "bisect by speed needs a limit such as slower=5%",
+        ),
     ],
 )
 def test_what_bisection_refuses(refused: Any, words: list[str], said: str) -> None:

@@ -227,3 +227,24 @@ def test_the_workflow_in_the_documents_gives_inputs_that_there_are(root: Path) -
     steps = [s for block in blocks for job in yaml.safe_load(block)["jobs"].values() for s in job["steps"]]
     given = [s["with"] for s in steps if "/action@" in s.get("uses", "")]
     assert given and all(each.keys() <= known and "a" in each for each in given)
+
+
+@pytest.mark.parametrize(("fail_on", "ends"), [("status", 0), ("less-accurate=9%", 2)])
+def test_the_job_of_the_gitlab_template(root: Path, tmp_path: Path, fail_on: str, ends: int) -> None:
+    yaml = pytest.importorskip("yaml")
+    (name, job), *others = yaml.safe_load((root / "action" / "gitlab.yml").read_text()).items()
+    assert (name, others) == (".dyno", []) and job["artifacts"]["reports"] == {"junit": "dyno/junit.xml"}
+    options = "--backend fake@latency_ms=0.5 --channels 1 --rounds 2 --samples 5"
+    given = {"DYNO_A": "fake:a", "DYNO_B": "fake:b", "DYNO_FAIL_ON": fail_on, "DYNO_OPTIONS": options}
+    assert given.keys() <= job["variables"].keys() and all(isinstance(v, str) for v in job["variables"].values())
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "dyno").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dyno "$@"\n')
+    (tmp_path / "bin" / "dyno").chmod(0o755)
+    env = {**os.environ, **job["variables"], **given, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    codes = [
+        subprocess.run(["bash", "-eo", "pipefail", "-c", line], cwd=tmp_path, env=env, timeout=1200).returncode
+        for line in (*job["script"], *job["after_script"])
+    ]
+    assert codes == [ends, 0]
+    written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("dyno/*"))
+    assert written == ([f"dyno/{each}" for each in ("junit.xml", "report", "run", "summary.md")] if ends == 0 else [])

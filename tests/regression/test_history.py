@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -94,6 +95,23 @@ def test_runs_keep_the_commit_of_the_folder_that_they_begin_in(call: Any, tmp_pa
     _, out, _ = call("show", "r1", "r2", "--format", "csv", code=0)
     assert [row["commit"] for row in csv.DictReader(io.StringIO(out))] == [commits[0], f"{commits[1]}+"]
     assert f"commit {commits[0]} to {commits[1]}+" in out
+
+
+def test_a_chart_marks_the_commit_that_made_it_slow(copied: Callable[..., Path], call: Any, refused: Any) -> None:
+    runs = copied("a", 24, commit="0a1b2c3"), copied("b", 25, 20, commit="4d5e6f7"), copied("c", 26, 20, commit="<b>&7")
+    for file in ("h.svg", "h.png", "h.html"):
+        assert call("show", *runs, "-o", file, code=0)[1:] == ("", f"dyno: wrote {file}\n")
+    drawing, page = Path("h.svg").read_text(), Path("h.html").read_text()
+    root = ElementTree.fromstring(drawing)
+    texts = ["".join(each.itertext()).strip() for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"0a1b2c3", "4d5e6f7", "<b>&7"} <= set(texts)
+    assert [text for text in texts if text.endswith("x")] == ["20.00x"]  # the others lie within what both can see
+    assert (
+        page.count("<svg") == 1 and "<td" in page and "<b>" not in page and "onnxruntime fp32: 20.00x; commit" in page
+    )
+    assert Path("h.png").read_bytes()[:4] == b"\x89PNG"
+    assert "takes no --by and no --columns" in refused("show", *runs, "-o", "h.svg", "--by", "backend")
+    assert "unknown ending '.svg'" in refused("show", runs[0], "-o", "one.svg")
 
 
 def test_commits_of_one_model_are_one_history(copied: Callable[..., Path], call: Any) -> None:

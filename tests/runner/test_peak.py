@@ -1,5 +1,6 @@
 """What is measured once for a machine: its peak and its idle power; and `dyno bench stress` on a real dynamic file."""
 
+import json
 import threading
 import time
 import warnings
@@ -157,6 +158,10 @@ def test_every_output_right(dyno: Any, onnx: Path, tmp_path: Path) -> None:
     words = ("--phases", "1,4,random", "--iterations", 50, "--size", 16, "--threads", 1)
     done = dyno("bench", "stress", onnx, *words, cwd=tmp_path, code=0)
     assert done.stdout.count("every output right") == 3 and " 1-4 " in done.stdout
+    words = ("--phases", "1,2", "--iterations", 3, "--size", 16, "--threads", 1, "--format", "json")
+    found = json.loads(dyno("bench", "stress", onnx, *words, cwd=tmp_path, code=0).stdout)
+    assert [(row["phase"], row["count"]) for row in found["rows"]] == [("1", 3), ("2", 3)]
+    assert found["sentences"] == ["1: every output right", "2: every output right"]
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")

@@ -91,8 +91,12 @@ def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Any, tm
     code, out, said = call(*shlex.split(following), "--backend", "pytorch", "--threads", "1", "--dry-run")
     assert code == 0 and "1 trial, 0 refused" in out, said
 
-    code, _, said = call(*words[:-2])
-    assert code == 0 and "trained already" in said
+    _, out, said = call(*words, "--format", "json", code=0)
+    assert "trained already" in said
+    found = json.loads(out)
+    assert (found["top1"], found["best_epoch"]) == (told["result"]["top1"], told["result"]["best_epoch"])
+    assert [row["top1"] for row in found["tables"]["epochs"]["rows"]] == [row["top1"] for row in rows]
+    assert {row["backend"] for row in found["tables"]["trials"]["rows"]} == {"pytorch", "onnxruntime"}
     record = Path("run/record.json")
     whole = record.read_text()
     record.write_text(whole[:40])

@@ -21,7 +21,7 @@ EXAMPLES = (
     "dyno export runs/resnet18 -o best            # its winner, and a script for it",
 )
 GROUPS = {
-    "bench": "Measure a video, requests, an application, cold starts or changing batches.",
+    "bench": "Measure a video, requests, an application, cold starts or stress.",
     "runs": "List runs, or remove them.",
     "data": "Train on class folders, or sort images into them.",
 }
@@ -51,6 +51,7 @@ COMMANDS: dict[str, dict[str, str | dict[str, str]]] = {
         "pack": "dyno.cli.files:pack",
         "verify": "dyno.cli.files:verify",
         "reproduce": "dyno.cli.files:reproduce",
+        "site": "dyno.cli.files:site",
         "data": {"train": "dyno.training.commands:train", "imagenet-val": "dyno.cli.files:imagenet_val"},
     },
     "Inspect": {

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
+import inspect
+import json
 import re
 import typing
 from collections.abc import Callable, Mapping
@@ -187,7 +190,31 @@ def make_app(listed: Mapping[str, Functions], about: Mapping[str, str], write_he
     return app
 
 
+def _take_schema(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that has `--format` the option `--schema`, which prints the JSON Schema of its JSON."""
+    if "format" not in inspect.signature(command).parameters:
+        return command
+
+    def call_command(*args: Any, schema: bool, **values: Any) -> None:
+        command(*args, **values)
+
+    option = typer.Option(
+        "--schema", help="Print the JSON Schema of --format json.", rich_help_panel=WHERE, is_eager=True,
+        callback=_print_schema,
+    )  # fmt: skip
+    return options.add_flag(functools.wraps(command)(call_command), command, "schema", option)
+
+
+def _print_schema(ctx: typer.Context, show: bool) -> None:
+    if show:
+        from dyno.cli import schemas
+
+        print(json.dumps(schemas.describe_command(ctx.command_path.partition(" ")[2]), ensure_ascii=False, indent=1))
+        raise typer.Exit
+
+
 def _add_command(group: typer.Typer, name: str, at: str) -> None:
     module, _, function = at.partition(":")
     found = getattr(importlib.import_module(module), function)
-    group.command(name, cls=Command)(options.takes_verbose(found) if name in MEASURES else found)
+    found = options.takes_verbose(found) if name in MEASURES else found
+    group.command(name, cls=Command)(_take_schema(found))

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from dyno.results.run_data import RunData
 
 UNFINISHED = 3  # exit code where some of the models could not be measured
+DRAWN = (".svg", ".png", ".html")  # endings of files with a history as a chart
 PROBE_S, BUSY = 2.0, 0.5  # seconds of looking for other programs; the fewest busy processors that matter
 PAUSE_S, WAIT_S = 10.0, 600.0  # between two looks, and until a study begins anyway
 # Defaults that go by the kind of file.
@@ -303,7 +304,9 @@ def show(
     from dyno.report import tables
     from dyno.report.export import export
 
-    format = find_format(out, format)
+    runs = runs or ([] if list_all else [run_folders.find_latest()])
+    is_drawn = len(runs) > 1 and not format and Path(out).suffix in DRAWN
+    format = "html" if is_drawn else find_format(out, format)
     if out:
         check_writable(Path(out))
     if list_all:
@@ -311,14 +314,13 @@ def show(
             raise UserError("--list is for reading; omit -o, or give a file of another format")
         _put_text(export([tables.listed()], format), out)
         return
-    runs = runs or [run_folders.find_latest()]
     if over_time or trials:
         _write_over_time(_take_one(runs, "--over-time"), over_time, trials, overrides)
         return
     if len(runs) > 1:
         if table:
             _take_one(runs, "--table")
-        _show_history(runs, out, format, by, columns, overrides)
+        _show_history(runs, out, "" if is_drawn else format, by, columns, overrides)
     else:
         _show_run(runs[0], out, format, by, table, columns, overrides)
     for run in runs:
@@ -332,15 +334,19 @@ def _take_one(runs: Sequence[Path], option: str) -> Path:
 
 
 def _show_history(runs: Sequence[Path], out: str, format: str, by: str, columns: str, overrides: Overrides) -> None:
-    """Print the trials of several runs, each with its changes from run to run."""
+    """Print the trials of several runs, each with its changes from run to run; without a format draw them."""
     from dyno.regression import history
     from dyno.report.export import export, write_parquet
 
     read = [_read_run(run, overrides) for run in runs]
     table = history.make_history(read)
-    if format == PARQUET:
+    if not format and (by or columns):
+        raise UserError("a chart of a history takes no --by and no --columns; omit them, or give --format html")
+    if not format:
+        history.write_chart(table, Path(out))
+    elif format == PARQUET:
         write_parquet(Path(out), table)
-    _put_text("" if format == PARQUET else export([table], format, by, only=columns), out)
+    _put_text("" if format in ("", PARQUET) else export([table], format, by, only=columns), out)
     _warn_of_problems(read)
 
 
@@ -501,20 +507,33 @@ def stress(
     ] = "min,opt,max,random",
     iterations: Annotated[int, typer.Option(help="Batches in each phase.")] = 10_000,
     out: options.Out = "",
+    format: options.Format = "text",
 ) -> None:
     """Run a dynamic engine or ONNX file at changing batches for long. Every output is checked, memory watched."""
+    from dyno.report.export import export
     from dyno.runner import stress as module
+    from dyno.table import joined
 
     folder = Path(out) if out else new_folder("stress", models)
     checked = module.phases_of(phases)
     each = each_with(models, overrides)
 
+    results: list[module.StressResult] = []
+
     def stress_model(number: int, _: str) -> int:
         source, settings = each[number]
-        return module.run(study_of(source, {}, settings), checked, iterations, _choose_folder(folder, models, number))
+        place = _choose_folder(folder, models, number)
+        for result in module.run(study_of(source, {}, settings), checked, iterations, place):
+            results.append(result)
+            if format == "text":
+                print("\n".join([export([result.table]).rstrip("\n"), *result.sentences]))
+        return 0
 
-    codes = each_of(models, stress_model)
-    raise typer.Exit(max(*codes, UNFINISHED * (len(codes) < len(models))))
+    done = each_of(models, stress_model)
+    if format != "text":
+        sentences = [sentence for result in results for sentence in result.sentences]
+        print(export([joined([r.table for r in results])], format, about={"sentences": sentences}), end="")
+    raise typer.Exit(max([*(result.exit_code for result in results), UNFINISHED * (len(done) < len(models))]))
 
 
 @options.takes(f"{TIMED} budget", data=..., **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"})

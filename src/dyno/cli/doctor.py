@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from rich.console import Console
 from rich.text import Text
@@ -41,6 +41,23 @@ KINDS: dict[str, type] = {
     **registry.GROUPS, tasks.GROUP: Task, metrics.GROUP: Metric, snippets.GROUP: Script, tables.GROUP: TableKind,
     charts.GROUP: Chart, data_format.GROUP: DataFormat,
 }  # fmt: skip
+
+
+class SelfTestState(TypedDict):
+    """The self-test of a device: its grade and date, "" without a valid one, and its state in words."""
+
+    device: str
+    grade: str
+    date: str
+    state: str
+
+
+class MachineDescription(TypedDict):
+    """The head of the backends' table in JSON."""
+
+    self_tests: list[SelfTestState]
+
+
 COLUMNS = tuple(
     Column(name, meaning, kind=TEXT)
     for name, meaning in {

@@ -7,17 +7,18 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dyno.cli import options, run_folders
-from dyno.cli.exits import UNFINISHED
+from dyno.cli.exits import UNFINISHED, left_out
 from dyno.cli.options import Overrides
 from dyno.store import check_writable, copy
 from dyno.study.defaults import check_weights, one_model
 from dyno.study.options import MODEL_HELP
 from dyno.study.study import Choice, Study
+from dyno.table import Table
 from dyno.worker import registry, system
 from dyno.worker.backend import Backend, FileFormat
 from dyno.worker.extras import install
@@ -42,6 +43,36 @@ from dyno.worker.spec import (
 )
 
 TARGETS = ("onnxruntime", "openvino", "tensorrt")
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """A file that `dyno export` wrote: what it is in one line, and of a run's trial the script that runs it."""
+
+    file: str
+    bytes: int
+    text: str
+    notes: tuple[str, ...] = ()
+    script: str = ""
+
+
+@dataclass(frozen=True)
+class WrittenFiles:
+    """The files that `dyno pack` wrote, the pack first."""
+
+    files: tuple[str, ...]
+
+
+def _parse_format(format: str) -> str:
+    check_known("format", format, ("text", "json"))
+    return format
+
+
+TextFormat = Annotated[str, typer.Option(help="text or json.", callback=_parse_format)]
+
+
+def _print_json(result: Any) -> None:
+    print(json.dumps(result, ensure_ascii=False, indent=1))
 
 
 @dataclass(frozen=True)
@@ -93,6 +124,7 @@ def export(
             show_default="of a run MODEL-BACKEND-PRECISION",
         ),
     ] = None,
+    format: TextFormat = "text",
 ) -> None:  # fmt: skip
     """Write an ONNX file or an engine, or a run's winner with a script. An ONNX file is checked against the model."""
     given = dict(overrides)
@@ -100,7 +132,7 @@ def export(
     path = Path(source)
     named = ":" in source or path.exists() or registry.format_of(source)
     if path.is_dir() or trial or not (out or named):
-        _export_winner(path, trial, out, given)
+        _print_export(_export_winner(path, trial, out, given), None, format)
         return
     if out is None:
         raise UserError(f"give the file to write {source} to: -o FILE, which ends in {', '.join(registry.suffixes())}")
@@ -115,10 +147,27 @@ def export(
     if path.is_file() and out.exists() and out.samefile(path):
         raise UserError(f"{out} is the model itself; give another file to write to")
     check_writable(out, making=True)
-    (_export_engine if file_format.builders else _export_onnx)(source, out, file_format, asked, overrides)
+    write = _export_engine if file_format.builders else _export_onnx
+    _print_export(*write(source, out, file_format, asked, overrides), format)
 
 
-def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, object]) -> None:
+def _print_export(written: ExportedFile, builds: Table | None, format: str) -> None:
+    from dyno.report.export import export as export_tables
+
+    if format == "json":
+        if builds:
+            print(export_tables([builds], format, about=asdict(written)), end="")
+        else:
+            _print_json(asdict(written))
+        return
+    print((export_tables([builds]) if builds else "") + written.text)
+    for note in written.notes:
+        print(note, file=sys.stderr)
+    if written.script:
+        print(f"run it: python {written.script}")
+
+
+def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, object]) -> ExportedFile:
     """Write the file of a run's trial (its winner), and a script beside it that runs it as it was measured."""
     from dyno import winner
     from dyno.report.tables import trial_table
@@ -128,13 +177,17 @@ def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, 
     if given:
         raise UserError("a run's trial is exported as it was measured; omit every option but -o")
     taken = winner.export_winner(trial_table.read_trials(run), trial, out)
-    print(f"{taken.label}: {taken.file} ({taken.bytes / 1e6:.2f} MB)")
-    for note in taken.notes:
-        print(f"warning: {note}", file=sys.stderr)
-    print(f"run it: python {taken.script}")
+    text = f"{taken.label}: {taken.file} ({taken.bytes / 1e6:.2f} MB)"
+    notes = tuple(f"warning: {note}" for note in taken.notes)
+    return ExportedFile(str(taken.file), taken.bytes, text, notes, str(taken.script))
 
 
-def _export_onnx(model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides) -> None:
+Exported = tuple[ExportedFile, Table | None]  # with a table of the builds, if there are several
+
+
+def _export_onnx(
+    model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides
+) -> Exported:
     check_known("target", asked.target, TARGETS)
     if asked.opset and (allowed := find("onnxruntime").values["opset"](asked.opset)):
         raise UserError(f"--opset {asked.opset} can't be written; an export's opset must be {allowed}")
@@ -149,7 +202,7 @@ def _export_onnx(model: str, out: Path, file_format: FileFormat, asked: ExportOp
     if trial.model.file and registry.format_of(trial.model.file) is not file_format:
         raise UserError(f"{Path(model).name} can't be made an ONNX file; give the model that it was made from")
     chosen: dict[str, Option] = {"target": asked.target, **({"opset": asked.opset} if asked.opset else {})}
-    _make_file(file_format.recipe(replace(trial, options=chosen)), out)
+    return _make_file(file_format.recipe(replace(trial, options=chosen)), out), None
 
 
 NO_MAX = "a dynamic engine needs --max, its largest batch (--min is 1 and --opt is --max unless given)"
@@ -171,7 +224,9 @@ def _make_profile(shapes: str, low: int, opt: int, high: int) -> str:
     return ":".join(map(str, batches))
 
 
-def _export_engine(model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides) -> None:
+def _export_engine(
+    model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides
+) -> Exported:
     from dyno.study.interpreters import missing, placed, runtime_of
 
     shapes = _make_profile(",".join(asked.shapes), asked.low, asked.opt, asked.high)
@@ -192,8 +247,7 @@ def _export_engine(model: str, out: Path, file_format: FileFormat, asked: Export
     if library := missing(engine.name, runtime):
         raise UserError(f"{library} is not installed; {install(library)}, or give its Python with --python")
     if asked.repeat > 1:
-        _compare_builds(study, engine, chosen, static or 1, asked.repeat, out)
-        return
+        return _compare_builds(study, engine, chosen, static or 1, asked.repeat, out)
     if not on_gpu and precision in ("fp16", "bf16"):
         raise UserError(
             f"{engine.name} chooses {precision} when it runs a file, not when it makes one; omit --precision"
@@ -208,7 +262,7 @@ def _export_engine(model: str, out: Path, file_format: FileFormat, asked: Export
     trial = replace(trial, backend=engine.name, options=chosen, runtime=runtime)
     if refusal := engine.refuse(trial):
         raise UserError(refusal)
-    _make_file(placed(engine.recipe(trial), study), out)
+    return _make_file(placed(engine.recipe(trial), study), out), None
 
 
 def _parse_shape(text: str) -> tuple[str, int, tuple[str]]:
@@ -249,7 +303,7 @@ def _build_trial(study: Study, precision: str, batch: int) -> Trial:
     return Trial(model, "", precision, Dims(batch, *size), data=data, runtime=runtime)
 
 
-def _make_file(recipe: Recipe | None, out: Path) -> None:
+def _make_file(recipe: Recipe | None, out: Path) -> ExportedFile:
     """Make the file through the cache and copy it, with all its parts, to `out`."""
     from dyno.jobs.progress import Progress
     from dyno.runner.execute import Files
@@ -262,12 +316,10 @@ def _make_file(recipe: Recipe | None, out: Path) -> None:
     if isinstance(artifact, Record):
         raise UserError(f"{recipe.model.name}: {artifact.reason}")
     copy(Path(artifact.path), out)
-    print(f"{out}  {_format_summary(artifact, files.built)}")
     calibration = artifact.made_by.calibration
-    if calibration and calibration.note:
-        print(f"note: {calibration.note}", file=sys.stderr)
-    for warning in artifact.made_by.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    notes = [f"note: {calibration.note}"] if calibration and calibration.note else []
+    notes += [f"warning: {warning}" for warning in artifact.made_by.warnings]
+    return ExportedFile(str(out), artifact.bytes, f"{out}  {_format_summary(artifact, files.built)}", tuple(notes))
 
 
 def _format_summary(artifact: Artifact, built: int) -> str:
@@ -289,14 +341,13 @@ ROUNDS = 3
 
 def _compare_builds(
     study: Study, engine: Backend, options: Mapping[str, Option], batch: int, repeat: int, out: Path
-) -> None:
+) -> Exported:
     """Build `repeat` times, each from nothing, time every build in fresh processes, write the fastest to `out`.
 
-    Prints a row per build (layers, parameters, size, build seconds, latency) and whether builds differ beyond noise.
+    The table has a row per build (layers, parameters, size, seconds, latency), and whether builds differ beyond noise.
     The records stay beside `out`, in a folder with the suffix .builds.
     """
     from dyno.api import run
-    from dyno.report.export import export as export_tables
     from dyno.report.tables import variance_tables
 
     if BUILD not in engine.options:
@@ -311,12 +362,12 @@ def _compare_builds(
         study, backends=builds, batches=(batch,), rounds=rounds, until=FIXED, turns=False, boundaries=("model",)
     )
     data = run(repeated, out.with_suffix(".builds")).data
-    print(export_tables([variance_tables.BUILDS.table(data)]), end="")
     best = variance_tables.fastest(data.records)
     if best is None or best.artifact is None:
         raise UserError(f"no build could be timed; `dyno show {out.with_suffix('.builds')}` has the reasons")
     copy(Path(best.artifact.path), out)
-    print(f"{out}  the fastest, {best.backend}")
+    text = f"{out}  the fastest, {best.backend}"
+    return ExportedFile(str(out), best.artifact.bytes, text), variance_tables.BUILDS.table(data)
 
 
 SHOWN = 3
@@ -369,24 +420,27 @@ def pack(
     card: Annotated[
         bool, typer.Option("--card", help="Also write a Markdown card and an SVG badge for a model's README.")
     ] = False,
+    format: TextFormat = "text",
 ) -> None:
     """Write a run with its samples and its verdict into one file. It names no folder, user or host."""
     from dyno.packs import card as cards
     from dyno.packs import pack as module
 
     file = module.pack(run or run_folders.find_latest(), out or None, with_names=with_names, card=card)
-    for path in (file, *(cards.card_paths(file) if card else ())):
-        print(plain(path))
+    written = [str(path) for path in (file, *(cards.card_paths(file) if card else ()))]
+    if format == "json":
+        _print_json(asdict(WrittenFiles(tuple(written))))
+    else:
+        print("\n".join(map(plain, written)))
 
 
-def verify(file: Pack, format: Annotated[str, typer.Option(help="text or json.")] = "text") -> None:
+def verify(file: Pack, format: TextFormat = "text") -> None:
     """Check that a pack's verdict follows from its samples. Exit 1 if not, 2 if it can't be read."""
     from dyno.packs import verification
 
-    check_known("format", format, ("text", "json"))
     result = verification.verify(file)
     if format == "json":
-        print(json.dumps({"verified": not result.differences, **asdict(result)}, ensure_ascii=False, indent=1))
+        _print_json(result.to_dict())
     else:
         print("\n".join(map(plain, result.sentences)))
     raise typer.Exit(result.exit_code)
@@ -403,12 +457,11 @@ def reproduce(
         float | None, typer.Option(help="Minutes of measuring after which no further round begins.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Run without asking.")] = False,
-    format: Annotated[str, typer.Option(help="text or json.")] = "text",
+    format: TextFormat = "text",
 ) -> None:
     """Run a pack's study here, and compare the answers. Exit 1 if they differ, 3 if trials didn't finish."""
     from dyno.packs import reproduction as module
 
-    check_known("format", format, ("text", "json"))
     if not (yes or sys.stdin.isatty()):
         raise UserError("without a terminal, dyno reproduce can't ask before it runs the study; add -y")
     result = module.reproduce(
@@ -416,7 +469,19 @@ def reproduce(
         confirm=None if yes else lambda plan: typer.confirm(f"{plain(plan)} Go on?", err=True),
     )  # fmt: skip
     if format == "json":
-        print(json.dumps(result.to_dict(), ensure_ascii=False, indent=1))
+        _print_json(result.to_dict())
     else:
         print("\n".join([*map(plain, result.sentences), "", f"run folder: {plain(result.folder)}"]))
     raise typer.Exit(result.exit_code)
+
+
+def site(
+    packs: Annotated[Path, typer.Argument(help="A folder of files that dyno pack wrote.", metavar="PACKS")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write into.")] = Path("site"),
+) -> None:
+    """Write a static site of packs. A row and a report for each, verified again. Exit 3 if one is broken."""
+    from dyno.packs import static_site as module
+
+    table = module.write_site(packs, out)
+    print(plain(out / module.INDEX))
+    raise typer.Exit(left_out(f"{row['pack']}: {row['problem']}" for row in table.rows if row.get("problem")))

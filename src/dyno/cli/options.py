@@ -141,9 +141,14 @@ def takes_verbose(command: F) -> F:
 
     help_text = "Off a terminal, print a line for each job."
     option = typer.Option("--verbose", "-v", help=help_text, rich_help_panel=WHERE)
+    return add_flag(call_command, command, "verbose", option)
+
+
+def add_flag(call_command: Any, command: F, name: str, option: Any) -> F:
+    """Give the function that calls a command the command's parameters, and one for a rare flag."""
     signature = inspect.signature(command, eval_str=True)
-    parameters = [*signature.parameters.values(), _make_parameter("verbose", Annotated[bool, option], False)]
-    rare = {*getattr(command, "rare", ()), "verbose"}
+    parameters = [*signature.parameters.values(), _make_parameter(name, Annotated[bool, option], False)]
+    rare = {*getattr(command, "rare", ()), name}
     vars(call_command).update(__signature__=signature.replace(parameters=parameters), rare=rare)
     call_command.__annotations__ = {p.name: p.annotation for p in parameters}
     return typing.cast(F, call_command)

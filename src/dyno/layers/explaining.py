@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from dyno.jobs.progress import Progress
 from dyno.layers import cures, files, forms, graph_page, pairs, profiling, reasons
@@ -40,6 +40,17 @@ ROUNDS, RUNS, TOP = 5, 50, 20  # processes of each side, watched runs in each, a
 STORED = ".json"
 PAGE = ".html"
 SAVED = {STORED: "what was measured", ".svg": "the waterfall", ".png": "the waterfall", PAGE: "a page with all of it"}
+
+
+class ExplanationDescription(TypedDict):
+    """The head of an explanation's tables in JSON: `attributed` and `named` are missing without a proven difference."""
+
+    reasons: list[Reason]
+    a: str
+    b: str
+    attributed: NotRequired[float]
+    named: NotRequired[float]
+    tried: NotRequired[list[str]]
 
 
 @dataclass(frozen=True)

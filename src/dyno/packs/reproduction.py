@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from dyno.formatting import UNCLEAR, counting, join_names, ratio
 from dyno.packs.opening import OpenPack, open_pack
@@ -93,6 +93,39 @@ class RankingPair:
         outcome = {True: "the same ranking", False: "another ranking", None: "neither run names one winner"}
         same, pack, here = outcome[self.agrees], *(join_names(list(names)) for names in (self.pack, self.here))
         return f"{self.where}, {self.by}: {same}: {pack} in the pack, {here} here."
+
+
+class RankingDescription(TypedDict):
+    """A pair of rankings as data."""
+
+    where: str
+    by: str
+    pack: list[str]
+    here: list[str]
+    agrees: bool | None
+
+
+class RatioDescription(TypedDict):
+    """A pair of ratios as data, each as low, value and high."""
+
+    where: str
+    configuration: str
+    reference: str
+    pack: list[float]
+    here: list[float]
+    agrees: bool | None
+
+
+class ReproductionDescription(TypedDict):
+    """A reproduction as data."""
+
+    outcome: str
+    rankings: list[RankingDescription]
+    ratios: list[RatioDescription]
+    unavailable: dict[str, str]
+    failed: dict[str, str]
+    differences: dict[str, dict[str, Any]]
+    sentences: list[str]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from dyno.formatting import counting
 from dyno.packs.opening import RUN, OpenPack, open_pack, walk_json
@@ -47,6 +47,14 @@ def hash_files(run: Path) -> dict[str, str]:
     return {path.relative_to(run).as_posix(): sha256_of(path) for path in sorted(run.rglob("*")) if path.is_file()}
 
 
+class VerificationDescription(TypedDict):
+    """A verification as data."""
+
+    verified: bool
+    numbers: int
+    differences: list[str]
+
+
 @dataclass(frozen=True)
 class Verification:
     """The numbers of the verdict that were computed again, and what differs: files of the run, parts of the verdict."""
@@ -58,6 +66,10 @@ class Verification:
     def exit_code(self) -> int:
         """0 if the verdict follows from the samples, else 1."""
         return 1 if self.differences else 0
+
+    def to_dict(self) -> VerificationDescription:
+        """Return the outcome as data, for JSON."""
+        return {"verified": not self.differences, "numbers": self.numbers, "differences": [*self.differences]}
 
     @property
     def sentences(self) -> list[str]:

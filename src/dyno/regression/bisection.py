@@ -1,29 +1,46 @@
-"""`dyno compare --bisect`: the first version of a library with which a model is slower."""
+"""`dyno compare --bisect`: the first version of a library with which a model is slower, less accurate or different."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from dyno.jobs.progress import Progress
 from dyno.regression.compare_table import RATIO_SHOWN
-from dyno.regression.comparison import Comparison, compare, explain_undecided
-from dyno.regression.rules import SLOWER, GateRules, list_changes
+from dyno.regression.comparison import Comparison, compare, explain_failure, explain_undecided
+from dyno.regression.rules import DISAGREE, LESS_ACCURATE, SLOWER, GateRules, list_changes
 from dyno.results.trial_result import TrialResult
 from dyno.study import commits
 from dyno.study import interpreters as study_interpreters
 from dyno.study.defaults import default_runner, folder_for, one_model
-from dyno.study.interpreters import missing
+from dyno.study.interpreters import missing as missing_library
 from dyno.study.study import Choice, name_fields
-from dyno.table import Row
+from dyno.table import Row, missing
 from dyno.worker import registry
-from dyno.worker.spec import Runtime, UserError
+from dyno.worker.spec import Runtime, UserError, check_known
 
 GOOD, BAD, SKIPPED, UNDECIDED = "good", "bad", "skipped", "undecided"
-FAIL_ON = "slower=5%"
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What makes a version bad: the condition of the gate, its default, its words, and the column that decides."""
+
+    condition: str
+    fail_on: str
+    words: str
+    column: str
+    rules: Mapping[str, Any] = field(default_factory=dict)
+
+
+CRITERIA = {
+    "speed": Criterion(SLOWER, "slower=5%", "is slower than", "ratio"),
+    "accuracy": Criterion(LESS_ACCURATE, LESS_ACCURATE, "is less accurate than", "accuracy", {"any_outputs": True}),
+    "agreement": Criterion(DISAGREE, DISAGREE, "disagrees with", "close", {"any_outputs": True, "least": 0.999}),
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +57,8 @@ class BisectionStep:
         """The step in one line."""
         rows = self.comparison.rows if self.comparison else []
         ratio = ", ".join(f"{RATIO_SHOWN.text(r)} the latency" for r in rows if RATIO_SHOWN.text(r))
-        return f"{self.name}: {self.outcome}" + "".join(f", {part}" for part in (ratio, self.reason) if part)
+        reasons = [explain_failure(r) for r in rows if r["failed"] not in ("", SLOWER)]
+        return f"{self.name}: {self.outcome}" + "".join(f", {part}" for part in (ratio, *reasons, self.reason) if part)
 
 
 @dataclass(frozen=True)
@@ -54,10 +72,11 @@ class Bisection:
     bad: str = ""
     between: tuple[str, ...] = ()
     undecided: str = ""
+    by: str = "speed"
 
     @property
     def exit_code(self) -> int:
-        """0 none is slower, 1 the first bad version was found, 3 undecided."""
+        """0 none is worse, 1 the first bad version was found, 3 undecided."""
         return 3 if self.undecided else 1 if self.bad else 0
 
     @cached_property
@@ -81,7 +100,7 @@ class Bisection:
         if self.undecided:
             return [*sentences, f"Undecided: {self.undecided}."]
         if not self.bad:
-            return [*sentences, f"No version is slower than {self.first}."]
+            return [*sentences, f"No version {CRITERIA[self.by].words} {self.first}."]
         (step,) = (s for s in self.steps if s.name == self.bad)
         gap = f", or one of those that were skipped ({', '.join(self.between)})" if self.between else ""
         sentences.append(f"The first bad version is {self.bad}{gap}; the last good one is {self.good}.")
@@ -97,12 +116,16 @@ def bisect(
     versions: Sequence[str] = (),
     pythons: Mapping[str, str] | None = None,
     add: Sequence[str] = (),
-    fail_on: str = FAIL_ON,
+    by: str = "speed",
+    fail_on: str = "",
     out: str | Path | None = None,
     quiet: bool = True,
     **settings: Any,
 ) -> Bisection:
-    """Find the first version of a library, in order, under which a model is slower than under the first version.
+    """Find the first version of a library, in order, under which a model is worse than under the first version.
+
+    `by` is what is judged: speed, accuracy on labelled images (`data`), or agreement of outputs; `fail_on` is the limit
+    (slower=5%, less-accurate=0.5), and `least` the share of output values that agree, 0.999 if not given.
 
     Give either `library` with `versions`, which uv installs into separate environments together with the packages in
     `add`, or `pythons`, which maps names to interpreters. Each version is compared with the first one as in
@@ -111,9 +134,14 @@ def bisect(
     below `out`, or below a new folder in runs/bisect.
     """
     settings = name_fields(settings)
-    rules = GateRules(fail_on=(fail_on,))
-    if not rules.gate or rules.fail_on != (SLOWER,):
-        raise UserError(f"bisect needs a limit of slow-down, such as slower=5%, not {fail_on!r}")
+    check_known("criterion", by, CRITERIA)
+    criterion = CRITERIA[by]
+    settings, fail_on = {**criterion.rules, **settings}, fail_on or criterion.fail_on
+    rules = GateRules(fail_on=(fail_on,), least=settings.get("least", 0.0))
+    if rules.fail_on != (criterion.condition,) or (by == "speed" and not rules.gate):
+        raise UserError(f"bisect by {by} needs a limit such as {criterion.fail_on}, not {fail_on!r}")
+    if by == "accuracy" and not settings.get("data"):
+        raise UserError("bisect by accuracy needs labelled images; give --data")
     if bool(pythons) == bool(library and versions):
         raise UserError("give either --library with --versions, or --pythons NAME=PATH,…")
     (source,) = one_model(model, {k: v for k, v in settings.items() if k == "device"}).models
@@ -128,7 +156,7 @@ def bisect(
         raise UserError("bisect needs two or more versions, the good one first")
     folder = folder_for(out, "bisect", [source])
     settings = {"backends": (backend,), **settings}
-    search = BisectionSearch(source, backend, interpreters, folder, fail_on, settings, Progress(quiet=quiet))
+    search = BisectionSearch(source, backend, interpreters, folder, fail_on, settings, Progress(quiet=quiet), by)
     return search.run()
 
 
@@ -156,10 +184,15 @@ class BisectionSearch:
     fail_on: str
     settings: Mapping[str, Any]
     progress: Progress
+    by: str = "speed"
     steps: list[BisectionStep] = field(default_factory=list)
     pythons: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> Bisection:
+        """Find the first bad version."""
+        return replace(self._try_versions(), by=self.by)
+
+    def _try_versions(self) -> Bisection:
         """Try versions until the first bad one is known, or none is left to try."""
         names = list(self.interpreters)
         while names and (reason := self._check_version(names[0])):
@@ -173,7 +206,7 @@ class BisectionSearch:
         if outcome == BAD:
             return self._bisect_versions(names, high)
         reasons = {
-            UNDECIDED: f"whether {names[high]} is slower than {names[0]} is not known",
+            UNDECIDED: f"whether {names[high]} {CRITERIA[self.by].words} {names[0]} is not known",
             SKIPPED: "only the first version can be run",
         }
         return Bisection(tuple(self.steps), names[0], undecided=reasons.get(outcome, ""))
@@ -205,7 +238,7 @@ class BisectionSearch:
             self.model, baseline_python=a, out=folder, quiet=self.progress.quiet, fail_on=(self.fail_on,),
             **{**self.settings, "runtime": {**self.settings.get("runtime", {}), **b}},
         )  # fmt: skip
-        return self._record_step(_judge_version(name, first, comparison))
+        return self._record_step(_judge_version(name, first, comparison, CRITERIA[self.by].column))
 
     def _check_version(self, name: str) -> str:
         """Return why the version can't be run, or "" if it can."""
@@ -213,7 +246,7 @@ class BisectionSearch:
             return ""
         try:
             python = self.interpreters[name]()
-            library = missing(Choice.parse(self.backend).name, Runtime(python=python))
+            library = missing_library(Choice.parse(self.backend).name, Runtime(python=python))
         except UserError as e:
             return str(e)
         if library:
@@ -227,11 +260,16 @@ class BisectionSearch:
         return step.outcome
 
 
-def _judge_version(name: str, first: str, comparison: Comparison) -> BisectionStep:
-    """Return a version's step, judged by its comparison; a version that failed or has wrong outputs is skipped."""
+def _judge_version(name: str, first: str, comparison: Comparison, column: str) -> BisectionStep:
+    """Return a version's step, judged by its comparison; one that failed is skipped."""
     rows = comparison.rows
     if failed := next((r for r in rows if r["status_a"] != "ok"), None):
         return BisectionStep(name, UNDECIDED, f"{first} is {failed['status_a']}", comparison)
+    broken = next((r for r in rows if r["status"] != "ok"), None)
+    if broken and column != "ratio":
+        return BisectionStep(name, SKIPPED, f"{broken['status']}, {broken['reason']}", comparison)
+    if column != "ratio" and any(missing(r[column]) or r[column] == "" for r in rows):
+        return BisectionStep(name, UNDECIDED, "it has nothing to be judged by", comparison)
     if comparison.exit_code == 1:
         return BisectionStep(name, BAD, "", comparison)
     if comparison.exit_code == 0:

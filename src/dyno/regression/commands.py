@@ -37,7 +37,8 @@ Summary = Annotated[
 class BisectOptions:
     """Which versions of a library are tried."""
 
-    bisect: bool = option(False, "Find the first version of a library with which A is slower.", common=True)
+    bisect: bool = option(False, "Find the first version of a library with which A is worse.", common=True)
+    by: str = option("", "What is worse: speed, accuracy (needs --data), or agreement of outputs.", "speed")
     library: str = option("", "Distribution whose versions are tried, e.g. onnxruntime.")
     versions: str = option("", "Its versions in order, the good one first: 1.20.1,1.22.1,1.23.2. uv installs them.")
     add: tuple[str, ...] = option((), "Another package to install beside each.", flags="--with")
@@ -61,7 +62,7 @@ class GateOptions:
         "",
         "Exit 1 on any of: slower, less-accurate, disagree (needs --least), status, wrong-outputs. slower=2% is a gate "
         "(exit 3: undecided); less-accurate=0.5 accepts a loss in points.",
-        "slower,less-accurate,status,wrong-outputs; with --bisect slower=5%",
+        "slower,less-accurate,status,wrong-outputs; with --bisect slower=5%, less-accurate or disagree",
         common=True,
     )
     tolerance: float = option(0.02, "Relative slow-down that is still accepted.")
@@ -91,6 +92,8 @@ def compare(
     if versions.bisect:
         others = {"B": b, "junit": junit, "summary": summary, "format": format != "text"}
         others |= {f.name: f.name in overrides for kind in (GateOptions, SideOptions) for f in fields(kind)}
+        if versions.by == "agreement":
+            others |= {"least": False, "rtol": False}
         _refuse_beside_bisect([name for name, given in others.items() if given], overrides)
         raise typer.Exit(_bisect(a, versions, fail_on, out, overrides))
     if given := next((f.name for f in fields(versions) if getattr(versions, f.name)), ""):
@@ -115,7 +118,7 @@ def check_files(junit: str, summary: str) -> None:
         raise UserError(f"{summary} is a folder; give the file to write")
 
 
-# `dyno compare --bisect`: the first version of a library with which a model is slower.
+# `dyno compare --bisect`: the first version of a library with which a model is worse.
 
 
 def _refuse_beside_bisect(given: Sequence[str], overrides: options.Overrides) -> None:
@@ -132,7 +135,7 @@ def _bisect(model: str, asked: BisectOptions, fail_on: str, out: str, overrides:
 
     result = bisection.bisect(
         model, library=asked.library, versions=_parse_items(asked.versions),
-        pythons=_parse_interpreters(asked.pythons), add=asked.add, fail_on=fail_on or bisection.FAIL_ON,
+        pythons=_parse_interpreters(asked.pythons), add=asked.add, by=asked.by or "speed", fail_on=fail_on,
         out=out or None, quiet=False, **overrides,
     )  # fmt: skip
     print("\n".join(map(plain, result.verdicts)))

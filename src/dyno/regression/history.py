@@ -8,8 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dyno.formatting import moment, plain, significant
-from dyno.report.report import names_of
+from dyno.formatting import moment, plain, short, significant
+from dyno.report import style
+from dyno.report.charts import charts
+from dyno.report.export import export
+from dyno.report.report import list_missing, make_page, names_of
 from dyno.report.tables import TableKind, trial_table
 from dyno.report.tables.trial_table import IDENTITY, pick
 from dyno.report.verdict.verdict import began
@@ -18,13 +21,16 @@ from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import TrialResult
 from dyno.table import FINE, TEXT, Column, Row, Table, missing
+from dyno.worker.extras import lacking
 from dyno.worker.option_values import check_types
+from dyno.worker.record import write_text
 from dyno.worker.spec import UserError
 
 SHORT = 8  # characters of a hash
 MACHINE = ("cpu", "gpu", "cores", "governor")  # facts of a run's environment that may change its latencies
 AT_COMMIT = re.compile(r"(.+)@([^@/\s()]+)")  # a model's name and the commit that it was measured at
 MOST = 3  # steps that are named
+LONGEST = 24  # characters of a run's name below the chart
 COLUMNS = (
     *pick(*IDENTITY),
     Column("run", "its folder's name", kind=TEXT),
@@ -62,14 +68,14 @@ def make_history(runs: Sequence[RunData]) -> Table:
     """
     dated = sorted(zip(names_of(runs), runs, strict=True), key=lambda pair: began(pair[1].records))
     series: dict[tuple[str, ...], list[tuple[Row, dict[str, str]]]] = {}
-    for name, run in dated:
+    for place, (name, run) in enumerate(dated):
         cells = run.frame.to_dict("records")
         count = Counter(map(_make_key, cells))
         for row in cells:
             trial, key = run.trials[row["trial"]], _make_key(row)
             key = key if count[key] == 1 else (*key, trial.id)  # of several alike only the same id is the same
             facts = _read_facts(trial, row, run)
-            own = {"run": name, "date": moment(began(run.records)), "model": key[0]}
+            own = {"run": name, "#place": place, "date": moment(began(run.records)), "model": key[0]}
             own |= {column: facts.get(column, "") for column in ("commit", "dyno")}
             own |= {"weights": facts.get("weights", ""), "versions": trial.described_versions}
             series.setdefault(key, []).append((row | own, facts))
@@ -118,7 +124,8 @@ def _add_steps(series: Sequence[tuple[Row, dict[str, str]]]) -> Iterator[Row]:
             ]
             row["changed"] = "; ".join(changed)
             if all(before[name] == row[name] for name in ("boundary", "clock")):
-                row |= {"step": row[LATENCY] / before[LATENCY], "#before": before}
+                step = row[LATENCY] / before[LATENCY]
+                row |= {"step": step, "#before": before, "#seen": _is_seen(before, row)}
         last = row, facts
         yield row
 
@@ -127,9 +134,14 @@ def _has_speed(row: Row) -> bool:
     return row["status"] == "ok" and not missing(row[LATENCY]) and not str(row["verdict"]).startswith(WRONG)
 
 
+def _is_seen(before: Row, row: Row) -> bool:
+    """Return whether a step is larger than both runs can see: their intervals don't overlap."""
+    return bool(row["latency_ms_low"] > before["latency_ms_high"] or row["latency_ms_high"] < before["latency_ms_low"])
+
+
 def _list_steps(rows: Sequence[Row], runs: Mapping[str, RunData]) -> Iterator[str]:
     """Yield a sentence on each of the largest steps up whose intervals don't overlap, and on what they prove."""
-    slower = [row for row in rows if "#before" in row and row["latency_ms_low"] > row["#before"]["latency_ms_high"]]
+    slower = [row for row in rows if row.get("#seen") and row["step"] > 1]
     for row in sorted(slower, key=lambda row: row["step"], reverse=True)[:MOST]:
         name = " ".join(str(row[key]) for key in ("model", "backend", "options", "precision") if row[key])
         why = f"with it changed {row['changed']}" if row["changed"] else "nothing that is recorded changed"
@@ -148,3 +160,61 @@ def _list_steps(rows: Sequence[Row], runs: Mapping[str, RunData]) -> Iterator[st
         return
     first, then = (runs[name].records.folder for name in (slower[0]["#before"]["run"], slower[0]["run"]))
     yield f"Runs of different sessions prove no cause; measured side by side: dyno compare {first} {then} --remeasure"
+
+
+# The same as a chart: which commit made it slow?
+
+
+def write_chart(table: Table, path: Path) -> None:
+    """Write a history as a chart, .svg or .png, or as an .html page with the chart and the table."""
+    if libraries := list_missing():
+        raise UserError(lacking(libraries))
+    figure = draw_history(table)
+    if path.suffix == ".png":
+        style.save(figure, path)
+        return
+    drawing = style.svg(figure, "history", on_paper=path.suffix == ".svg")
+    body = f'<div class="chart">{drawing}</div>\n{export([table], "html")}'
+    write_text(path, drawing if path.suffix == ".svg" else make_page(table.title, body))
+
+
+def draw_history(table: Table) -> Any:
+    """Draw each configuration's latency from run to run, with its interval, in a panel for each model, size and batch.
+
+    Runs are named by their commit where they have one. A ring marks a step up or down that is larger than both runs
+    can see. UserError where no run has a latency.
+    """
+    import pandas as pd
+
+    rows = pd.DataFrame([row for row in table.rows if _has_speed(row)])
+    if rows.empty:
+        raise UserError("no run has a latency, so there is no history to draw")
+    names = {row["#place"]: short(row["commit"] or row["run"], LONGEST) for row in table.rows}
+    keys = ["model", "size", "batch", "device"]
+    groups = [
+        (charts.title_of(keys, key), group) for key, group in charts.list_configurations(rows).groupby(keys, sort=False)
+    ]
+    panels = groups[: charts.MOST_PANELS]
+    with style.styled() as figure_class:
+        figure = figure_class((style.WIDTH, 2.9 * len(panels) + 0.8), layout="constrained")
+        for axes, (title, group) in zip(figure.subplots(len(panels), squeeze=False).ravel(), panels, strict=True):
+            axes.set(title=title, ylabel="latency, ms", xlim=(-0.5, max(names) + 0.5))
+            axes.set_xticks(list(names), list(names.values()), rotation=30, ha="right")
+            for _, line in group.groupby("configuration", sort=False):
+                _draw_line(axes, line)
+            axes.set_ylim(0)
+        charts.legend(figure, panels, len(groups) - len(panels))
+    return figure
+
+
+def _draw_line(axes: Any, line: Any) -> None:
+    low, value, high = (line[f"latency_ms{end}"].astype(float) for end in ("_low", "", "_high"))
+    look = charts.stroke(line.iloc[0])
+    axes.plot(line["#place"], value, **look)
+    axes.vlines(line["#place"], low, high, color=look["color"], lw=4, alpha=0.35)
+    for _, row in line.iterrows():
+        if row.get("#seen") is True:
+            (ring,) = axes.plot(row["#place"], row[LATENCY], "o", ms=14, mfc="none", mec=look["color"], mew=1.5)
+            style.tip(ring, f"{row['configuration']}: {row['step']:.2f}x; {row['changed']}")
+            text = {"xytext": (0, 11), "textcoords": "offset points", "ha": "center", "fontsize": 8.5}
+            axes.annotate(f"{row['step']:.2f}x", (row["#place"], row[LATENCY]), **text)

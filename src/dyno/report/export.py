@@ -15,7 +15,7 @@ from typing import Any
 
 from dyno import formatting
 from dyno.formatting import UNLIMITED, csv_cell, markdown, markdown_table, plain, short
-from dyno.table import COUNT, FIRST, TEXT, Column, Row, Table, TablePart, missing
+from dyno.table import COUNT, FIRST, LINK, TEXT, Column, Row, Table, TablePart, missing
 from dyno.worker.record import replacing
 from dyno.worker.spec import SCHEMA, check_known
 
@@ -150,7 +150,8 @@ def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
         for c in columns
     )
     rows = "\n".join(
-        f"<tr{' class=first' * bool(r.get(FIRST))}>{''.join(_html_cell(c, r, c in hidden) for c in columns)}</tr>"
+        f"<tr{' class=first' * bool(r.get(FIRST))}>"
+        f"{''.join(_html_cell(c, r, c in hidden, r.get(LINK, '') * (c is columns[0])) for c in columns)}</tr>"
         for r in part.rows
     )
     notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in part.notes)
@@ -168,10 +169,11 @@ def _format_classes(column: Column, text: str = "") -> str:
     return f' class="{classes}"' if classes else ""
 
 
-def _html_cell(column: Column, row: Row, is_hidden: bool) -> str:
+def _html_cell(column: Column, row: Row, is_hidden: bool, link: str = "") -> str:
     key = html.escape(str(_fill_missing(row.get(column.name))))
     text = column.text(row)
-    return f'<td{_format_classes(column, text)}{" hidden" * is_hidden} data-v="{key}">{html.escape(text)}</td>'
+    shown = f'<a href="{html.escape(link)}">{html.escape(text)}</a>' if link else html.escape(text)
+    return f'<td{_format_classes(column, text)}{" hidden" * is_hidden} data-v="{key}">{shown}</td>'
 
 
 def _format_text(tables: Sequence[Table], by: By, only: str) -> str:

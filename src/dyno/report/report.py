@@ -372,6 +372,22 @@ def _format_html(parts: list[dict[str, Any]], results: str) -> str:
     )
 
 
+def make_page(title: str, body: str) -> str:
+    """Return a page in the report's style around the HTML of its body, with a filter of its tables' rows."""
+    style, script = map(_file_of_page, ("page.css", "page.js"))
+    zoom = _file_of_page("svg-pan-zoom.min.js") if 'class="chart"' in body else ""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>\n{style}</style>\n</head>\n'
+        '<body><main>\n<div class="tools"><label>Filter <input type="search" aria-label="Show only the rows that '
+        f'contain these words"></label><output class="note"></output></div>\n<section><h1>{escape(title)}</h1>\n{body}'
+        f"</section></main>\n<script>{zoom}</script>\n<script>{script}</script>\n"
+        "</body></html>\n"
+    )
+
+
 def _file_of_page(name: str) -> str:
     from importlib import resources
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 from dyno.formatting import counting, significant
 from dyno.results import stats
@@ -58,6 +58,35 @@ def list_sentences(test: SelfTest) -> list[str]:
     bound = OF_BUILDS if test.stored.builds and test.bound_by == "process" else BOUND[test.bound_by]
     return [grade_self_test(test), bound, _describe_spread(test), _describe_load(test), *_describe_apart(test),
             *_describe_sessions(test), _describe_equal(test), *_describe_surprises(test)]  # fmt: skip
+
+
+class SelfTestDescription(TypedDict):
+    """The head of a self-test's tables in JSON; shares and standard deviations of logs, None if unknown."""
+
+    date: str
+    machine: dict[str, Any]
+    device: str
+    versions: dict[str, str]
+    configuration: str
+    threads: int | None
+    seconds: float
+    builds: bool
+    rounds: int
+    grade: str
+    bound_by: str
+    equal: float
+    equal_low: float
+    equal_high: float
+    spread: float
+    spread_low: float
+    spread_high: float
+    spread_process: float
+    spread_block: float
+    spread_apart: float
+    false_alarms: float
+    false_alarms_at_most: float
+    coverage: float
+    sentences: list[str]
 
 
 def describe_self_test(test: SelfTest) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 
 from dyno.formatting import show
 from dyno.jobs.progress import Progress
-from dyno.report.export import export
 from dyno.report.tables import gpu_table
 from dyno.results.files import read_npz
 from dyno.runner.device_lock import launch_in_turn
@@ -17,6 +18,7 @@ from dyno.runner.execute import Files
 from dyno.store import Run, begun
 from dyno.study.plan import PlannedTrial, expand
 from dyno.study.study import Study
+from dyno.table import Table
 from dyno.worker.facts.job import StressPhase
 from dyno.worker.record import Record, refuse_links
 from dyno.worker.spec import BATCH, PHASES, Artifact, Job, Trial, UserError
@@ -38,19 +40,36 @@ def phases_of(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
-    """Stress-test every trial of the study, print its table and return the exit code.
+class StressDescription(TypedDict):
+    """The head of the table of stress tests in JSON."""
 
-    0 if all passed, 1 for a wrong output or growing memory, 3 if a test could not be finished.
+    sentences: list[str]
+
+
+@dataclass(frozen=True)
+class StressResult:
+    """A stress test: its phases, sentences on them, and an exit code.
+
+    0 if all passed, 1 for a wrong output or growing memory, 3 if it could not be finished.
     """
+
+    table: Table
+    sentences: tuple[str, ...]
+    exit_code: int
+
+
+def run(study: Study, phases: list[str], iterations: int, folder: Path) -> Iterator[StressResult]:
+    """Stress-test every trial of the study, and yield what came of each."""
     if iterations < 1:
         raise UserError(f"--iterations is {iterations}; it must be at least 1")
     with begun(folder):
-        return _test_trials(expand(study), phases, iterations, folder)
+        yield from _test_trials(expand(study), phases, iterations, folder)
 
 
-def _test_trials(planned: list[PlannedTrial], phases: list[str], iterations: int, folder: Path) -> int:
-    codes, progress = [], Progress()
+def _test_trials(
+    planned: list[PlannedTrial], phases: list[str], iterations: int, folder: Path
+) -> Iterator[StressResult]:
+    progress = Progress()
     for number, entry in enumerate(planned):
         if entry.refusal:
             raise UserError(entry.refusal)
@@ -76,9 +95,7 @@ def _test_trials(planned: list[PlannedTrial], phases: list[str], iterations: int
             with Run(folder).locked():
                 record = launch_in_turn(job, job_folder, timeout, progress)
         stored = job_folder / "samples.npz"
-        _print_phases(trial.label, record, read_npz(stored) if stored.exists() else {})
-        codes.append(_choose_exit_code(record))
-    return max(codes, default=0)
+        yield _describe_test(trial.label, record, read_npz(stored) if stored.exists() else {})
 
 
 def _check_free(trial: Trial, artifact: Artifact | None) -> None:
@@ -88,19 +105,12 @@ def _check_free(trial: Trial, artifact: Artifact | None) -> None:
         raise UserError(f"{trial.model.name} takes only batch {first[0]}, and a stress test changes it; {REMEDY}")
 
 
-def _choose_exit_code(record: Record) -> int:
-    if record.status != "ok":
-        return 3
-    return int(not all(phase.ok for phase in record.facts.stress.values()))
-
-
-def _print_phases(title: str, record: Record, samples: dict[str, np.ndarray]) -> None:
+def _describe_test(title: str, record: Record, samples: dict[str, np.ndarray]) -> StressResult:
     phases = record.facts.stress
-    print(export([gpu_table.make_stress_table(title, phases, samples)]), end="")
-    if record.status != "ok":
-        print(f"{record.status}: {record.reason}")
-    for name, phase in phases.items():
-        print(_format_sentence(name, phase))
+    sentences = [f"{record.status}: {record.reason}"] if record.status != "ok" else []
+    sentences += [_format_sentence(name, phase) for name, phase in phases.items()]
+    code = 3 if record.status != "ok" else int(not all(phase.ok for phase in phases.values()))
+    return StressResult(gpu_table.make_stress_table(title, phases, samples), tuple(sentences), code)
 
 
 def _format_sentence(name: str, phase: StressPhase) -> str:

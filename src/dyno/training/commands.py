@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 import typer
 
 from dyno.cli import options
+from dyno.table import COUNT, Column, Table
 from dyno.worker.training.options import TrainOptions
 
 Folder = Annotated[str, typer.Argument(help="Folder of class folders, with or without train/ and test/; or 'digits'.")]
+COLUMNS = (
+    Column("epoch", "from 1", kind=COUNT),
+    Column("lr", "learning rate at its end"),
+    Column("train_loss", "on the training images"),
+    Column("test_loss", "on the test images"),
+    Column("top1", "on the test images", "%"),
+    Column("seconds", "of the epoch", "s"),
+    Column("images_per_s", "of training", "1/s"),
+)
+
+
+class TrainingDescription(TypedDict):
+    """The head of the table of epochs in JSON: the best weights, and their accuracy in percent."""
+
+    folder: str
+    weights: str
+    top1: float
+    top5: float
+    best_epoch: int
 
 
 @options.takes(TrainOptions, "threads runtime weights pretrained channels mean std unreadable")
@@ -24,9 +44,12 @@ def train(
     then: Annotated[str, typer.Option(help="Backends to measure the trained weights under, comma-separated.")] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue a training; fail where there is none.")] = False,
     out: Annotated[str, typer.Option("--out", "-o", help="Folder.", show_default="runs/train-NAME")] = "",
+    format: options.Format = "text",
 ) -> None:
     """Train a classifier on class folders, and evaluate it. The same command again continues where it stopped."""
     from dyno.cli.commands import finish
+    from dyno.report.export import export
+    from dyno.report.tables import trial_table
     from dyno.training import session
 
     if data == "digits":
@@ -35,5 +58,14 @@ def train(
     result = session.train(
         data, model=model, size=size, holdout=holdout, then=backends, resume=resume, out=out or None, **overrides
     )
-    if result.engines:
-        raise typer.Exit(finish(result.engines.folder))
+    engines = result.engines
+    if format == "text":
+        raise typer.Exit(finish(engines.folder) if engines else 0)
+    about: TrainingDescription = {
+        "folder": str(result.folder), "weights": str(result.weights), "top1": result.top1, "top5": result.top5,
+        "best_epoch": result.best_epoch,
+    }  # fmt: skip
+    epochs = Table("epochs", "Training", "A row per epoch.", COLUMNS, list(result.history))
+    tables = [epochs, *([trial_table.TRIALS.table(engines.data)] if engines else [])]
+    print(export(tables, format, about=about), end="")
+    raise typer.Exit(trial_table.exit_code(engines.data.frame) if engines else 0)

@@ -62,17 +62,19 @@ def listed() -> Table:
     return LIST.of(COLUMNS, rows)
 
 
-RUNS = {
-    "run": "the run folder", "models": "of its trials", "trials": "their number by status",
-    "measured": "when it began", "fastest": "the winner of its first ranking",
-}  # fmt: skip
+RUN_COLUMNS = tuple(
+    Column(name, meaning, kind=TEXT)
+    for name, meaning in {
+        "run": "the run folder", "models": "of its trials", "trials": "their number by status",
+        "measured": "when it began", "fastest": "the winner of its first ranking",
+    }.items()
+)  # fmt: skip
 
 
 def list_runs(folder: str, runs: Sequence[Sequence[str]]) -> Table:
-    """List the run folders below a folder as a table; each has the cells of RUNS."""
-    columns = tuple(Column(name, meaning, kind=TEXT) for name, meaning in RUNS.items())
-    rows: list[Row] = [dict(zip(RUNS, run, strict=True)) for run in runs]
-    return Table("runs", f"Runs below {folder}", "Run folders with their winners.", columns, rows)
+    """List the run folders below a folder as a table; each has the cells of RUN_COLUMNS."""
+    rows: list[Row] = [{c.name: cell for c, cell in zip(RUN_COLUMNS, run, strict=True)} for run in runs]
+    return Table("runs", f"Runs below {folder}", "Run folders with their winners.", RUN_COLUMNS, rows)
 
 
 @dataclass(frozen=True)

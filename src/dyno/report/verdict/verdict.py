@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from dyno.formatting import counting, indentation, plain, ratio, sized
 from dyno.report import self_test
@@ -328,7 +328,30 @@ def _format_batches(trials: list[TrialResult]) -> str:
 # The head of a run's tables in JSON: run, date, machine, study and verdict.
 
 
-def about(run: RunData) -> dict[str, Any]:
+class DecisionDescription(TypedDict):
+    """A decision as data: one candidate is the winner, of several each may be."""
+
+    about: str
+    by: str
+    certainty: str
+    candidates: list[str]
+    text: str
+    answers: dict[str, str]
+
+
+class RunDescription(TypedDict):
+    """The head of a run's tables in JSON."""
+
+    run: str
+    date: str | None
+    machine: dict[str, Any]
+    study: dict[str, Any]
+    visible: str | None
+    decisions: list[DecisionDescription]
+    verdict: list[str]
+
+
+def about(run: RunData) -> RunDescription:
     """Return the run's name, date, machine, study, visible differences, decisions and verdict in sentences.
 
     `date` is the start of its first job (ISO 8601), `visible` the differences it can see, None where that isn't known.
@@ -345,8 +368,7 @@ def about(run: RunData) -> dict[str, Any]:
     }
 
 
-def _describe_decision(decision: Decision) -> dict[str, Any]:
-    """Return a decision as data: one candidate is the winner, of several each may be."""
+def _describe_decision(decision: Decision) -> DecisionDescription:
     return {
         "about": decision.where,
         "by": decision.by,

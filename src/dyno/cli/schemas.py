@@ -1,0 +1,149 @@
+"""`dyno COMMAND --schema`: the JSON Schema of a command's `--format json`, from columns of tables and result types."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dyno.table import TEXT, Column
+from dyno.worker.spec import SCHEMA
+
+Schema = dict[str, Any]
+Tables = Mapping[str, Sequence[Column]]  # columns by the table's name; without any, they depend on what is measured
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+TYPES: dict[Any, str | list[str]] = {
+    str: "string", bool: "boolean", int: "integer", float: ["number", "null"], types.NoneType: "null",
+}  # fmt: skip
+WORD, FIGURE = ["string", "boolean", "null"], ["number", "boolean", "null"]  # cells; JSON has no NaN and no infinity
+CELL: Schema = {"type": ["string", "number", "boolean", "null"]}
+COLUMN = {name: {"type": "string"} for name in ("name", "unit", "kind", "meaning")}
+
+
+# Tables whose columns depend on what is inspected.
+DYNAMIC: dict[str, tuple[str, ...]] = {
+    "inspect": ("layers", "aligned", "conversions"),
+    "profile": ("profile", "reconciliation", "critical-path", "ceilings", "counters"),
+    "diff": ("agreement", "ranks", "layer-errors", "layer-findings"),
+}
+
+
+def describe_command(command: str) -> Schema:
+    """Return the schema of a command, such as `bench video`."""
+    made = _describe_commands()[command]
+    return {"$schema": DIALECT, "title": f"dyno {command} --format json", **made, "unevaluatedProperties": False}
+
+
+def _describe_commands() -> dict[str, Schema]:
+    """Return the schema of each command that has `--format json`."""
+    from dyno.cli import doctor, files
+    from dyno.layers import cold_start
+    from dyno.layers.explaining import ExplanationDescription
+    from dyno.packs.reproduction import ReproductionDescription
+    from dyno.packs.verification import VerificationDescription
+    from dyno.regression import compare_table, history
+    from dyno.report import self_test, tables
+    from dyno.report.tables import gpu_table, trial_table
+    from dyno.report.verdict.verdict import RunDescription
+    from dyno.runner.stress import StressDescription
+    from dyno.serving import application
+    from dyno.serving import tables as serving
+    from dyno.training import commands as training
+    from dyno.videos import tables as videos
+
+    trials: Tables = {"trials": (*trial_table.COLUMNS, trial_table.LIMIT)}
+    of_serving: Tables = {"serve": serving.SERVE_COLUMNS, "serve-rates": serving.RATE_COLUMNS}
+    of_video: Tables = {"video": videos.VIDEO_COLUMNS, "video-stages": videos.STAGE_COLUMNS,
+                      "video-streams": videos.STREAM_COLUMNS, "video-critical-path": videos.PATH_COLUMNS}  # fmt: skip
+    app: Tables = {"app": application.COLUMNS}
+    of_show = {kind.name: () for kind in tables.kinds()} | {**trials, **of_serving, **of_video, **app}
+    compared: Tables = {"compare": compare_table.COLUMNS, "video-comparison": videos.COMPARISON_COLUMNS}
+    of_self_test: Tables = {"visible": self_test.VISIBLE, "verdicts": self_test.VERDICTS}
+    explained = dict.fromkeys(("waterfall", "explained", "prescriptions"), ())
+    built = describe_tables({"builds": trial_table.COLUMNS}, files.ExportedFile, always=True)
+    return {
+        "run": describe_tables(trials, RunDescription, always=True),
+        "time": describe_tables(trials, RunDescription),
+        "eval": describe_tables(trials, RunDescription),
+        "show": describe_tables(of_show | {"history": history.COLUMNS, "tables": tables.COLUMNS}, RunDescription),
+        "compare": describe_tables(compared),
+        "bench video": describe_tables(of_video),
+        "bench serve": describe_tables(of_serving),
+        "bench app": describe_tables(app),
+        "bench cold-start": describe_tables({"cold-start": cold_start.COLUMNS}),
+        "bench stress": describe_tables({"stress": gpu_table.STRESS_COLUMNS}, StressDescription, always=True),
+        "runs list": describe_tables({"runs": tables.RUN_COLUMNS}),
+        **{name: describe_tables(dict.fromkeys(each, ())) for name, each in DYNAMIC.items()},
+        "explain": describe_tables(explained, ExplanationDescription, always=True),
+        "doctor": describe_tables({"doctor": doctor.COLUMNS}, doctor.MachineDescription, always=True),
+        "selftest": describe_tables(of_self_test, self_test.SelfTestDescription, always=True),
+        "data train": describe_tables(
+            {"epochs": training.COLUMNS, **trials}, training.TrainingDescription, always=True
+        ),
+        "export": {"anyOf": [describe_type(files.ExportedFile), built]},
+        "pack": describe_type(files.WrittenFiles),
+        "verify": describe_type(VerificationDescription),
+        "reproduce": describe_type(ReproductionDescription),
+    }
+
+
+def describe_type(kind: Any) -> Schema:
+    """Return the schema of a type: of plain values, lists, mappings, dataclasses and typed dictionaries of them."""
+    if kind in TYPES:
+        return {"type": TYPES[kind]}
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [describe_type(each) for each in arguments]}
+    if origin in (list, tuple):
+        return {"type": "array", "items": describe_type(arguments[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": describe_type(arguments[1])}
+    if not (typing.is_typeddict(kind) or dataclasses.is_dataclass(kind)):
+        return {}
+    fields = {name: describe_type(hint) for name, hint in typing.get_type_hints(kind).items()}
+    required = sorted(getattr(kind, "__required_keys__", fields))
+    return {"type": "object", "description": (kind.__doc__ or "").strip(), "properties": fields, "required": required}
+
+
+def describe_tables(tables: Tables, about: Any = None, *, always: bool = False) -> Schema:
+    """Return the schema of a document of one table, or of several by name, behind what a type says `about` them.
+
+    Without `always`, the document of some calls is of the tables alone.
+    """
+    head = describe_type(about) if about else {"properties": {}, "required": []}
+    described = {name: _describe_table(columns) for name, columns in tables.items()}
+    alone = [
+        {
+            **each,
+            "properties": {"table": {"const": name}, **each["properties"]},
+            "required": ["table", *each["required"]],
+        }
+        for name, each in described.items()
+    ]
+    several = {"properties": {"tables": {"type": "object", "properties": described, "additionalProperties": False}}}
+    return {
+        "type": "object",
+        "properties": {"schema": {"const": SCHEMA}, **head["properties"]},
+        "required": ["schema", *(head["required"] if always else ())],
+        "anyOf": [*alone, {**several, "required": ["tables"]}],
+    }
+
+
+def _describe_table(columns: Sequence[Column]) -> Schema:
+    cells = {
+        column.name: {
+            "type": WORD if column.kind == TEXT else FIGURE,
+            "description": f"{column.meaning} [{column.unit}]" if column.unit else column.meaning,
+        }
+        for column in columns
+    }
+    row = {"type": "object", "properties": cells, "additionalProperties": False if columns else CELL}
+    listed = {"type": "array", "items": {"type": "object", "properties": COLUMN, "required": [*COLUMN]}}
+    properties = {
+        "title": {"type": "string"}, "description": {"type": "string"}, "columns": listed,
+        "rows": {"type": "array", "items": row}, "notes": {"type": "array", "items": {"type": "string"}},
+    }  # fmt: skip
+    return {"type": "object", "properties": properties, "required": [*properties]}

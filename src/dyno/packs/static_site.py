@@ -1,0 +1,120 @@
+"""`dyno site`: a folder of packs as a static site, a table of their verdicts with a report of each.
+
+Packs may come from anywhere: nothing of them is executed, what they say is escaped, and a broken one is a row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from dyno.formatting import moment, ratio
+from dyno.packs.card import SUFFIX
+from dyno.packs.opening import open_pack
+from dyno.packs.verification import read_results, verify_opened
+from dyno.report.export import page_part
+from dyno.report.report import file_name, list_missing, make_page, write_report
+from dyno.report.verdict.verdict import began, read_verdict
+from dyno.results.ranking import describe_configuration
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import load_run
+from dyno.store import check_writable
+from dyno.table import LINK, TEXT, Column, Row, Table, missing
+from dyno.worker.extras import lacking
+from dyno.worker.record import refuse_links, write_text
+from dyno.worker.spec import UserError, plain, shorten
+
+INDEX, REPORTS = "index.html", "packs"
+UNPACKED = re.compile(r" · its jobs[^<]*<a [^>]*>[^<]*</a>")  # what links to a folder that is gone afterwards
+MOST_PACKS, MOST_TRIALS = 1000, 500  # of a site; and of a run whose report is drawn
+COLUMNS = (
+    Column("pack", "file, which links to its report", kind=TEXT),
+    Column(
+        "verified", "whether the verdict follows from the samples, computed again here", kind=TEXT,
+        cell=lambda row: "; ".join(row[name] for name in ("verified", "problem") if row.get(name)),
+    ),
+    Column("model", "of the first decision, with its size where there are several", kind=TEXT),
+    Column("fastest", "the winner, or what may be", kind=TEXT),
+    Column("speedup", "over the reference, with its 95 % interval", "x", kind=TEXT, title="speed-up"),
+    Column("certainty", "how sure the verdict is", kind=TEXT),
+    Column("precision", "of the fastest", kind=TEXT, rank=1),
+    Column("machine", "graphics card, else processor", kind=TEXT, rank=1),
+    Column("date", "start of the run's first job", kind=TEXT, rank=1),
+)  # fmt: skip
+NOTE = "Each verdict was computed again from its pack's samples. It holds on the pack's machine."
+
+
+def write_site(packs: str | Path, out: str | Path) -> Table:
+    """Write OUT/index.html with a row for each pack in a folder, and a report for each that can be read.
+
+    Returns the table; `problem` is why a pack has no verdict or no report. UserError for a folder without packs.
+    """
+    packs, out = Path(packs), Path(out)
+    if libraries := list_missing():
+        raise UserError(lacking(libraries))
+    files = sorted(path for path in packs.glob("*.zip") if path.is_file()) if packs.is_dir() else []
+    if not files or len(files) > MOST_PACKS:
+        raise UserError(f"{packs} has {len(files):,} packs; give a folder of 1 to {MOST_PACKS:,} files of `dyno pack`")
+    check_writable(out / INDEX, making=True)
+    refuse_links(out, (REPORTS,))
+    out.mkdir(parents=True, exist_ok=True)
+    rows = [_read_pack(file, out / REPORTS / name) for file, name in zip(files, _name_reports(files), strict=True)]
+    table = Table("site", "Results", "A row for each pack.", COLUMNS, rows, notes=(NOTE,))
+    body = "".join(page_part(table, part, heading="") for part in table.parts())
+    write_text(out / INDEX, make_page(table.title, body))
+    return table
+
+
+def _name_reports(files: list[Path]) -> Iterator[str]:
+    """Yield a name of a folder for each pack, of plain characters and different from all others."""
+    taken: set[str] = set()
+    for file in files:
+        base = file_name(file.name.removesuffix(SUFFIX)).strip(".").lower() or "pack"
+        names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
+        name = next(each for each in names if each not in taken)
+        taken.add(name)
+        yield name
+
+
+def _read_pack(file: Path, place: Path) -> Row:
+    row: Row = {"pack": plain(shorten(file.name))}
+    try:
+        with open_pack(file) as opened:
+            verified = verify_opened(opened, file)
+            row["verified"] = f"no: {verified.differences[0]}" if verified.differences else "yes"
+            named = opened.run.rename(opened.run.with_name(place.name))  # which the report is called after
+            run = read_results(load_run(named))
+            row |= _describe_run(run)
+            if len(run.frame) > MOST_TRIALS:
+                return row | {"problem": f"too large for a report: more than {MOST_TRIALS} trials"}
+            page = write_report([run], place)
+            for path in (page, *place.rglob("*.md"), *place.rglob("*.csv")):
+                text = path.read_text(encoding="utf-8").replace(f"{named.parent}/", "")
+                write_text(path, UNPACKED.sub("", text))
+            return row | {LINK: quote(f"{REPORTS}/{place.name}/{page.name}")}
+    except UserError as e:
+        return {"verified": "no", **row, "problem": plain(str(e).replace(str(file), "it"))}
+    except Exception as e:  # the values of a pack may be anything
+        return {"verified": "no", **row, "problem": f"it can't be shown ({type(e).__name__})"}
+
+
+def _describe_run(run: RunData) -> Row:
+    environment, decisions = run.records.environment, read_verdict(run).decisions
+    row: Row = {
+        "machine": str(environment.get("gpu") or environment.get("cpu") or ""),
+        "date": moment(began(run.records)),
+    }
+    if not decisions:
+        return row | {"problem": "it has no decision"}
+    decision, trials = decisions[0], run.frame.set_index("trial")
+    chosen = [trials.loc[id] for id in decision.candidates]
+    more = f" and {len(decisions) - 1} more" if len(decisions) > 1 else ""
+    row |= {"model": (decision.where or str(run.frame["model"].iloc[0])) + more, "certainty": decision.badge}
+    row |= {"fastest": " or ".join(map(describe_configuration, chosen)) or "none"}
+    row |= {"precision": ", ".join(dict.fromkeys(str(each["precision"]) for each in chosen))}
+    if len(chosen) == 1 and not missing(chosen[0]["speedup"]) and chosen[0].name != chosen[0]["reference"]:
+        row |= {"speedup": ratio(*(chosen[0][name] for name in ("speedup", "speedup_low", "speedup_high")))}
+    return row
