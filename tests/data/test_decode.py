@@ -45,6 +45,13 @@ def test_pixels_are_ultralytics_within_a_grey_level(
     assert np.abs(mine.astype(int) - theirs).max() <= 1
 
 
+def test_eight_bits_stored_as_sixteen_are_refused_and_not_black(tmp_path: Path) -> None:
+    for largest, reason in ((255, "16-bit pixels are all below 256, and would be black"), (256, ""), (0, "")):
+        Image.fromarray(np.linspace(0, largest, 64).astype(np.uint16).reshape(8, 8)).save(tmp_path / "deep.png")
+        read = Transform((8, 8), Preprocess(resize=0), 3).read(tmp_path / "deep.png")
+        assert read.startswith(reason) if reason else isinstance(read, np.ndarray)
+
+
 def test_grey_lies_evenly_around() -> None:
     pixels = Transform((20, 30), BOX, 1).pixels(Image.new("L", (10, 10), 255))
     assert pixels.shape == (1, 20, 30)

@@ -94,6 +94,18 @@ def test_class_folders_among_strays(tmp_path: Path) -> None:
     assert about["warnings"] == ["labels are the folders' names; noisy.csv (a table that names the images) is not read"]
 
 
+def test_folders_named_by_numbers_have_a_warning_where_text_sorts_otherwise(tmp_path: Path) -> None:
+    def warnings(*names: str) -> list[str]:
+        folder = tmp_path / "-".join(names)
+        for k, name in enumerate(names):
+            fill(folder / name, NAMES[:2], shade=30 * k)
+        return dyno_data.meta(dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess())).get("warnings", [])
+
+    (line,) = warnings("0", "2", "10")
+    assert "so class 1 is '10'; for a network that was trained in the order of their numbers" in line
+    assert warnings("00", "02", "10") == warnings("0", "1", "2") == warnings("a", "10", "2") == []
+
+
 def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     for k, part in enumerate(("test", "train", "valid")):

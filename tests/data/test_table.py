@@ -103,6 +103,7 @@ def test_a_split_is_tested_on_and_another_calibrated(folder: Path) -> None:
         ("a,b,c\n1,2,3\n", "has no column of image files"),
         ("path,label\n", "has no rows"),
         ("", "is not a table of labels"),
+        ("path,label\nimg_000.jpg,-1\nimg_001.jpg,0\n", "has class -1; classes are numbered from 0"),
         ("path,label\nimg_000.jpg,9999999999\n", "has class 9999999999, but no class is so"),
     ],
 )

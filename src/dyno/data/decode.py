@@ -221,7 +221,10 @@ def _in_colours(image: Any, channels: int) -> Any:
     if image.mode.startswith("I;16"):  # Pillow's own conversion would clip at 255 and leave a white image
         from PIL import Image
 
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        values = np.asarray(image)
+        if 0 < values.max() < 256:
+            raise ValueError("16-bit pixels are all below 256, and would be black; save it in 8 bits")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no known range")
     elif image.mode == "P" and "transparency" in image.info:

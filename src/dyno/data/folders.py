@@ -22,6 +22,7 @@ from dyno.data.photos import (
     name_below,
     printable,
     stratified_order,
+    warn_number_order,
     warn_unread_formats,
 )
 from dyno.data.photos import Photo as Photo
@@ -111,6 +112,8 @@ def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: lis
     """List the photos with labels by the order of their folders, or by their place among ImageNet's 1,000 classes."""
     name, about = printable(folder.name), _describe_labels("imagenet1k" if standard else "folders", folder)
     if not standard:
+        if wrong_order := warn_number_order(classes):
+            about["warnings"] = [*about.get("warnings", []), *wrong_order]
         return Listing(name, [printable(one) for one in classes], photos, about=about)
     order = list(list_synsets())
     number = [order.index(synset) for synset in classes]

@@ -176,6 +176,17 @@ def warn_unread_formats(root: Path) -> list[str]:
     return [f"{are} left out, of formats that aren't read ({formats}), e.g. {name_below(found[0], root)}"]
 
 
+def warn_number_order(names: list[str]) -> list[str]:
+    """Return a warning if class names are numbers that are sorted as text: timm, for one, sorts them as numbers."""
+    if not all(name.isdecimal() for name in names) or names == sorted(names, key=int):
+        return []
+    k = next(k for k, name in enumerate(sorted(names, key=int)) if name != names[k])
+    return [
+        f"classes are numbered in the order of their names as text, so class {k} is {names[k]!r}; for a network that "
+        "was trained in the order of their numbers give names of one length (01, 02, 10), or a table of path,label"
+    ]
+
+
 def is_image(name: str) -> bool:
     """Return whether the file's suffix is one of the supported formats."""
     return Path(name).suffix.lower() in EXTENSIONS

@@ -189,6 +189,8 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
 
 def _number_labels(file: Path, labels: list[str], named: list[str], outputs: int) -> tuple[list[int], list[str], bool]:
     """Return each image's class, the classes' names, and whether they are ImageNet's 1,000."""
+    if all(re.fullmatch(r"-?\d+(\.0+)?", label) for label in labels) and (below := min(labels, key=float))[0] == "-":
+        raise UserError(f"{file} has class {below}; classes are numbered from 0: leave out rows without a class")
     if not all(re.fullmatch(r"\d+(\.0+)?", label) for label in labels):
         order = sorted(set(labels))
         if outputs == COUNT and are_known_synsets(order):

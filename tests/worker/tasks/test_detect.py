@@ -203,3 +203,8 @@ def test_features_are_never_scored_in_place_of_class_scores(tmp_path: Path) -> N
     assert collector.oddities([]) != [] and collector.of(0, {"a": scores, "b": more}) is None
     (line,) = collector.oddities([None])
     assert line.startswith(f"{AMBIGUOUS} a and b; rename that one logits")
+    order = np.argsort(-scores, axis=1)
+    top = {"values": np.take_along_axis(scores, order, axis=1), "indices": order}
+    collector = TopKCollector(EvaluationInputs(trial, 4, 4))
+    assert collector.of(0, top) is None and "sorted inside the network" in collector.oddities([None])[0]
+    assert collector.of(0, {"scores": scores, "indices": order}) is not None, "these are in the order of the classes"
