@@ -13,6 +13,7 @@ import numpy as np
 from dyno.data.data_format import PARTS, DataFormat, ScanRequest
 from dyno.data.photos import (
     COUNT,
+    AmbiguousImages,
     Listing,
     Photo,
     are_known_synsets,
@@ -119,6 +120,8 @@ def _find_tables(folder: Path) -> list[Path]:
         try:
             names = _read_table(file).names
             find_image_folder(file, names)
+        except AmbiguousImages:
+            raise
         except UserError:
             continue
         tables.append(file)
