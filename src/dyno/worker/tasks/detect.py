@@ -254,10 +254,10 @@ class DetectionCollector(Collector):
         for one in json.loads(truth.read_text(encoding="utf-8"))["annotations"]:
             present[one["image_id"], one["category_id"]] = True
         images = np.repeat([sample for sample, _ in pairs], [len(one.scores) for one in found]).astype(np.int64)
-        scores = join_arrays([one.scores for one in found], np.float32)
+        weights = join_arrays([one.scores for one in found], np.float32) ** 2  # many boxes of low scores are noise
 
         def measure_share(own: np.ndarray) -> float:
-            return float(scores[present[images, own]].sum() / max(float(scores.sum()), 1e-9))
+            return float(weights[present[images, own]].sum() / max(float(weights.sum()), 1e-9))
 
         return numbered_as(labels, self._names, measure_share)
 
@@ -269,8 +269,8 @@ def numbered_as(
 
     Networks with a background count from 1, and those of COCO's 80 classes often by COCO's own numbers up to 90. Where
     the highest labels don't occur, all these fit; then `measure_share` decides, which returns how much of the
-    detections' scores is of classes that their images have: another numbering has to be true of most, and of twice as
-    much. None where the labels are of other classes than the data's.
+    detections' squared scores is of classes that their images have: another numbering has to be true of most of them,
+    and of twice as much. None where the labels are of other classes than the data's.
     """
     if not classes or not len(labels):
         return labels, ""
