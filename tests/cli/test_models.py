@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import onnx_text
@@ -128,6 +129,20 @@ def test_a_stored_module_is_compared_with_its_own_weights(call: Any, net: str, t
     _, out, err = call("compare", net, "old.torchscript", *words, "--rounds", "1", "--seconds", "0.1")
     assert "A is net.py:net with new.pt, B is old.torchscript." in out, err
     assert "ran as 2 fp32 to unknown" in out and "layers 3 to unknown" in out
+
+
+def test_outputs_in_another_order_are_the_same_and_have_no_ranks(call: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    text = "(float[n, 4] x) => ({}) {{ a = MatMul(x, v) b = MatMul(x, w) }}"
+    weights = {"v": np.eye(4, 3, dtype=np.float32), "w": -np.eye(4, 3, k=1, dtype=np.float32)}
+    a, b = "float[n, 3] a", "float[n, 3] b"
+    for name, outputs, ir in (("one", f"{a}, {b}", 8), ("two", f"{b}, {a}", 8), ("three", f"{a}, {b}", 9)):
+        onnx_text.write(tmp_path / f"{name}.onnx", text.format(outputs), ir=ir, **weights)
+    for other, ranked in (("two", False), ("three", True)):
+        _, out, _ = call("diff", "one.onnx", f"{other}.onnx", "--compared", "4", "--format", "json", code=0)
+        tables = json.loads(out)["tables"]
+        assert [row["close"] for row in tables["agreement"]["rows"]] == [100]
+        assert bool(tables.get("ranks", {}).get("rows")) == ranked
 
 
 def test_a_form_behind_a_model_is_that_model_in_a_backend(call: Any, refused: Any, net: str, tmp_path: Path) -> None:

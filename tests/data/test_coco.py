@@ -86,6 +86,35 @@ def roboflow(folder: Path) -> Path:
     return folder
 
 
+def test_boxes_in_other_coordinates_are_refused_though_they_lie_in_their_images(coco: Any, make: Any) -> None:
+    folder = coco()
+    file = folder / "annotations/instances_val2017.json"
+    tables = json.loads(file.read_text())
+
+    def write(*boxes: list[float], areas: list[float]) -> None:
+        objects = [{**tables["annotations"][0], "id": k, "bbox": box, "area": area, "segmentation": []}
+                   for k, (box, area) in enumerate(zip(boxes, areas, strict=True))]  # fmt: skip
+        file.write_text(json.dumps({**tables, "annotations": objects}))
+
+    write([0.1, 0.2, 0.5, 0.5], [0.3, 0.2, 0.4, 0.4], areas=[0.25, 0.16])
+    refuses("instances_val2017.json: all boxes lie within 0 and 1, as shares of the image; give pixels", make, folder)
+    write([5, 5, 25, 25], [10, 10, 40, 30], areas=[400, 600])
+    refuses("by their areas all boxes are two corners; give", make, folder)
+    write([5, 5, 25, 25], [10, 10, 40, 30], areas=[625, 1200])
+    assert len(truth(make(folder))["annotations"]) == 2
+    write([0, 0, 20, 20], [0, 0, 40, 30], areas=[400, 1200])
+    assert len(truth(make(folder))["annotations"]) == 2, "a corner at 0: both readings are the same"
+
+
+def test_copies_of_annotations_have_a_warning(coco: Any, make: Any) -> None:
+    folder = coco()
+    file = folder / "annotations/instances_val2017.json"
+    tables = json.loads(file.read_text())
+    tables["annotations"].append({**tables["annotations"][0], "id": 999})
+    file.write_text(json.dumps(tables))
+    assert "1 of 7 annotations are copies of others, and each counts" in dyno_data.meta(make(folder))["warnings"]
+
+
 @pytest.mark.parametrize("given", ["", "valid", "valid/_annotations.coco.json"])
 def test_roboflow_s_layout_without_its_root_category(tmp_path: Path, make: Any, given: str) -> None:
     data = make(roboflow(tmp_path / "set") / given, outputs=2)

@@ -45,6 +45,26 @@ def test_pixels_are_ultralytics_within_a_grey_level(
     assert np.abs(mine.astype(int) - theirs).max() <= 1
 
 
+def test_eight_bits_stored_as_sixteen_are_refused_and_not_black(tmp_path: Path) -> None:
+    for largest, reason in ((255, "16-bit pixels are all below 256, and would be black"), (256, ""), (0, "")):
+        Image.fromarray(np.linspace(0, largest, 64).astype(np.uint16).reshape(8, 8)).save(tmp_path / "deep.png")
+        read = Transform((8, 8), Preprocess(resize=0), 3).read(tmp_path / "deep.png")
+        assert read.startswith(reason) if reason else isinstance(read, np.ndarray)
+
+
+def test_sixteen_bit_images_of_fewer_bits_have_a_warning(tmp_path: Path) -> None:
+    def warnings(name: str, largest: int) -> list[str]:
+        for k in range(3):
+            (tmp_path / name / str(k)).mkdir(parents=True)
+            values = np.linspace(k, largest, 64).astype(np.uint16).reshape(8, 8)
+            Image.fromarray(values).save(tmp_path / name / str(k) / "a.png")
+        return data.meta(data.load(tmp_path / name, tmp_path / "cache", (8, 8), Preprocess())).get("warnings", [])
+
+    (line,) = warnings("twelve", 4095)
+    assert line.startswith("16-bit images have values up to 4,095 alone")
+    assert warnings("sixteen", 60_000) == []
+
+
 def test_grey_lies_evenly_around() -> None:
     pixels = Transform((20, 30), BOX, 1).pixels(Image.new("L", (10, 10), 255))
     assert pixels.shape == (1, 20, 30)

@@ -94,6 +94,40 @@ def test_class_folders_among_strays(tmp_path: Path) -> None:
     assert about["warnings"] == ["labels are the folders' names; noisy.csv (a table that names the images) is not read"]
 
 
+@pytest.mark.parametrize("names", [("Train", "Test"), ("Training", "Testing"), ("TRAIN", "Validation")])
+def test_splits_in_other_letters_are_no_classes(tmp_path: Path, names: tuple[str, str]) -> None:
+    for part, shade in zip(names, (0, 100), strict=True):
+        for k, name in enumerate(("cat", "dog")):
+            fill(tmp_path / "d" / part / name, shade=shade + k)
+    about = dyno_data.meta(dyno_data.load(tmp_path / "d", tmp_path / "cache", (16, 20), Preprocess()))
+    assert (about["classes"], about["splits"]) == (["cat", "dog"], {"test": 12, "calibration": 12})
+
+
+def test_parts_under_other_names_are_refused_and_classes_with_such_names_are_not(tmp_path: Path) -> None:
+    for names, refused in ((("training_set", "test_set"), True), (("seg_train", "seg_test"), True),
+                           (("test_set", "trains"), False)):  # fmt: skip
+        folder = tmp_path / names[0]
+        for k, part in enumerate(names):
+            fill(folder / part / "inner", shade=k)
+        if refused:
+            with pytest.raises(UserError, match=r"which hold class folders and seem to be parts of a data set; call"):
+                dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess())
+        else:
+            assert dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess()).count == 12
+
+
+def test_folders_named_by_numbers_have_a_warning_where_text_sorts_otherwise(tmp_path: Path) -> None:
+    def warnings(*names: str) -> list[str]:
+        folder = tmp_path / "-".join(names)
+        for k, name in enumerate(names):
+            fill(folder / name, NAMES[:2], shade=30 * k)
+        return dyno_data.meta(dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess())).get("warnings", [])
+
+    (line,) = warnings("0", "2", "10")
+    assert "so class 1 is '10'; for a network that was trained in the order of their numbers" in line
+    assert warnings("00", "02", "10") == warnings("0", "1", "2") == warnings("a", "10", "2") == []
+
+
 def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     for k, part in enumerate(("test", "train", "valid")):

@@ -71,6 +71,31 @@ def test_the_only_other_folder_is_no_class(folder: Path) -> None:
     assert labels(load(folder)) == labels(load(folder / "train.csv")) == dict(enumerate(COLOURS))
 
 
+def test_of_folders_with_the_same_names_the_one_is_taken_that_the_file_is_named_after(tmp_path: Path) -> None:
+    """As in competitions, where the images of both folders are numbered from 0."""
+    for part, shade in (("test_images", 200), ("train_images", 10)):
+        (tmp_path / part).mkdir()
+        for k in range(2):
+            Image.new("RGB", (40, 30), (shade + k, 0, 0)).save(tmp_path / part / f"{k}.png")
+    (tmp_path / "train.csv").write_text("id,label\n0.png,a\n1.png,b\n")
+    pixels = np.load(Path(load(tmp_path).folder) / "images.npy")[:, 0, 0, 0]
+    assert sorted(pixels.tolist()) == [10, 11]
+    (tmp_path / "train.csv").rename(tmp_path / "labels.csv")
+    line = "image 0.png of labels.csv may be test_images/0.png and train_images/0.png; write it in labels.csv as one of"
+    refuses(line, load, tmp_path / "labels.csv")
+    refuses(line, load, tmp_path)
+    (tmp_path / "labels.csv").write_text("id,label\ntrain_images/0.png,a\ntrain_images/1.png,b\n")
+    assert load(tmp_path).count == 2
+
+
+def test_a_name_without_a_suffix_is_of_one_image(folder: Path) -> None:
+    (folder / "labels.csv").write_text("id,label\nimg_000,a\nimg_001,b\n")
+    assert load(folder).count == 2
+    Image.new("RGB", (40, 30)).save(folder / "images/img_000.png")
+    Image.new("RGB", (40, 30)).save(folder / "images/img_001.png")
+    refuses("image img_000 of labels.csv may be images/img_000.jpg and images/img_000.png", load, folder / "labels.csv")
+
+
 def test_numbers_are_the_network_s_classes(folder: Path) -> None:
     file = folder / "labels.csv"
     file.write_text("path,label\n" + "".join(f"{name}.jpg,{k % 3 + 1}\n" for k, name in enumerate(NAMES)))
@@ -103,6 +128,7 @@ def test_a_split_is_tested_on_and_another_calibrated(folder: Path) -> None:
         ("a,b,c\n1,2,3\n", "has no column of image files"),
         ("path,label\n", "has no rows"),
         ("", "is not a table of labels"),
+        ("path,label\nimg_000.jpg,-1\nimg_001.jpg,0\n", "has class -1; classes are numbered from 0"),
         ("path,label\nimg_000.jpg,9999999999\n", "has class 9999999999, but no class is so"),
     ],
 )

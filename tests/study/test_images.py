@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import onnx_text
 from drawn import photographs as photos
 from dyno import Study
 from dyno import data as dyno_data
 from dyno.study import images
 from dyno.study.images import decoding, prepared
+from dyno.worker.inspection import Inspection
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
@@ -181,3 +183,40 @@ def test_photographs_without_boxes_serve_a_detector(tmp_path: Path) -> None:
     study = Study(models=("fake:net",), data=str(folder), budget={"mAP": 1.0})
     with pytest.raises(UserError, match=r"a budget needs boxes, and .* has none; give annotations in COCO's"):
         prepared(study, ModelSpec("net", "fake:net", task="detect", classes=80), (16, 16))
+
+
+def test_classes_that_the_network_numbers_otherwise_are_refused(tmp_path: Path, dyno) -> None:
+    onnx = pytest.importorskip("onnx")
+    text = "(float[n, 3, 8, 8] x) => (float[n, 3] y) { p = GlobalAveragePool(x) \n y = Flatten(p) }"
+
+    def eval_named(names: str, folder: Path, code: int) -> str:
+        graph = onnx_text.model(text)
+        onnx.helper.set_model_props(graph, {"names": names})
+        onnx.save(graph, tmp_path / "net.onnx")
+        return dyno("run", "net.onnx", "--backend", "onnxruntime", "--data", folder.name, "--dry-run", cwd=tmp_path,
+                    code=code).stderr  # fmt: skip
+
+    pets = photos(tmp_path / "pets", "cat", "dog", "sea_lion")
+    line = "'cat' is class 0 of pets and class 1 of net, so its accuracy would be wrong; give a table of path,label"
+    assert eval_named("{0: 'dog', 1: 'Cat', 2: 'sea lion'}", pets, 2).startswith(f"dyno: {line}")
+    numbers = photos(tmp_path / "numbers", "1", "2", "10")
+    assert "'10' is class 1 of numbers and class 2 of net" in eval_named("['1', '2', '10']", numbers, 2)
+    eval_named("{0: 'cat', 1: 'dog', 2: 'Sea Lion'}", pets, 0)
+    eval_named("{0: '0', 1: '1', 2: '2'}", numbers, 0)
+    eval_named("{0: 'crane', 1: 'crane', 2: 'cat'}", pets, 0)
+
+
+def test_boxes_of_classes_that_the_network_numbers_otherwise_are_refused(tmp_path: Path) -> None:
+    folder = annotated(tmp_path / "boxes")
+    (folder / "data.yaml").write_text("val: images/val\nnames: [disc, triangle]\n")
+    study, model = Study(models=("fake:net",), data=str(folder)), ModelSpec("net", "fake:net", task="detect")
+    data = prepared(study, model, (16, 16))
+    for names, refused in ((("triangle", "disc"), True), (("disc", "triangle"), False), (("a", "b"), False)):
+        inspection = Inspection(task="detect", class_names=names)
+        if refused:
+            with pytest.raises(
+                UserError, match=r"'disc' is class 0 of .* and class 1 of net, .* the network's numbers"
+            ):
+                images.check_images(study, model, inspection, data)
+        else:
+            images.check_images(study, model, inspection, data)

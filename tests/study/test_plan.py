@@ -243,6 +243,18 @@ def test_models_that_are_not_there(source: str, fields: dict, message: str) -> N
     assert str(caught.value).startswith(message)
 
 
+def test_a_pointer_or_a_page_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    """As a clone without Git LFS and a download behind a login leave them."""
+    pointer, page = tmp_path / "net.onnx", tmp_path / "net.safetensors"
+    pointer.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 97\n")
+    page.write_text("\n<!DOCTYPE html><html></html>")
+    with pytest.raises(UserError, match=r"net\.onnx is a pointer of Git LFS and not the model file itself; get that"):
+        model_spec(Study(models=(str(pointer),)), str(pointer))
+    study = Study(models=("torchvision:resnet18",), weights=str(page))
+    with pytest.raises(UserError, match=r"net\.safetensors is a web page and not a weights file; download"):
+        model_spec(study, study.models[0])
+
+
 def test_weights_alone_are_no_model(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     path.touch()

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from dyno.data.boxes import Annotation, Labels, checked_box, checked_keypoints, checked_polygon, polygon_area
 from dyno.data.data_format import DataFormat, ScanRequest, is_coco
 from dyno.data.photos import (
@@ -138,9 +140,13 @@ class _File:
         row_of = {image["id"]: rows.get(printable(image["file_name"])) for image in self.images}
         class_of = {category["id"]: i for i, category in enumerate(self.categories)}
         self._check_sizes(rows, sizes)
+        self._check_coordinates()
         names = self._find_keypoints()
         labels = Labels(photos, sizes, self.classes, (len(names), 3) if names else (), names)
         labels.warnings += self.notes
+        described = [json.dumps({**a, "id": 0}, sort_keys=True) for a in self.annotations]
+        if copies := len(described) - len(set(described)):
+            labels.warnings.append(f"{copies} of {len(described)} annotations are copies of others, and each counts")
         for number, annotation in enumerate(self.annotations):
             where = f"{self.path.name}, annotation {annotation.get('id', number)}"
             row = _by_id(row_of, annotation, "image_id", "image", where)
@@ -162,6 +168,20 @@ class _File:
                     f"{real}, but {self.path.name} says {declared[1]} x {declared[0]}"
                     f"{turned if declared == size[::-1] else ''}"
                 )
+
+    def _check_coordinates(self) -> None:
+        """Refuse boxes in shares of the image, and corners in place of a corner and its sides."""
+        boxed = [a for a in self.annotations if _is_number_list(a.get("bbox")) and len(a["bbox"]) == 4]
+        if boxed and all(min(a["bbox"]) >= 0 and max(a["bbox"]) <= 1 for a in boxed):
+            raise UserError(f"{self.path.name}: all boxes lie within 0 and 1, as shares of the image; give pixels")
+        plain = [a for a in boxed if not a.get("segmentation") and _is_number_list([a.get("area")])]
+        if not plain:
+            return
+        x, y, third, fourth = np.array([a["bbox"] for a in plain], float).T
+        areas = np.array([a["area"] for a in plain], float)
+        by_corners = (third > x) & (fourth > y) & np.isclose(areas, (third - x) * (fourth - y), rtol=0.01)
+        if by_corners.all() and not np.isclose(areas, third * fourth, rtol=0.01).any():
+            raise UserError(f"{self.path.name}: by their areas all boxes are two corners; give [x, y, width, height]")
 
     def _find_keypoints(self) -> list[str]:
         """Return the keypoint names of the first category; raise `UserError` if others have more or fewer."""

@@ -30,7 +30,7 @@ PARTS = {
     "train", "training", "val", "valid", "validation", "test", "testing", "images", "imgs", "jpegimages", "labels",
     "annotations", "masks", "data", "jpg", "jpeg", "png",
 }  # fmt: skip
-SPLITS = ("train", "val", "valid", "validation", "test")
+SPLITS = ("train", "training", "val", "valid", "validation", "test", "testing")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,10 @@ def refuse_labels(folder: Path, is_class_folders: bool) -> None:
             f"{_suggest_remedy(found)}, or give a folder of the images alone to measure without accuracy"
         )
     if layout and len(parts) > 1:
-        one = next((part for part in parts if part.lower() in (*SPLITS, "images") and part != "train"), parts[0])
+        one = next(
+            (part for part in parts if part.lower() in (*SPLITS, "images") and not part.lower().startswith("train")),
+            parts[0],
+        )
         raise UserError(
             f"{folder} has {', '.join(parts)}, which are parts of a data set and no classes; put class folders into "
             f"them, or give one of them, such as {folder / one}, to measure without accuracy"

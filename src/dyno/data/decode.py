@@ -117,6 +117,7 @@ EXIF_ORIENTATION = 0x0112
 SIDEWAYS = (5, 6, 7, 8)  # orientations in which the stored image lies on its side
 REASON_CHARACTERS = 300  # of a file that can't be read: in JSON that is less than a pipe takes whole
 MOST_THREADS = 8  # sixteen were slower than eight: they wait for each other at the interpreter's lock
+EXAMINED = 20  # images whose depth is looked at
 FEW_CORES = 4  # which threads keep as busy as processes would
 WORTH_S = 1.5  # that threads would need, from which on it is worth while to start processes
 GREY = 114  # around a letterboxed image
@@ -221,7 +222,10 @@ def _in_colours(image: Any, channels: int) -> Any:
     if image.mode.startswith("I;16"):  # Pillow's own conversion would clip at 255 and leave a white image
         from PIL import Image
 
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        values = np.asarray(image)
+        if 0 < values.max() < 256:
+            raise ValueError("16-bit pixels are all below 256, and would be black; save it in 8 bits")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no known range")
     elif image.mode == "P" and "transparency" in image.info:
@@ -291,6 +295,26 @@ def image_sizes(paths: list[Path], transform: Transform) -> list[tuple[int, int]
     register_formats()
     with ThreadPoolExecutor(count_threads()) as pool:
         return list(pool.map(transform.size_of, paths))
+
+
+def warn_low_depth(paths: list[Path]) -> list[str]:
+    """Return a warning if 16-bit images, of which a few are looked at, don't use their two upper bits.
+
+    They are of 10 to 14 bits, as scanners and cameras have them, and their upper eight bits are dark.
+    """
+    from PIL import Image
+
+    highest = 0
+    for path in paths[:: max(1, len(paths) // EXAMINED)]:
+        with suppress(Exception), Image.open(path, formats=FORMATS) as image:  # `read` gives the reason
+            if image.mode.startswith("I;16"):
+                highest = max(highest, int(np.asarray(image).max()))
+    if not 0 < highest < 1 << 14:
+        return []
+    return [
+        f"16-bit images have values up to {highest:,} alone, and their upper 8 bits are read, so they are dark: scale "
+        "them to 65,535, or as the network was trained"
+    ]
 
 
 def register_formats() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,15 @@ from dyno.data.photos import (
     name_below,
     printable,
     stratified_order,
+    warn_number_order,
     warn_unread_formats,
 )
 from dyno.data.photos import Photo as Photo
 from dyno.worker.spec import UserError, absolute
 
-SPLITS = ("test", "val", "valid", "validation")  # of which images are tested on
+SPLITS = ("test", "testing", "val", "valid", "validation")  # of which images are tested on, in any letters
+TRAINING = ("train", "training")
+PART = re.compile(r"(^|[^a-z])(train|test|val|valid|validation|fold|split)(ing)?(?![a-z])", re.IGNORECASE)
 
 
 class ClassFolders(DataFormat):
@@ -111,6 +115,8 @@ def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: lis
     """List the photos with labels by the order of their folders, or by their place among ImageNet's 1,000 classes."""
     name, about = printable(folder.name), _describe_labels("imagenet1k" if standard else "folders", folder)
     if not standard:
+        if wrong_order := warn_number_order(classes):
+            about["warnings"] = [*about.get("warnings", []), *wrong_order]
         return Listing(name, [printable(one) for one in classes], photos, about=about)
     order = list(list_synsets())
     number = [order.index(synset) for synset in classes]
@@ -126,12 +132,21 @@ def _describe_labels(labels: str, folder: Path) -> dict[str, Any]:
 
 def _find_roots(folder: Path) -> tuple[Path, Path | None]:
     """Return the folders that hold the class folders of the test images and of the training images."""
-    train = folder / "train"
+    names = list_folders(folder)
+    places = {name.casefold(): folder / name for name in names if list_folders(folder / name)}
+    train = next((places[name] for name in TRAINING if name in places), None)
     for name in SPLITS:
-        if list_folders(folder / name):
-            return folder / name, train if list_folders(train) else None
-    if list_folders(train):
-        raise UserError(f"{folder} has train/ but neither test/ nor val/ with class folders; add one, or give {train}")
+        if name in places:
+            return places[name], train
+    if train is not None:
+        raise UserError(
+            f"{folder} has {train.name}/ but neither test/ nor val/ with class folders; add one, or give {train}"
+        )
+    if len(names) == len(places) and names and all(map(PART.search, names)):
+        raise UserError(
+            f"{folder} has {', '.join(names[:4])}, which hold class folders and seem to be parts of a data set; call "
+            "the one to test on test, or give it alone"
+        )
     return folder, None
 
 
@@ -140,7 +155,7 @@ def _list_photos(folder: Path, root: Path, classes: list[str], split: str) -> li
     if not present:
         raise UserError(f"no class folders in {root}; put the images of each class into a folder named after it")
     if unknown := sorted(set(present) - set(classes)):
-        raise UserError(f"class {unknown[0]!r} is in {root} but not in {root.parent / 'train'}")
+        raise UserError(f"class {unknown[0]!r} is in {root} but not in the folder of the training images beside it")
     label = {name: i for i, name in enumerate(classes)}
     images_of = {name: find_images(root / name) for name in present}
     if not any(images_of.values()):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dyno.data import cache as store
-from dyno.data.decode import Progress, Transform, decode_images, image_sizes, library_version
+from dyno.data.decode import Progress, Transform, decode_images, image_sizes, library_version, warn_low_depth
 from dyno.data.rows import DecodedRow
 from dyno.worker.extras import install
 from dyno.worker.spec import DataSpec, Unavailable, UserError, absolute
@@ -23,6 +23,7 @@ EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif",
 UNREAD = {".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".svg", ".dng"}  # images too, of formats that aren't read
 SYSTEM = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "__pycache__"}
 SEEN = 20  # images that decide which folder all are in
+WORD = re.compile(r"[a-z]{2,}")
 CALIBRATION = 128
 CALIBRATION_SHARE = 5  # at most one image in five is taken from the test images
 
@@ -176,6 +177,17 @@ def warn_unread_formats(root: Path) -> list[str]:
     return [f"{are} left out, of formats that aren't read ({formats}), e.g. {name_below(found[0], root)}"]
 
 
+def warn_number_order(names: list[str]) -> list[str]:
+    """Return a warning if class names are numbers that are sorted as text: timm, for one, sorts them as numbers."""
+    if not all(name.isdecimal() for name in names) or names == sorted(names, key=int):
+        return []
+    k = next(k for k, name in enumerate(sorted(names, key=int)) if name != names[k])
+    return [
+        f"classes are numbered in the order of their names as text, so class {k} is {names[k]!r}; for a network that "
+        "was trained in the order of their numbers give names of one length (01, 02, 10), or a table of path,label"
+    ]
+
+
 def is_image(name: str) -> bool:
     """Return whether the file's suffix is one of the supported formats."""
     return Path(name).suffix.lower() in EXTENSIONS
@@ -186,25 +198,45 @@ def is_system(name: str) -> bool:
     return name.startswith(".") or name in SYSTEM
 
 
+class AmbiguousImages(UserError):
+    """A file of labels names images that lie in several places alike."""
+
+
 def find_image_folder(file: Path, names: list[str]) -> tuple[Path, str]:
-    """Return the folder in which most of the first images lie that a file of labels names, and the suffix they lack."""
+    """Return the folder in which most of the first images lie that a file of labels names, and the suffix they lack.
+
+    The usual places come first. Of other folders beside the file that have as many, the one that shares a word with the
+    file's name is taken (train.csv, train_images/). Raises `AmbiguousImages` if that doesn't decide.
+    """
     split = file.stem.rpartition("_")[2]
-    bases = [base / inner for base in (file.parent, file.parent.parent) for inner in ("", "images", "data", split)]
-    bases.append(file.parent.parent / "images" / split)
-    bases += sorted(inner for inner in file.parent.iterdir() if inner.is_dir() and not is_system(inner.name))[:SEEN]
+    usual = [base / inner for base in (file.parent, file.parent.parent) for inner in ("", "images", "data", split)]
+    usual.append(file.parent.parent / "images" / split)
+    beside = sorted(inner for inner in file.parent.iterdir() if inner.is_dir() and not is_system(inner.name))[:SEEN]
+    bases = list(dict.fromkeys([*usual, *beside]))
     first, suffixes = names[:SEEN], [""]
     if not any(map(is_image, first)):
         suffixes += [case for suffix in sorted(EXTENSIONS) for case in (suffix, suffix.upper())]
     hits = {
         (base, suffix): sum((base / (name + suffix)).is_file() for name in first)
         for suffix in suffixes
-        for base in dict.fromkeys(bases)
+        for base in bases
     }
-    best = max(hits, key=lambda place: hits[place])
-    if not hits[best]:
-        searched = ", ".join(str(base) for base in dict.fromkeys(bases))
-        raise UserError(f"image {names[0]} of {file.name} is not in any of {searched}")
-    return best
+    most = max(hits.values())
+    if not most:
+        raise UserError(f"image {names[0]} of {file.name} is not in any of {', '.join(map(str, bases))}")
+    tied = [place for place, count in hits.items() if count == most]
+    if chosen := next((place for place in tied if place[0] in usual), None):
+        tied = [place for place in tied if place[0] == chosen[0]]
+    elif len(tied) > 1:
+        words = set(WORD.findall(file.stem.lower()))
+        tied = [place for place in tied if words & set(WORD.findall(place[0].name.lower()))] or tied
+    name = next(name for name in first if any((base / (name + suffix)).is_file() for base, suffix in tied))
+    found = [path for base, suffix in tied if (path := base / (name + suffix)).is_file()]
+    others = [path for path in found if not path.samefile(found[0])]  # letters of any case may be the same
+    if others:
+        both = " and ".join(name_below(path, file.parent) for path in (found[0], others[0]))
+        raise AmbiguousImages(f"image {name} of {file.name} may be {both}; write it in {file.name} as one of them")
+    return tied[0]
 
 
 def without_missing(photos: list[Photo], folder: Path, file: Path, skip: bool) -> tuple[list[Photo], str]:
@@ -284,6 +316,8 @@ def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptio
     if listing.annotate:
         annotations = listing.annotate(photos, sizes)
         about = {**about, **annotations.about, "truth": TRUTH}
+    if dark := warn_low_depth(paths):
+        about = {**about, "warnings": [*about.get("warnings", ()), *dark]}
 
     def further_files(kept: np.ndarray) -> dict[str, Any]:
         return {TRUTH: annotations.truth(kept)} if annotations else {}

@@ -13,6 +13,7 @@ import numpy as np
 from dyno.data.data_format import PARTS, DataFormat, ScanRequest
 from dyno.data.photos import (
     COUNT,
+    AmbiguousImages,
     Listing,
     Photo,
     are_known_synsets,
@@ -119,6 +120,8 @@ def _find_tables(folder: Path) -> list[Path]:
         try:
             names = _read_table(file).names
             find_image_folder(file, names)
+        except AmbiguousImages:
+            raise
         except UserError:
             continue
         tables.append(file)
@@ -189,6 +192,8 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
 
 def _number_labels(file: Path, labels: list[str], named: list[str], outputs: int) -> tuple[list[int], list[str], bool]:
     """Return each image's class, the classes' names, and whether they are ImageNet's 1,000."""
+    if all(re.fullmatch(r"-?\d+(\.0+)?", label) for label in labels) and (below := min(labels, key=float))[0] == "-":
+        raise UserError(f"{file} has class {below}; classes are numbered from 0: leave out rows without a class")
     if not all(re.fullmatch(r"\d+(\.0+)?", label) for label in labels):
         order = sorted(set(labels))
         if outputs == COUNT and are_known_synsets(order):

@@ -14,6 +14,7 @@ from dyno.data.data_format import ScanRequest
 from dyno.store import cache_dir
 from dyno.study.study import Choice, Study
 from dyno.worker import registry, tasks
+from dyno.worker.inspection import Inspection
 from dyno.worker.spec import DataSpec, ModelSpec, UserError, absolute, numbered
 
 if TYPE_CHECKING:
@@ -152,6 +153,33 @@ def _check_labels(name: str, about: dict[str, Any], model: ModelSpec, outputs: i
         f"{line}; build it with --classes {classes}, {named}, or put the images into one folder to use them without "
         "labels"
     )
+
+
+def check_images(study: Study, model: ModelSpec, inspection: Inspection, data: DataSpec) -> None:
+    """Refuse images that Dyno can't prepare as the model wants them, and classes that it numbers otherwise."""
+    if not data.folder:
+        return
+    if how := inspection.unsupported_images:
+        raise UserError(
+            f"{model.name} takes images {how}, which Dyno can't prepare; omit the images to measure speed alone, or "
+            "give a function, FILE.py:FUNCTION, whose module takes usual images and does that itself"
+        )
+    about = dyno_data.meta(data)
+    place = {_simplify_name(name): k for k, name in enumerate(inspection.class_names)}
+    for number, name in enumerate(about["classes"] if len(place) == len(inspection.class_names) else ()):
+        if (own := place.get(_simplify_name(name), number)) != number:
+            remedy = (
+                "give the categories or names the network's numbers" if about.get("has") else
+                "give a table of path,label with the network's numbers as labels"
+            )  # fmt: skip
+            raise UserError(
+                f"{name!r} is class {number} of {study.data} and class {own} of {model.name}, so its accuracy would be "
+                f"wrong; {remedy}"
+            )
+
+
+def _simplify_name(name: str) -> str:
+    return " ".join(name.casefold().replace("_", " ").replace("-", " ").split())
 
 
 @contextmanager

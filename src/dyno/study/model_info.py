@@ -213,6 +213,13 @@ def _find_file(text: str, what: str) -> Path:
         raise UserError(f"{text} is a folder, not a {what}")
     if not path.is_file():
         raise UserError(f"there is no {what} {text}")
+    beginning = b""
+    with suppress(OSError), path.open("rb") as opened:  # reading the whole file gives the reason
+        beginning = opened.read(64).lstrip().lower()
+    if beginning.startswith(b"version https://git-lfs"):
+        raise UserError(f"{text} is a pointer of Git LFS and not the {what} itself; get that with git lfs pull")
+    if beginning.startswith((b"<!doctype html", b"<html")):
+        raise UserError(f"{text} is a web page and not a {what}; download the file itself")
     return path
 
 

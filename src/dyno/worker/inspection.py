@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from dyno.worker.facts.json_values import Sparse
 from dyno.worker.spec import InputSpec, Preprocess, Tensor
@@ -13,15 +14,32 @@ class Purpose(Sparse):
     """What a network is for, as far as its file, its library or the user says.
 
     `task` is "" and `classes` None where unknown; `keypoints` are how many points a pose has and the values of
-    each. `inputs` are those that Dyno wrote into a file, `stride` is what the image's sides must be multiples of.
+    each. `class_names` are () where they are unknown or only numbers. `inputs` are those that Dyno wrote into a file,
+    `stride` is what the image's sides must be multiples of.
     """
 
     task: str = ""
     classes: int | None = None
+    class_names: tuple[str, ...] = ()
     keypoints: tuple[int, ...] = ()
     preprocess: Preprocess | None = None
     inputs: tuple[InputSpec, ...] = ()
     stride: int | None = None
+
+
+def order_class_names(names: Any) -> tuple[str, ...]:
+    """Return class names in the order of their numbers, from a list or a dict by number; () for placeholders.
+
+    Placeholders end in their own number, as `3`, `class3` and `LABEL_3` do.
+    """
+    if isinstance(names, dict):
+        try:
+            numbered = {int(key): name for key, name in names.items()}
+        except (TypeError, ValueError):
+            return ()
+        names = [numbered[k] for k in sorted(numbered)] if sorted(numbered) == list(range(len(numbered))) else ()
+    texts = tuple(map(str, names)) if isinstance(names, (list, tuple)) else ()
+    return () if all(text.endswith(str(k)) for k, text in enumerate(texts)) else texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +54,8 @@ class Inspection(Purpose):
     `outputs` is how many classes a classifier's scores are of (else 0), `flops` the operations of one image by size
     (nothing where they can't be counted), `parameters` a module's or a file's, `channels` and `precision` a file's, and
     `signature` the shapes of the inputs and outputs of a file. `preprocess_guessed` says that images are normalised,
-    and nothing says by which mean and standard deviation.
+    and nothing says by which mean and standard deviation, and `unsupported_images` how the model wants its images
+    prepared where Dyno can't ("" elsewhere).
     """
 
     size: tuple[int, int] = (0, 0)
@@ -55,3 +74,4 @@ class Inspection(Purpose):
     precision: str = ""
     signature: tuple[tuple[tuple[int | str, ...], ...], ...] = ()
     preprocess_guessed: bool = False
+    unsupported_images: str = ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from drawn import photographs
 from dyno import Study, UserError
 from dyno.results.trial_result import load_run
 from dyno.study.model_info import inspect_model, model_spec
@@ -161,3 +162,43 @@ def test_processors_as_others_write_them(
     (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(UserError, match="can't be read"):
         huggingface.image_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("processor", "pixel"),
+    [
+        ({"rescale_factor": 1 / 127.5}, (255 / 127.5 - 0.5) / 0.25),
+        ({"do_rescale": False}, (255 - 0.5) / 0.25),
+        ({"do_rescale": True}, (1 - 0.5) / 0.25),
+        ({"rescale_factor": 1 / 255, "do_normalize": False}, 1.0),
+        ({"rescale_factor": 1 / 127.5, "do_normalize": False}, 2.0),
+    ],
+)
+def test_the_processors_scale_of_pixels_counts(
+    processor: dict[str, Any], pixel: float, folders: Path, tmp_path: Path
+) -> None:
+    shutil.copy(folders / "vit/config.json", tmp_path)
+    own = {"size": 32, "image_mean": [0.5] * 3, "image_std": [0.25] * 3, **processor}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(own))
+    found, _ = huggingface.image_config(str(tmp_path))
+    assert found is not None and (255 / 255 - found.mean[0]) / found.std[0] == pytest.approx(pixel)
+
+
+def test_images_that_the_processor_prepares_otherwise_are_refused(folders: Path, call: Any, tmp_path: Path) -> None:
+    shutil.copytree(folders / "vit", tmp_path / "vit")
+    (tmp_path / "vit/preprocessor_config.json").write_text(json.dumps({**PROCESSOR, "do_flip_channel_order": True}))
+    photographs(tmp_path / "pets", "a", "b", "c", "d", "e")
+    words = ("run", "vit", "--backend", "pytorch", "--dry-run")
+    code, _, error = call(*words, "--data", "pets")
+    assert code == 2 and error.startswith("dyno: vit takes images with red and blue swapped (do_flip_channel_order)")
+    assert call(*words)[0] == 0, "speed needs no images"
+
+
+def test_a_networks_own_class_names_count(folders: Path, call: Any, tmp_path: Path) -> None:
+    shutil.copytree(folders / "vit", tmp_path / "vit")
+    config = json.loads((tmp_path / "vit/config.json").read_text())
+    config["id2label"] = dict(enumerate("abced"))
+    (tmp_path / "vit/config.json").write_text(json.dumps(config))
+    photographs(tmp_path / "pets", "a", "b", "c", "d", "e")
+    code, _, error = call("run", "vit", "--backend", "pytorch", "--data", "pets", "--dry-run")
+    assert code == 2 and "'d' is class 3 of pets and class 4 of vit" in error

@@ -201,6 +201,15 @@ def test_weights_that_do_not_fit_are_named(tmp_path, trained):
     assert "unexpected extra" in message
 
 
+def test_quantised_weights_are_refused_and_half_precision_is_not(tmp_path, trained):
+    state = trained.state_dict()
+    torch.save({name: value.half() for name, value in state.items()}, tmp_path / "w.pt")
+    assert models.load(spec(channels=1, weights=str(tmp_path / "w.pt"))).conv1.weight.dtype == torch.float32
+    torch.save({**state, "conv1.weight": (state["conv1.weight"] * 100).to(torch.int8)}, tmp_path / "w.pt")
+    message = refusal(spec(channels=1, weights=str(tmp_path / "w.pt")))
+    assert message.startswith("conv1.weight in ") and "is int8, and floating point in the model" in message
+
+
 class Trap:
     """Runs a command when it is unpickled without care."""
 

@@ -45,7 +45,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 def test_metadata_of_ultralytics_is_read(tmp_path: Path) -> None:
     path = file(tmp_path / "m.onnx", task="pose", names="{0: 'a', 1: 'person, adult'}", kpt_shape="[17, 3]")
-    assert purpose(path) == Purpose(task="pose", classes=2, keypoints=(17, 3))
+    names = ("a", "person, adult")
+    assert purpose(path) == Purpose(task="pose", classes=2, class_names=names, keypoints=(17, 3))
     found = file_facts.find_task_facts(MODEL, "", purpose(path), outputs(("batch", 57, 8400)))
     assert found.preprocess.letterbox
 

@@ -182,3 +182,16 @@ def test_a_checkpoint_runs_from_the_command_line(saved: Any, tmp_path: Path, dyn
     dyno("run", path, *words, cwd=tmp_path, code=0)
     shown = dyno("show", "r", "--format", "json", cwd=tmp_path)
     assert [(row["model"], row["status"]) for row in json.loads(shown.stdout)["rows"]] == [("best", "ok")] * 2
+
+
+def test_the_class_names_of_a_checkpoint_are_read(saved: Any) -> None:
+    def rename(found: dict[str, Any]) -> None:
+        for key in ("model", "ema"):
+            if found.get(key) is not None:
+                found[key].names = {0: "disc", 1: "triangle"}
+
+    path = changed(saved("yolov8n", 2), rename)
+    assert inspect_model(Trial(spec(path), "", "fp32", Dims(1, 0, 0)), [[64, 64]], {}, "").class_names == (
+        "disc",
+        "triangle",
+    )

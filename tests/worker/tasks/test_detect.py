@@ -23,6 +23,7 @@ from dyno.worker.tasks.classify import (
     find_scores,
     rank_classes,
 )
+from dyno.worker.tasks.detect import DETECT
 
 
 def sorted_whole(scores: np.ndarray, k: int) -> np.ndarray:
@@ -203,3 +204,44 @@ def test_features_are_never_scored_in_place_of_class_scores(tmp_path: Path) -> N
     assert collector.oddities([]) != [] and collector.of(0, {"a": scores, "b": more}) is None
     (line,) = collector.oddities([None])
     assert line.startswith(f"{AMBIGUOUS} a and b; rename that one logits")
+    order = np.argsort(-scores, axis=1)
+    top = {"values": np.take_along_axis(scores, order, axis=1), "indices": order}
+    collector = TopKCollector(EvaluationInputs(trial, 4, 4))
+    assert collector.of(0, top) is None and "sorted inside the network" in collector.oddities([None])[0]
+    assert collector.of(0, {"scores": scores, "indices": order}) is not None, "these are in the order of the classes"
+
+
+@pytest.mark.parametrize(
+    ("classes", "labels", "truth", "found", "note"),
+    [
+        (80, [1, 3, 44], [0, 2, 39], [0, 2, 39], "COCO's numbers up to 90"),
+        (80, [1, 3, 80], [0, 2, 70], [0, 2, 70], "COCO's numbers up to 90"),
+        (80, [1, 3, 80], [0, 2, 79], [0, 2, 79], "count from 1"),
+        (4, [1, 2, 2], [0, 1, 1], [0, 1, 1], "count from 1"),
+        (4, [1, 2, 2], [1, 2, 2], [1, 2, 2], ""),
+        (4, [1, 2, 2], [3, 3, 3], [1, 2, 2], ""),
+        (4, [0, 2, 2], [0, 1, 1], [0, 2, 2], ""),
+    ],
+)
+def test_a_network_that_counts_from_one_is_known_without_its_last_class(
+    tmp_path: Path, classes: int, labels: list[int], truth: list[int], found: list[int], note: str
+) -> None:
+    """Three images with one object each; the network's box has the class `labels` by its own count."""
+    count = len(labels)
+    (tmp_path / "meta.json").write_text(json.dumps({"classes": [str(k) for k in range(classes)]}))
+    objects = [{"image_id": k, "category_id": kind} for k, kind in enumerate(truth)]
+    (tmp_path / "truth.json").write_text(json.dumps({"annotations": objects}))
+    np.save(tmp_path / "sizes.npy", np.full((count, 2), 64, np.int32))
+    data = DataSpec("d", folder=str(tmp_path), count=count)
+    trial = Trial(ModelSpec("net", "fake:net", task="detect"), "fake", "fp32", Dims(count, 64, 64), data=data)
+    inputs = EvaluationInputs(trial, count, count, np.arange(count), (64, 64))
+    outputs = {
+        "boxes": np.tile(np.float32([8, 8, 40, 48]), (count, 1, 1)),
+        "scores": np.full((count, 1), 0.9, np.float32),
+        "labels": np.array(labels, np.int64)[:, None],
+    }
+    collector = DETECT.collector(inputs)
+    answers = [collector.of(0, outputs)]
+    assert collector.arrays(answers)["detection_class"].tolist() == found
+    notes = collector.oddities(answers)
+    assert note in notes[0] if note else notes == []

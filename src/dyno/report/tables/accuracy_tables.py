@@ -259,7 +259,7 @@ def _make_agreement_table(run: RunData) -> Table:
 
 
 def _make_ranks_table(run: RunData) -> Table:
-    compared = ((t.label, agreement.compare_ranks(t.answers, other.answers)) for t, other in _list_pairs(run))
+    compared = ((t.label, agreement.compare_answers(t, other)) for t, other in _list_pairs(run))
     return ranks([(label, result) for label, result in compared if result])
 
 
@@ -314,7 +314,7 @@ def compare_with_first(runs: Sequence[Results], rtol: float, atol: float) -> tup
         _make_row(_name_trial(t), _name_trial(reference), agreement.compare_outputs(t, reference, rtol, atol))
         for t in others
     ]
-    by_trial = [(_name_trial(t), agreement.compare_ranks(t.answers, reference.answers)) for t in others]
+    by_trial = [(_name_trial(t), agreement.compare_answers(t, reference)) for t in others]
     notes = (
         f"against {_name_trial(reference)}: {rows[0]['inputs']} inputs; close is |a - b| <= {atol:g} + {rtol:g} |b|",
         *(f"{_name_trial(t)}: {t.oddity}" for t in good if t.oddity),

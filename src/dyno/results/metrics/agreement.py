@@ -477,6 +477,14 @@ def _by_position(outputs: Iterable[np.ndarray]) -> Iterator[tuple[str, np.ndarra
     return ((f"output {i}", array) for i, array in enumerate(outputs))
 
 
+def compare_answers(trial: TrialResult, reference: TrialResult) -> list[Rank]:
+    """Compute the top-10 table of two trials; empty where they list the same outputs in another order, since the first
+    that may be class scores is ranked."""
+    ranked = compare_ranks(trial.answers, reference.answers)
+    own, other = (list(t.outputs()) if ranked else [] for t in (trial, reference))
+    return ranked if own == other or set(own) != set(other) else []
+
+
 def compare_ranks(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[Rank]:
     """Compute the top-10 table (R8) of two classifiers' `topk_index` and `topk_score` [N, k], over common images."""
     if not {"topk_index", "topk_score"} <= set(own) & set(reference):

@@ -382,6 +382,12 @@ def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") ->
         for k in own
         if k in state and own[k].shape != state[k].shape
     ]
+    if integers := [k for k in own if k in state and own[k].is_floating_point() and not state[k].is_floating_point()]:
+        dtype = str(state[integers[0]].dtype).removeprefix("torch.")
+        raise UserError(
+            f"{integers[0]} in {path} is {dtype}, and floating point in the model: quantised weights can't be read "
+            "without their scales; give those that they were made of"
+        )
     problems = [
         _list_names("missing", missing),
         _list_names("unexpected", unexpected),

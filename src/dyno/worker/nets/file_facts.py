@@ -11,7 +11,7 @@ from typing import Any
 
 from dyno.worker import tasks
 from dyno.worker.inputs.specs import axes, image_of
-from dyno.worker.inspection import Inspection, Purpose
+from dyno.worker.inspection import Inspection, Purpose, order_class_names
 from dyno.worker.nets import ultralytics_models
 from dyno.worker.spec import InputSpec, ModelSpec, Preprocess, Tensor, UserError, from_json, to_json
 from dyno.worker.tasks import OutputShapes
@@ -111,7 +111,7 @@ def read_purpose(metadata: Mapping[str, str]) -> Purpose:
         purpose = replace(purpose, task=metadata["task"])
     names, points = _parse_value(metadata.get("names")), _parse_value(metadata.get("kpt_shape"))
     if isinstance(names, (dict, list, tuple)) and names:
-        purpose = replace(purpose, classes=len(names))
+        purpose = replace(purpose, classes=len(names), class_names=order_class_names(names))
     if isinstance(points, (list, tuple)) and points:
         purpose = replace(purpose, keypoints=tuple(int(n) for n in points))
     readers: dict[str, Callable[[Any], Any]] = {
@@ -159,10 +159,12 @@ def find_task_facts(model: ModelSpec, requested: str, metadata: Purpose, outputs
             f"or export it again with --task {requested}"
         )
     name = metadata.task or requested
+    named = Purpose(class_names=metadata.class_names)
     if not name:
-        return Purpose()
+        return named
     task = tasks.find_task(name)
     preprocess = metadata.preprocess or task.preprocess(model.channels)
     # A classifier by --task alone keeps its preprocessing.
     complete = bool(metadata.set_fields()) or task.labels == "objects"
-    return replace(task.layout(model, metadata, outputs), task=name, preprocess=preprocess if complete else None)
+    layout = named.joined(task.layout(model, metadata, outputs))
+    return replace(layout, task=name, preprocess=preprocess if complete else None)

@@ -109,15 +109,26 @@ def examples(model: ModelSpec, folder: str) -> Any:
     return None
 
 
+def find_unsupported_steps(folder: str) -> str:
+    """Return the steps of the folder's processor that Dyno doesn't apply to images and that change answers; "" for
+    none."""
+    swaps = bool(_read_processor(folder).get("do_flip_channel_order"))
+    return "with red and blue swapped (do_flip_channel_order)" if swaps else ""
+
+
+def _read_processor(folder: str) -> dict[str, Any]:
+    path = Path(folder, PROCESSOR)
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    except (ValueError, TypeError) as e:
+        raise UserError(f"{path} can't be read: {e}") from e
+
+
 def image_config(folder: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
     """Return how the folder's processor prepares images, and their height and width; None where it doesn't say."""
-    path, size = Path(folder, PROCESSOR), _read_pair(getattr(_read_config(folder), "image_size", None))
-    if not path.is_file():
+    given, size = _read_processor(folder), _read_pair(getattr(_read_config(folder), "image_size", None))
+    if not given:
         return None, size
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{path} can't be read: {e}") from e
     resized = given.get("size") or {}
     resized = {"height": resized, "width": resized} if isinstance(resized, int) else resized
     shortest = resized.get("shortest_edge")
@@ -125,6 +136,9 @@ def image_config(folder: str) -> tuple[Preprocess | None, tuple[int, int] | None
     size = cropped or _read_pair(resized) or ((shortest, shortest) if shortest else size)
     normalises = given.get("do_normalize", True) and given.get("image_mean") and given.get("image_std")
     mean, std = (given["image_mean"], given["image_std"]) if normalises else ([0.0] * 3, [1.0] * 3)
+    # Its processor computes (pixel x factor - mean) / std, Dyno (pixel / 255 - mean) / std.
+    factor = float(given.get("rescale_factor") or 1 / 255) if given.get("do_rescale", True) else 1.0
+    mean, std = ([value / (255 * factor) for value in values] for values in (mean, std))
     resize = shortest / min(size) if shortest and size else 0.0
     if shortest and shortest < UNCROPPED and given.get("crop_pct"):
         resize = 1 / given["crop_pct"]

@@ -226,6 +226,12 @@ def preprocess(model: ModelSpec) -> Preprocess:
     return _library_config(model)[0] or model.preprocess
 
 
+def find_unsupported_steps(model: ModelSpec) -> str:
+    """Return how the model's library prepares images where Dyno can't do it alike; "" elsewhere."""
+    kind, name = parse(model.source)
+    return huggingface.find_unsupported_steps(name) if kind == NETWORK_FOLDER else ""
+
+
 def image_size(model: ModelSpec) -> tuple[int, int] | None:
     """Return the height and width given by the model's library; None if it gives none."""
     return _library_config(model)[1]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.extras import install
-from dyno.worker.inspection import Purpose
+from dyno.worker.inspection import Purpose, order_class_names
 from dyno.worker.nets import checkpoint as nets_checkpoint
 from dyno.worker.nets.checkpoint import apply
 from dyno.worker.spec import ModelSpec, Preprocess, Unavailable, UserError, shorten
@@ -90,6 +90,7 @@ def facts(module: Any) -> Purpose:
     return Purpose(
         task=task,
         classes=int(head.linear.out_features if whole else head.nc),
+        class_names=order_class_names(getattr(module, "names", ())),
         keypoints=tuple(int(n) for n in getattr(head, "kpt_shape", ())),
         stride=1 if whole else int(max(module.stride)),
     )
@@ -152,6 +153,7 @@ def _from_checkpoint(tasks: Any, model: ModelSpec, name: str) -> Any:
         raise UserError(f"{model.source} takes images of {channels} channels; give --channels {channels}")
     module = _build_from_config(tasks, _fit_model(replace(model, weights=name), config, weights), config)
     apply(module, weights, name, advice(name))
+    module.names = checkpoint.module.state.get("names")
     return module
 
 

@@ -15,6 +15,9 @@ from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes,
 
 TOP = 10
 UNSCORED = "no accuracy was measured: no output has a row of class scores for each image (N x C)"
+SORTED = (
+    "no accuracy was measured: the scores are sorted inside the network (top-k), and not in the order of its classes"
+)
 AMBIGUOUS = "no accuracy was measured: class scores may be any of the outputs"
 WORDS = ("logit", "score", "prob", "softmax", "predict")  # in names of class scores; of two that fit the first decides
 OTHERS = ("prelogit", "pre_logit", "aux", "feat", "embed", "hidden")  # in names of what isn't the answer
@@ -51,11 +54,13 @@ class TopKCollector(Collector):
         super().__init__(evaluated)
         self.labelled = len(input_data.metadata(evaluated.trial.data).get("classes") or ())
         self.ambiguous: tuple[str, ...] = ()
+        self.is_sorted = False
 
     def of(self, turn: int, fetched: Arrays) -> Any:
         """Return index and score of the best classes, None without an output that has a row of classes for each image,
         or where several have and the images have labels; without labels the first of them counts."""
         own = {name: a for name, a in self.cut(turn, fetched).items() if a.ndim and len(a) == self.images(turn)}
+        numbers = [a for a in own.values() if a.dtype.kind in "iu"]
         own = {name: a for name, a in own.items() if a.dtype.kind not in "biu"} or own
         classes = self.labelled or self.evaluated.trial.model.classes or 0
         names = find_scores({name: a.shape for name, a in own.items()}, classes)
@@ -64,6 +69,9 @@ class TopKCollector(Collector):
         if not names or self.ambiguous:
             return None
         scores = own[names[0]]
+        if self.labelled and any(_are_indices(a, scores) for a in numbers):
+            self.is_sorted = True
+            return None
         return rank_classes(scores.astype(np.float32).reshape(scores.shape[:2]), TOP)
 
     def oddities(self, batches: Sequence[Any]) -> list[str]:
@@ -71,6 +79,8 @@ class TopKCollector(Collector):
         if self.ambiguous:
             names = " and ".join(self.ambiguous)
             return [f"{AMBIGUOUS} {names}; rename that one logits in the file, or export it alone"]
+        if self.labelled and self.is_sorted:
+            return [SORTED]
         return [UNSCORED] if self.labelled and not self.arrays(batches) else []
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -81,6 +91,15 @@ class TopKCollector(Collector):
             name: np.concatenate(parts)
             for name, parts in zip(("topk_index", "topk_score"), zip(*batches, strict=True), strict=True)
         }
+
+
+def _are_indices(numbers: np.ndarray, scores: np.ndarray) -> bool:
+    """Return whether whole numbers are the classes of scores that fall in each row, as a top-k gives them."""
+    if numbers.shape != scores.shape or not numbers.size:
+        return False
+    falls = bool(np.all(scores[:, :-1] >= scores[:, 1:]))
+    ordered = np.sort(numbers, axis=1)
+    return falls and bool(np.all(ordered[:, 1:] != ordered[:, :-1]))
 
 
 class Classify(Task):

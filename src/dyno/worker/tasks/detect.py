@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dyno.worker.tasks.layouts import Fit, ObservedOutputs, UnreadBoxes
 from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, ImagePlacement, KeptRows, select_best
 
 COCO_CLASSES = 80
+TRUTH = "truth.json"  # of a decoded data set, beside its images
 NOT_IN_COCO = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of its numbers from 1 to 90
 
 
@@ -221,8 +223,7 @@ class DetectionCollector(Collector):
         unread = next((batch for batch in batches if isinstance(batch, str)), "")
         if unread or self._samples is None:
             return [unread] if unread else []
-        labels = join_arrays([found.classes for batch in batches for _, found in batch], np.int32)
-        _, note = numbered_as(labels, self._names)
+        _, note = self._number_classes([pair for batch in batches for pair in batch])
         return [note] if note else []
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -230,7 +231,7 @@ class DetectionCollector(Collector):
             return {}
         pairs = [pair for batch in batches for pair in batch]
         detections = [detections for _, detections in pairs]
-        labels, _ = numbered_as(join_arrays([d.classes for d in detections], np.int32), self._names)
+        labels, _ = self._number_classes(pairs)
         if labels is None:
             return {}
         image = np.repeat([sample for sample, _ in pairs], [len(d.scores) for d in detections])
@@ -242,22 +243,56 @@ class DetectionCollector(Collector):
             **self._task.arrays(detections, self._model),
         }
 
+    def _number_classes(self, pairs: Sequence[tuple[int, Detections]]) -> tuple[np.ndarray | None, str]:
+        """Return the classes of all detections as the data numbers them, and a note where the network doesn't."""
+        found = [one for _, one in pairs]
+        labels = join_arrays([one.classes for one in found], np.int32)
+        fit, truth = self._reader.fit, Path(self.evaluated.trial.data.folder, TRUTH)
+        if fit is None or not fit.layout.numbers_classes or not self._names or not truth.is_file():
+            return numbered_as(labels, self._names)
+        present = np.zeros((len(self._sizes), self._names), bool)
+        for one in json.loads(truth.read_text(encoding="utf-8"))["annotations"]:
+            present[one["image_id"], one["category_id"]] = True
+        images = np.repeat([sample for sample, _ in pairs], [len(one.scores) for one in found]).astype(np.int64)
+        weights = join_arrays([one.scores for one in found], np.float32) ** 2  # many boxes of low scores are noise
 
-def numbered_as(labels: np.ndarray, classes: int) -> tuple[np.ndarray | None, str]:
+        def measure_share(own: np.ndarray) -> float:
+            return float(weights[present[images, own]].sum() / max(float(weights.sum()), 1e-9))
+
+        return numbered_as(labels, self._names, measure_share)
+
+
+def numbered_as(
+    labels: np.ndarray, classes: int, measure_share: Callable[[np.ndarray], float] | None = None
+) -> tuple[np.ndarray | None, str]:
     """Return labels as the data numbers its classes, from 0, and a note where the network counts otherwise.
 
-    Networks with a background count from 1, and those of COCO's 80 classes often by COCO's own numbers up to 90. None
-    where the labels are of other classes than the data's.
+    Networks with a background count from 1, and those of COCO's 80 classes often by COCO's own numbers up to 90. Where
+    the highest labels don't occur, all these fit; then `measure_share` decides, which returns how much of the
+    detections' squared scores is of classes that their images have: another numbering has to be true of most of them,
+    and of twice as much. None where the labels are of other classes than the data's.
     """
-    if not classes or not len(labels) or labels.max() < classes:
+    if not classes or not len(labels):
         return labels, ""
-    if labels.min() >= 1 and labels.max() == classes:
-        return labels - 1, "the network's classes count from 1 (0 is the background) and were taken so"
+    others = _list_numberings(labels, classes)
+    if others and measure_share is not None:
+        others.sort(key=lambda other: -measure_share(other[0]))
+    if labels.max() >= classes:
+        unread = f"{layouts.UNREAD}: a box is of class {labels.max()}, and the data has {classes} classes"
+        return others[0] if others else (None, unread)
+    is_other = others and measure_share and measure_share(others[0][0]) > max(0.5, 2 * measure_share(labels))
+    return others[0] if is_other else (labels, "")
+
+
+def _list_numberings(labels: np.ndarray, classes: int) -> list[tuple[np.ndarray, str]]:
+    """Return the labels by each numbering from 1 that they fit, with a note on it."""
+    found = []
+    if labels.min() >= 1 and labels.max() <= classes:
+        found.append((labels - 1, "the network's classes count from 1 (0 is the background) and were taken so"))
     if classes == COCO_CLASSES and labels.min() >= 1 and labels.max() <= 90 and not np.isin(labels, NOT_IN_COCO).any():
-        return labels - 1 - np.searchsorted(NOT_IN_COCO, labels).astype(labels.dtype), (
-            "the network's classes have COCO's numbers up to 90 and were taken so"
-        )
-    return None, f"{layouts.UNREAD}: a box is of class {labels.max()}, and the data has {classes} classes"
+        own = labels - 1 - np.searchsorted(NOT_IN_COCO, labels).astype(labels.dtype)
+        found.append((own, "the network's classes have COCO's numbers up to 90 and were taken so"))
+    return found
 
 
 def join_arrays(parts: list[np.ndarray], dtype: Any, *shape: int) -> np.ndarray:

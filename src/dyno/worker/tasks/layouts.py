@@ -73,13 +73,15 @@ class BoxLayout(ABC):
     """A layout of boxes in a network's outputs.
 
     `shown` describes it in messages, `form` is the usual form of its boxes (`fixed_form`: the only one), `suppressed`
-    says that overlapping boxes are left out already, and `free_order` that rounding may change the order of its boxes.
+    says that overlapping boxes are left out already, `free_order` that rounding may change the order of its boxes, and
+    `numbers_classes` that a box has the number of its class, by the network's own count.
     """
 
     form: ClassVar[BoxForm] = CORNERS
     fixed_form = False
     suppressed = True
     free_order = True
+    numbers_classes = False
     shown: str = field(default="", compare=False, kw_only=True)
 
     @abstractmethod
@@ -162,6 +164,7 @@ class FinalRows(BoxLayout):
     Where they have a column `image`, rows are of the batch's image of that number.
     """
 
+    numbers_classes = True
     columns: tuple[str, ...]
     rank: float = 1
 
@@ -198,6 +201,8 @@ class FinalRows(BoxLayout):
 class Lists(BoxLayout):
     """Boxes that are left in the end, with their scores and classes in separate outputs, and perhaps their number:
     torchvision's detectors, RT-DETR with its post-processing, TensorRT's EfficientNMS, TensorFlow's detection API."""
+
+    numbers_classes = True
 
     def fits(self, seen: ObservedOutputs) -> Fit | None:
         boxes = find_boxes(seen)
