@@ -142,7 +142,7 @@ def image_config(folder: str) -> tuple[Preprocess | None, tuple[int, int] | None
     resize = shortest / min(size) if shortest and size else 0.0
     if shortest and shortest < UNCROPPED and given.get("crop_pct"):
         resize = 1 / given["crop_pct"]
-    how = INTERPOLATIONS.get(given.get("resample"), "bilinear")
+    how = INTERPOLATIONS.get(given.get("resample", 2), "bilinear")
     return Preprocess(tuple(map(float, mean)), tuple(map(float, std)), float(resize), how), size
 
 
