@@ -97,10 +97,16 @@ class _LabelRows:
 
 
 def _are_in_one_folder(file: Path) -> bool:
-    """Return whether all images of the table lie in one folder beside it, by their names alone: then it is no class."""
-    names = _read_table(file).names
-    folder, suffix = find_image_folder(file, names)
-    return folder.parent == file.parent and all("/" not in n and (folder / (n + suffix)).is_file() for n in names)
+    """Return whether all images of the table lie in one folder beside it: then that is no class.
+
+    It may be one if the table names it and has one label alone.
+    """
+    table = _read_table(file)
+    folder, suffix = find_image_folder(file, table.names)
+    images = [folder / (name + suffix) for name in table.names]
+    if {image.parent.parent for image in images} != {file.parent} or len({image.parent for image in images}) > 1:
+        return False
+    return all(map(Path.is_file, images)) and (folder != file.parent or len(set(table.labels)) > 1)
 
 
 def _warn_unlisted(photos: list[Photo], folder: Path, file: Path) -> str:
