@@ -111,13 +111,13 @@ def test_a_list_may_be_written_with_commas_or_as_an_option_twice(call: Any) -> N
     once = "--backend fake@latency_ms=1,fake@latency_ms=2 --batch 1,2 --size 8,16"
     twice = "--backend fake@latency_ms=1 --batch 1 --backend fake@latency_ms=2 --batch 2 --size 8 --size 16"
     first, second = (call("run", "fake:[]", *words.split(), "--dry-run") for words in (once, twice))
-    assert first == second and first[0] == 0 and "8 trials, 0 refused" in first[1]
+    assert first == second and first[0] == 0 and "8 trials of [], 0 refused" in first[1]
 
 
 def test_a_dry_run_lists_and_runs_nothing(call: Any) -> None:
     code, out, err = call("run", "fake:[/x]", "--backend", "fake", "--precision", "fp32,fp8", "--dry-run")
     assert (code, err) == (0, "")
-    assert "[/x]" in out and "2 trials, 1 refused; 5 rounds in turns each. Nothing was run." in out
+    assert "[/x]" in out and "2 trials of [/x], 1 refused; 5 rounds in turns each. Nothing was run." in out
     assert "sampling take 45.0 s at most" in out and "undecided, until 10 minutes were measured in all." in out
     assert "fake has no fp8" in " ".join(out.split())
     assert not Path("runs").exists()
@@ -172,7 +172,7 @@ def test_the_short_help_has_the_common_options_in_groups_and_the_long_one_all(ca
 
 def test_usual_names_of_options_are_accepted(call: Any) -> None:
     words = "run fake:net --backends fake --precisions fp32,fp8 --batch-size 1,2 --imgsz 8 --dry-run".split()
-    assert "4 trials, 2 refused" in call(*words, code=0)[1]
+    assert "4 trials of net, 2 refused" in call(*words, code=0)[1]
     assert "4 trials" in call(*words, "--quick", code=0)[1] and "1 round in turns" in call(*words, "--quick")[1]
 
 

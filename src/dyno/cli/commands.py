@@ -149,19 +149,27 @@ def _list_plan(study: Study) -> None:
             planned = expand(places.at_one(study, found))
     else:
         planned = expand(study)
+    models = list(dict.fromkeys(entry.trial.model.name for entry in planned))
     table = Table(box=None, pad_edge=False)
-    for heading in ("trial", "model", "backend", "precision", "batch", "size", "file", "refused because"):
-        table.add_column(heading, overflow="fold")
+    for heading in (*["model"][: len(models) - 1], "trial", "backend", "precision", "batch", "size", "file"):
+        table.add_column(heading, overflow="fold", no_wrap=heading != "model")
+    refused: dict[str, list[str]] = {}
     for entry in planned:
         t = entry.trial
         file = f"{t.recipe.format} {t.recipe.precision}" if t.recipe else ""
-        row = (t.id, t.model.name, t.variant, t.precision, str(t.dims.batch), t.dims.shown, file, entry.refusal)
-        table.add_row(*(escape(plain(cell)) for cell in row))  # a model may be called what rich takes for markup
+        row = (t.id, t.variant, t.precision, str(t.dims.batch), t.dims.shown, "refused" if entry.refusal else file)
+        # A model may be called what rich takes for markup.
+        table.add_row(*(escape(plain(cell)) for cell in ((t.model.name, *row) if len(models) > 1 else row)))
+        if entry.refusal:
+            refused.setdefault(entry.refusal, []).append(f"{t.variant} {t.precision}")
     out = console()
     out.print(table)
-    refused = sum(1 for entry in planned if entry.refusal)
+    for reason, rows in refused.items():
+        out.print(escape(plain(f"refused: {', '.join(dict.fromkeys(rows))}: {reason}")))
     rounds = counting(study.rounds, "round") + (" in turns" if study.turns else "")
-    out.print(f"{counting(len(planned), 'trial')}, {refused} refused; {rounds} each. Nothing was run.")
+    of = f" of {escape(plain(models[0]))}" if len(models) == 1 else ""
+    count = sum(map(len, refused.values()))
+    out.print(f"{counting(len(planned), 'trial')}{of}, {count} refused; {rounds} each. Nothing was run.")
     out.print(_at_most(study, [entry.trial for entry in planned if not entry.refusal]))
     if missing_gpu(study.device):
         out.print(f"There is no {study.device} here, so a run would be refused.")
