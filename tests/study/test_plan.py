@@ -65,7 +65,7 @@ def test_lower_precisions_run_where_none_is_named(
 ) -> None:
     images = pytest.importorskip("PIL.Image")
     pytest.importorskip("torchvision"), pytest.importorskip("openvino")
-    monkeypatch.setattr("dyno.study.plan.installed", lambda device: ("pytorch", "openvino"))
+    monkeypatch.setattr("dyno.study.plan.installed", lambda *_: ("pytorch", "openvino"))
     monkeypatch.setattr("dyno.worker.system.cpu_flags", lambda: {"avx2", *flags})
     for number in range(10):
         images.new("RGB", (64, 64), (number, 0, 0)).save(tmp_path / f"{number}.png")
@@ -93,7 +93,7 @@ def test_a_device_that_is_not_there_is_a_refusal(fake_study: Any) -> None:
 
 
 def test_a_device_for_which_nothing_is_installed_is_one_line(fake_study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dyno.study.plan.installed", lambda device: [])
+    monkeypatch.setattr("dyno.study.plan.installed", lambda *_: [])
     with pytest.raises(UserError, match="no backend that is installed here runs on cuda:0"):
         expand(fake_study(backends=(), device="cuda:0"))
 
@@ -116,6 +116,8 @@ def test_a_library_that_is_not_there_is_a_refusal(fake_study: Any, monkeypatch: 
     (there,) = expand(fake_study(backends=("lacking",), runtime=tables))
     assert f"is not installed in {sys.executable}; pip install" in there.refusal
     assert "lacking" in registry.names() and "lacking" not in installed("cpu")
+    assert any(entry.trial.backend == "lacking" for entry in expand(fake_study(backends=(), runtime=tables)))
+    assert all(entry.trial.backend != "lacking" for entry in expand(fake_study(backends=())))
     assert missing("fake") == ""
 
 

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +20,11 @@ from dyno.worker.spec import Recipe, Runtime, UserError, plain
 HERE = Runtime()
 
 
-def installed(device: str) -> list[str]:
-    """Return the backends that run on the device and whose libraries this Python has."""
+def installed(device: str, named: Collection[str] = ()) -> list[str]:
+    """Return the backends that run on the device and whose libraries this Python has, or that are `named` anyway."""
     kind = device.split(":")[0]
-    return [name for name in registry.names() if kind in registry.find(name).devices and not missing(name)]
+    fitting = [name for name in registry.names() if kind in registry.find(name).devices]
+    return [name for name in fitting if name in named or not missing(name)]
 
 
 def missing(name: str, runtime: Runtime = HERE) -> str:

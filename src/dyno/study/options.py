@@ -61,7 +61,7 @@ class ComparisonOptions:
     backends: Strings = option(
         (),
         "Backends, with options as NAME@option=value: pytorch,onnxruntime@optimization=basic.",
-        usual="all that are installed for the device",
+        usual="all that are installed for the device, or have a --python",
         flags="--backend --backends",
         common=True,
     )

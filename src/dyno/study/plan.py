@@ -208,7 +208,8 @@ def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:
 def _expand_models(study: Study, sources: Sequence[str]) -> list[PlannedTrial]:
     """Return the trials of these models of the study."""
     check_threads(study)
-    choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
+    # Whose Python is given is meant to run, also where the library isn't in Dyno's own.
+    choices = [Choice.parse(text) for text in study.backends or installed(study.device, study.runtime)]
     check_kind(study)
     if not choices:
         packages = install("torch", "onnx", "openvino")
