@@ -104,7 +104,8 @@ def describe_type(kind: Any) -> Schema:
     if not (typing.is_typeddict(kind) or dataclasses.is_dataclass(kind)):
         return {}
     fields = {name: describe_type(hint) for name, hint in typing.get_type_hints(kind).items()}
-    required = sorted(getattr(kind, "__required_keys__", fields))
+    hints = typing.get_type_hints(kind, include_extras=True)  # `__required_keys__` doesn't know postponed annotations
+    required = [name for name in sorted(fields) if typing.get_origin(hints[name]) is not typing.NotRequired]
     return {"type": "object", "description": (kind.__doc__ or "").strip(), "properties": fields, "required": required}
 
 

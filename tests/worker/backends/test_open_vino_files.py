@@ -34,7 +34,7 @@ def save(path: Path, **metadata: str) -> None:
         ),
         (
             {"task": "pose", "names": "{0: 'a'}", "kpt_shape": "[17, 3]"},
-            Purpose(task="pose", classes=1, keypoints=(17, 3)),
+            Purpose(task="pose", classes=1, class_names=("a",), keypoints=(17, 3)),
             {},
         ),
     ],
