@@ -351,13 +351,9 @@ def _count_findings(findings: Sequence[Finding]) -> str:
 
 
 def _format_html(parts: list[dict[str, Any]], results: str) -> str:
-    from jinja2 import BaseLoader, Environment, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(
-        loader=BaseLoader(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(_file_of_page("page.html.j2")).render(
+    return _render_page(
+        "page.html.j2",
+        title=f"Dyno: {', '.join(part['name'] for part in parts)}",
         sections=parts,
         names=list(dict.fromkeys(f.name for part in parts for d in part["verdict"].decisions for f in d.figures)),
         most_cards=MOST_CARDS,
@@ -365,26 +361,30 @@ def _format_html(parts: list[dict[str, Any]], results: str) -> str:
         pills=PILLS,
         counted=_count_findings,
         csv=base64.b64encode(results.encode()).decode(),
-        style=Markup(_file_of_page("page.css")),
-        script=Markup(_file_of_page("page.js")),
-        graph=Markup(import_module(EXPLANATIONS).graph_scripts()) if any(part["explained"] for part in parts) else "",
-        zoom=Markup(_file_of_page("svg-pan-zoom.min.js")),
+        graph=import_module(EXPLANATIONS).graph_scripts() if any(part["explained"] for part in parts) else "",
     )
 
 
 def make_page(title: str, body: str) -> str:
     """Return a page in the report's style around the HTML of its body, with a filter of its tables' rows."""
-    style, script = map(_file_of_page, ("page.css", "page.js"))
-    zoom = _file_of_page("svg-pan-zoom.min.js") if 'class="chart"' in body else ""
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>\n{style}</style>\n</head>\n'
-        '<body><main>\n<div class="tools"><label>Filter <input type="search" aria-label="Show only the rows that '
-        f'contain these words"></label><output class="note"></output></div>\n<section><h1>{escape(title)}</h1>\n{body}'
-        f"</section></main>\n<script>{zoom}</script>\n<script>{script}</script>\n"
-        "</body></html>\n"
+    from markupsafe import Markup
+
+    content = f"<section><h1>{escape(title)}</h1>\n{body}</section>"
+    return _render_page("base.html.j2", title=title, content=Markup(content), graph="")
+
+
+def _render_page(template: str, *, graph: str, **values: Any) -> str:
+    """Render a template of the page with its style and scripts, and the scripts of graphs."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FunctionLoader(_file_of_page), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    style, script, zoom = map(_file_of_page, ("page.css", "page.js", "svg-pan-zoom.min.js"))
+    return environment.get_template(template).render(
+        **values, style=Markup(style), script=Markup(script), zoom=Markup(zoom), graph=Markup(graph)
     )
 
 

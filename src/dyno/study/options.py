@@ -76,7 +76,7 @@ class ComparisonOptions:
         (),
         "Batch sizes: 1,8,32.",
         flags="--batch --batches --batch-size",
-        usual="1, or the file's fixed batch",
+        usual="1, or that of the file or of example inputs",
         common=True,
     )
     sizes: Sizes = option(
