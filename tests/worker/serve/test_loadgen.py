@@ -62,6 +62,8 @@ def test_every_query_is_answered_in_batches(queue: QueryQueue) -> None:
         [0.2, 0.2, 0.4, 0.4, 0.5]
     )
     assert queue.size.tolist() == [2, 2, 2, 2, 1] and not queue.refused.any() and (queue.times == 0).all()
+    queue.set_latencies({1: 0.3, 4: 0.6})
+    assert queue.times == pytest.approx([0, -0.1, 0, 0, -0.1]), "due 0.3 s before 0.2 s, and 0.6 s before 0.5 s"
 
 
 def test_a_query_without_an_answer_is_none_for_dyno_alone(queue: QueryQueue) -> None:

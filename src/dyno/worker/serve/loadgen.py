@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,8 @@ from dyno.worker.extras import install
 from dyno.worker.serve.batching import BatchingRules, Clock
 from dyno.worker.spec import Unavailable
 
-SUMMARY = "mlperf_log_summary.txt"
+SUMMARY, TRACE = "mlperf_log_summary.txt", "mlperf_log_trace.json"
+SAMPLE = re.compile(r'"sample_seq":(\d+),.*"complete_ns":(\d+)')  # in a line of TRACE, which isn't valid JSON
 NO_BOUND_NS = 10**15  # eleven days
 NOTHING = (np.nan, np.nan, 0)  # of a query: when its batch began and ended, and of how many it was
 SAMPLES = 1024  # of the data set that LoadGen draws from; which one it draws makes no difference here
@@ -26,7 +27,7 @@ SAMPLES = 1024  # of the data set that LoadGen draws from; which one it draws ma
 class QueryQueue:
     """Give each free instance the next batch of the queries that LoadGen has issued, and answer LoadGen.
 
-    It has the interface of `Batcher`, but `times`, at which queries came, are known only afterwards. No query is
+    It has the interface of `Batcher`, but `times`, at which queries were due, are known only afterwards. No query is
     refused, as LoadGen waits for every answer; those without one are in `refused`, and LoadGen takes them as answered.
     """
 
@@ -43,8 +44,15 @@ class QueryQueue:
 
     @property
     def times(self) -> np.ndarray:
-        """Seconds by the clock at which each query came."""
+        """Seconds by the clock at which each query was due; until `set_latencies`, at which it came."""
         return np.array(self._times)
+
+    def set_latencies(self, latencies: Mapping[int, float]) -> None:
+        """Set when queries were due, from LoadGen's seconds between that and the answer, by the query's number."""
+        for number, seconds in latencies.items():
+            ended = self._records.get(number, NOTHING)[1]
+            if not np.isnan(ended):
+                self._times[number] = ended - seconds
 
     @property
     def began(self) -> np.ndarray:
@@ -166,9 +174,15 @@ class ServerScenario:
             thread.join()
             library.DestroyQSL(samples)
             library.DestroySUT(sut)
+        queries.set_latencies(self._read_latencies())
+
+    def _read_latencies(self) -> dict[int, float]:
+        """Return seconds from when each query was scheduled until its answer, by the query's number."""
+        found = SAMPLE.findall((self.folder / TRACE).read_text(encoding="utf-8"))
+        return {int(number): int(nanoseconds) / 1e9 for number, nanoseconds in found}
 
     def read_latency(self) -> float:
-        """Return the percentile of the latencies in seconds by LoadGen's summary, from when a query was scheduled."""
+        """Return the percentile of the latencies in seconds by LoadGen's summary."""
         text = (self.folder / SUMMARY).read_text(encoding="utf-8")
         found = re.search(rf"^{100 * self.quantile:.2f} percentile latency \(ns\) *: (\d+)$", text, re.MULTILINE)
         return int(found[1]) / 1e9 if found else 0.0
