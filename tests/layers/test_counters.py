@@ -19,6 +19,7 @@ import ncu_files
 from dyno.jobs import launcher
 from dyno.jobs.progress import Progress
 from dyno.layers import counters
+from dyno.layers.align import FormSet
 from dyno.layers.counters import Kernel, NcuReport
 from dyno.study import defaults
 from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph
@@ -61,7 +62,7 @@ def test_the_calls_of_a_module_that_runs_twice_are_told_apart() -> None:
 
 def test_the_table_of_two_forms() -> None:
     forms, reports = (MODULE, ENGINE), {0: PYTORCH, 1: TENSORRT}
-    table = counters.make_counters_table(forms, {}, {}, reports, "time", 5)
+    table = counters.make_counters_table(FormSet(forms), reports, "time", 5)
     for k, report in reports.items():
         rows = [row for row in table.rows if row["form"] == forms[k].library]
         times = [row["time_us"] for row in rows[:-1]]
@@ -73,14 +74,14 @@ def test_the_table_of_two_forms() -> None:
     first = table.rows[0]
     assert (first["modules"], first["finding"]) == ("maxpool", "compute-bound: SMs at 82 % of their peak")
     assert next(table.parts()).rows[0] == first
-    in_order = counters.make_counters_table(forms[:1], {}, {}, {0: PYTORCH}, "graph", 0).rows
+    in_order = counters.make_counters_table(FormSet(forms[:1]), {0: PYTORCH}, "graph", 0).rows
     assert [row["kernel"] for row in in_order] == [kernel.name for kernel in PYTORCH.kernels]
     last = in_order[-1]
     assert last["modules"] == "fc" and last["finding"] == "too small a grid: 64 blocks for 132 SMs"
 
 
 def test_sentences_on_all_kernels_of_a_form() -> None:
-    notes = counters.make_counters_table((MODULE, ENGINE), {}, {}, {0: PYTORCH, 1: TENSORRT}, "time", 5).notes
+    notes = counters.make_counters_table(FormSet((MODULE, ENGINE)), {0: PYTORCH, 1: TENSORRT}, "time", 5).notes
     assert "TensorRT: the tensor cores are idle (up to 2 %) in all 24 kernels." in notes
     (tensor,) = (note for note in notes if note.startswith("PyTorch: the tensor cores"))
     assert tensor.endswith("and are idle (up to 2 %) in the 2 longest kernels.")

@@ -8,6 +8,7 @@ import pytest
 
 from browser import ask
 from dyno.layers import graph_files, graph_page
+from dyno.layers.align import FormSet
 from dyno.layers.graph_files import Mark, build_timelines, iter_marks
 from dyno.layers.times import Times
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, LayerGraph
@@ -34,7 +35,7 @@ SECONDS = {
 
 def found(*shown: int):
     times = {k: Times(np.ones(1), np.ones(6), SECONDS[k]) for k in (0, 1)}
-    return build_timelines(FORMS, {1: 2}, {0: 0, 1: 0}, times, shown)
+    return build_timelines(FormSet(FORMS, {1: 2}, {0: 0, 1: 0}), times, shown)
 
 
 def test_layers_are_under_the_modules_around_all_of_them() -> None:
@@ -83,14 +84,14 @@ def test_the_tree_map_s_areas_are_shares_of_the_time() -> None:
         ("Gemm", "41.7"), ("Convolution", "33.3"), ("Add", "16.7"), ("Reorder", "8.3"),
     ]  # fmt: skip
     assert "time by operator" in graph_page.draw_tree_maps(
-        build_timelines([ENGINE], {}, {}, {0: Times(np.ones(1), np.ones(3), SECONDS[1])}, [0])
+        build_timelines(FormSet([ENGINE]), {0: Times(np.ones(1), np.ones(3), SECONDS[1])}, [0])
     )
 
 
 def test_names_are_escaped() -> None:
     hostile = form(MODULES, layer("<i>", "<b>"), library="<P>")
     times = {0: Times(np.ones(1), np.ones(3), np.ones((3, 1)))}
-    assert not re.search("<P>|<i>[^<]|<b>", graph_page.draw_tree_maps(build_timelines([hostile], {}, {}, times, [0])))
+    assert not re.search("<P>|<i>[^<]|<b>", graph_page.draw_tree_maps(build_timelines(FormSet([hostile]), times, [0])))
 
 
 def test_a_node_says_which_layer_runs_it() -> None:
@@ -102,7 +103,7 @@ def test_a_node_says_which_layer_runs_it() -> None:
     ]
     assert notes[3].facts["E: layer"] == "last" and "E: stands for" not in notes[3].facts
     without = [form(LAYERS, ENGINE.layers[0], library="E"), GRAPH]
-    lines = build_timelines(without, {0: 1}, {}, {}, [0])
+    lines = build_timelines(FormSet(without, {0: 1}), {}, [0])
     assert graph_files.list_node_notes(without, 1, {0: lines[0]})[3].lines == [f"E: {graph_files.UNKNOWN}"]
 
 
@@ -131,7 +132,7 @@ TAKEN = np.array([[1e-6, 0.0, 6e-6, 3e-6]] * 3)
 
 def graph_of(form: LayerGraph, parts: dict[int, int] | None = None, *, timed: bool = True):
     times = {0: Times(np.ones(1), np.ones(3), TAKEN)} if timed else {}
-    (timeline,) = build_timelines([form], {}, {0: 0} if form.form == MODULES else {}, times, [0])
+    (timeline,) = build_timelines(FormSet([form], {}, {0: 0} if form.form == MODULES else {}), times, [0])
     return graph_page.draw_graph(form, timeline, parts or {})
 
 

@@ -72,7 +72,7 @@ def split_regions(pair: FormPair) -> list[CausePart]:
 
 def link_forms(pair: FormPair) -> list[Link]:
     """Align the forms by the graphs behind them; without a direct one, align two modules by their calls' names."""
-    links = align.find_pivots(pair.forms, pair.graph_of)
+    links = align.find_pivots(pair.form_set)
     reached = {each.upper for each in links} | {each.lower for each in links}
     if {pair.a.form, pair.b.form} <= reached:
         return links
@@ -301,7 +301,7 @@ class _RegionSplitter:
 
 def _make_form(pair: FormPair, side: PairSide) -> _TimedForm:
     form = pair.forms[side.form]
-    names = name_modules(pair.forms, side.form, side.graph, side.module)
+    names = name_modules(pair.form_set, side.form)
     return _TimedForm(side, form.layers, names, compute_medians(side), modules=form.form == MODULES)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from dyno.formatting import counting, significant
 from dyno.jobs.progress import Progress
 from dyno.layers import times
+from dyno.layers.align import FormSet
 from dyno.layers.tables import names_cell
 from dyno.report.tables import TableKind
 from dyno.runner.device_lock import launch_in_turn
@@ -169,24 +170,15 @@ NOTE = (
 )
 
 
-def make_counters_table(
-    forms: Sequence[LayerGraph],
-    graph_of: Mapping[int, int],
-    module_of: Mapping[int, int],
-    reports: Mapping[int, NcuReport],
-    order: str,
-    top: int,
-) -> Table:
+def make_counters_table(found: FormSet, reports: Mapping[int, NcuReport], order: str, top: int) -> Table:
     """Build rows for the `top` kernels (0: all) of each form by time, or as they ran (`graph`), and one for the rest.
 
-    `reports` has those of the form with that index; `graph_of` and `module_of` are as in `times.profile_table`.
+    `reports` has those of the form with that index.
     """
-    rows: list[Row] = []
-    notes = [NOTE]
+    forms, rows, notes = found.forms, list[Row](), [NOTE]
     for k, report in reports.items():
-        names = times.name_modules(forms, k, graph_of.get(k), module_of.get(k))
         owners = find_owners(forms[k], report.kernels)
-        rows += _build_rows(forms[k], names, report.kernels, owners, order, top)
+        rows += _build_rows(forms[k], times.name_modules(found, k), report.kernels, owners, order, top)
         notes += (f"{forms[k].library}: {one}." for one in describe_counters(report, owners))
     return COUNTERS.of(COLUMNS, rows, notes=tuple(notes), group=("form",))
 

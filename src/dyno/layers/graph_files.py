@@ -13,7 +13,7 @@ import numpy as np
 
 from dyno.formatting import counting
 from dyno.layers import align
-from dyno.layers.align import Flow
+from dyno.layers.align import Flow, FormSet
 from dyno.layers.tables import MODEL, format_shape, names_cell
 from dyno.layers.times import Times, find_origins, invert_link
 from dyno.report import export
@@ -73,27 +73,17 @@ class Timeline:
         return {name: f"{1e6 * median:.3f}", "share, %": f"{100 * median / total:.2f}"}
 
 
-def build_timelines(
-    forms: Sequence[LayerGraph],
-    graph_of: Mapping[int, int],
-    module_of: Mapping[int, int],
-    times: Mapping[int, Times],
-    shown: Sequence[int],
-) -> list[Timeline]:
-    """Build the timelines of the forms `shown` (indices).
-
-    `times` has the times of the forms that were timed; the other arguments are as in `times.profile_table`.
-    """
-    found = []
+def build_timelines(found: FormSet, times: Mapping[int, Times], shown: Sequence[int]) -> list[Timeline]:
+    """Build the timelines of the forms `shown` (indices); `times` has the times of those that were timed."""
+    timelines = []
     for k in shown:
-        origin = find_origins(forms, k, graph_of.get(k), module_of.get(k))
-        timed = times.get(k)
-        seconds = timed.layers if timed else np.zeros((0, len(forms[k].layers)))
-        ran = [i for i, layer in enumerate(forms[k].layers) if not layer.skipped or seconds[:, i].any()]
-        steps = tuple(_make_step(forms[k], i, origin[i][0]) for i in ran)
+        form, origin, timed = found.forms[k], find_origins(found, k), times.get(k)
+        seconds = timed.layers if timed else np.zeros((0, len(form.layers)))
+        ran = [i for i, layer in enumerate(form.layers) if not layer.skipped or seconds[:, i].any()]
+        steps = tuple(_make_step(form, i, origin[i][0]) for i in ran)
         each = len(timed.profiled) // len(timed.layers) if timed else 1
-        found.append(Timeline(forms[k].library, steps, seconds[:, ran], each, forms[k].form == MODULES))
-    return found
+        timelines.append(Timeline(form.library, steps, seconds[:, ran], each, form.form == MODULES))
+    return timelines
 
 
 def _make_step(form: LayerGraph, index: int, modules: list[str]) -> TimelineStep:

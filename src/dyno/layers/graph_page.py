@@ -277,8 +277,7 @@ def explained_graphs(waterfall: Waterfall) -> str:
 
 
 def _build_graph(waterfall: Waterfall, side: PairSide, times: Estimates, parts: dict[int, int]) -> dict[str, object]:
-    modules = {side.form: side.module} if side.module is not None else {}
-    (bare,) = build_timelines(waterfall.pair.forms, waterfall.pair.graph_of, modules, {}, [side.form])
+    (bare,) = build_timelines(waterfall.pair.form_set, {}, [side.form])
     seconds = times.layers[:1, [step.index for step in bare.steps]]
     form = waterfall.pair.forms[side.form]
     return draw_graph(form, replace(bare, seconds=seconds, own=True), parts)

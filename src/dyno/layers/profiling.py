@@ -51,13 +51,13 @@ class ProfileResult(FormsResult):
         """The layers of each form with their times, and how much of the latency they explain; on a GPU the critical
         path, if its functions were seen; the ceilings, if they were measured."""
         paths = {self.forms[k].library: each.path for k, each in self.times.items() if each.functions}
-        behind, listed = (self.graph_of, self.module_of), (self.order, self.top)
+        listed = (self.order, self.top)
         return [
-            times.profile_table(self.forms, *behind, self.times, *listed, self.ceilings),
-            times.reconcile(self.forms, self.times, self.graph_of, self.ceilings),
+            times.profile_table(self, self.times, *listed, self.ceilings),
+            times.reconcile(self, self.times, self.ceilings),
             *([times.make_path_table(paths, self.top)] if paths else []),
             *([self.ceilings.table()] if self.ceilings else []),
-            *([hardware.make_counters_table(self.forms, *behind, self.counters, *listed)] if self.counters else []),
+            *([hardware.make_counters_table(self, self.counters, *listed)] if self.counters else []),
         ]
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dyno.layers import align
+from dyno.layers.align import FormSet
 from dyno.layers.tables import BYTES
 from dyno.report.tables import TableKind
 from dyno.table import PERCENT, TEXT, Column, Row, Table
@@ -135,13 +136,13 @@ class LayerWork:
         return max(moving, computing), ARITHMETIC if computing >= moving else MEMORY
 
 
-def count_work(forms: Sequence[LayerGraph], k: int, graph: int | None, precision: str) -> list[LayerWork]:
+def count_work(found: FormSet, k: int, precision: str) -> list[LayerWork]:
     """Count the work of each layer of form `k`; an engine's operations are those of the nodes of its graph."""
-    form = forms[k]
+    form, graph = found.forms[k], found.graph_of.get(k)
     if form.form == MODULES or graph is None:
         counts = [layer.flops for layer in form.layers]
     else:
-        counts = _from_nodes(forms, k, graph)
+        counts = _from_nodes(found.forms, k, graph)
     written = {port.name: port for layer in form.layers for port in layer.outputs}
     return [
         LayerWork(count, moved_bytes(layer, written), _find_type(layer, form.form == MODULES, precision))
@@ -310,12 +311,10 @@ def _sum_known(values: Iterable[int | None]) -> int | None:
     return None if None in each else sum(value for value in each if value is not None)
 
 
-def rate_layers(
-    forms: Sequence[LayerGraph], k: int, graph: int | None, precision: str, ceilings: Ceilings
-) -> RooflineRating:
-    """Rate form `k` under the ceilings; `graph` is the one that an engine was made from."""
-    flops = _sum_known(layer.flops for layer in forms[k if graph is None else graph].layers)
-    return RooflineRating(count_work(forms, k, graph, precision), ceilings, flops)
+def rate_layers(found: FormSet, k: int, precision: str, ceilings: Ceilings) -> RooflineRating:
+    """Rate form `k` under the ceilings."""
+    flops = _sum_known(layer.flops for layer in found.forms[found.graph_of.get(k, k)].layers)
+    return RooflineRating(count_work(found, k, precision), ceilings, flops)
 
 
 def list_roofline_notes(rows: Iterable[Row]) -> list[str]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from dyno.formatting import counting, significant
 from dyno.layers import align
-from dyno.layers.align import CONSTANT, FLOW, NAMED, Region
+from dyno.layers.align import CONSTANT, FLOW, NAMED, FormSet, Region
 from dyno.report.tables import TableKind
 from dyno.table import COUNT, TEXT, Column, Row, Table
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
@@ -34,22 +34,16 @@ def is_norm(layer: Layer) -> bool:
     return any(name in layer.type for name in NORMS)
 
 
-def describe_totals(
-    forms: Sequence[LayerGraph],
-    shown: Sequence[int],
-    regions: Sequence[Region],
-    graph_of: Mapping[int, int] | None = None,
-) -> list[str]:
-    """Explain why the number of parameters of each form shown differs from that of the one before it.
-
-    `graph_of` has the ONNX graph of each engine, in which batch norms are folded and weights are not padded.
-    """
+def describe_totals(found: FormSet, shown: Sequence[int], regions: Sequence[Region]) -> list[str]:
+    """Explain why the number of parameters of each form shown differs from that of the one before it."""
+    forms = found.forms
     counted = [k for k in shown if forms[k].parameters]
     lines = []
     for first, k in pairwise(counted):
         apart = forms[first].parameters - forms[k].parameters
         if apart:
-            reasons = list(_find_reasons(forms, first, k, regions, (graph_of or {}).get(k, k)))
+            # In an engine's graph batch norms are folded, and weights are not padded.
+            reasons = list(_find_reasons(forms, first, k, regions, found.graph_of.get(k, k)))
             lines.append(
                 f"{forms[k].library} has {abs(apart):,} {'fewer' if apart > 0 else 'more'} parameters than "
                 f"{forms[first].library}: {'; '.join(reasons)}."
@@ -226,12 +220,9 @@ def format_shape(port: Port) -> str:
     return "x".join(str(n) if n >= 0 else "?" for n in port.shape)
 
 
-def align_forms(forms: Sequence[LayerGraph], shown: Sequence[int], graph_of: Mapping[int, int]) -> Table:
-    """Build a table of the forms `shown` (indices) side by side, a row for each region; the others help to align them.
-
-    `graph_of` has the index of the graph that an engine was made from.
-    """
-    links = align.find_pivots(forms, graph_of)
+def align_forms(found: FormSet, shown: Sequence[int]) -> Table:
+    """Build a table of the forms `shown` (indices), a row for each region; the others help to align them."""
+    forms, links = found.forms, align.find_pivots(found)
     regions = [
         r for r in align.find_regions(forms, links)
         if any(not layer.skipped or layer.parameters for k in shown for layer in _list_layers(forms, r, k))
@@ -251,7 +242,7 @@ def align_forms(forms: Sequence[LayerGraph], shown: Sequence[int], graph_of: Map
         Column("remark", "what happened on the way", kind=TEXT, rank=1),
     ]  # fmt: skip
     notes = [summarise_layers(forms[k]) for k in shown]
-    notes += describe_totals(forms, shown, regions, graph_of)
+    notes += describe_totals(found, shown, regions)
     notes += [line for each in links if (line := describe_coverage(forms, each))]
     notes += [note for k in shown for note in forms[k].notes]
     return ALIGNED.of(columns, rows, notes=tuple(dict.fromkeys(notes)))
