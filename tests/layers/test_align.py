@@ -265,9 +265,9 @@ def test_a_conversion_names_its_edge() -> None:
 
 
 def test_unknown_shapes_have_no_bytes() -> None:
-    assert tables.activation_bytes(layer("a", "A", "", "x")) == 4 * 4 * 64
-    assert tables.activation_bytes(Layer(outputs=(Port("x", (-1, 4), "float32"),))) is None
-    assert tables.activation_bytes(Layer(outputs=(Port("x", (2, 4), ""),))) is None
+    assert tables.count_activation_bytes(layer("a", "A", "", "x")) == 4 * 4 * 64
+    assert tables.count_activation_bytes(Layer(outputs=(Port("x", (-1, 4), "float32"),))) is None
+    assert tables.count_activation_bytes(Layer(outputs=(Port("x", (2, 4), ""),))) is None
 
 
 def test_what_shapes_decide_early_does_not_draw_later_rows_behind_its_layer() -> None:

@@ -266,7 +266,7 @@ ENDS = {
 @pytest.mark.parametrize(("error", "reason"), ENDS.items())
 def test_only_what_ncu_could_not_count_is_missing(error: str, reason: str) -> None:
     report = counters.NcuReport((counters.Kernel("k"),), (error,))
-    assert counters.counting_outcome(Record("ok"), report, 9.0).cut_short == reason
+    assert counters.judge_counts(Record("ok"), report, 9.0).cut_short == reason
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_only_what_ncu_could_not_count_is_missing(error: str, reason: str) -> No
 )  # fmt: skip
 def test_without_kernels_the_reason_is_ncu_s_or_the_job_s(status: str, error: str, said: str) -> None:
     with pytest.raises(UserError, match="no hardware counters: ") as raised:
-        counters.counting_outcome(
+        counters.judge_counts(
             Record(status, reason="killed by SIGKILL"), counters.NcuReport((), (error,) * bool(error)), 9.0
         )
     assert said in str(raised.value)

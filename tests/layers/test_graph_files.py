@@ -108,14 +108,14 @@ def test_a_node_says_which_layer_runs_it() -> None:
 
 
 def test_a_graph_has_the_tensors_between_layers_as_edges() -> None:
-    (graph,) = graph_files.explorer_graphs([ENGINE], found(1), "net")["graphs"]
+    (graph,) = graph_files.build_explorer_graphs([ENGINE], found(1), "net")["graphs"]
     edges = {node["id"]: [edge["sourceNodeId"] for edge in node["incomingEdges"]] for node in graph["nodes"]}
     assert edges == {"0": [], "1": [], "2": ["1"], "4": ["2"]}
     assert [node["namespace"] for node in graph["nodes"]] == ["(conversions)", "a", "a", "b"]
-    (module,) = graph_files.explorer_graphs([MODULE], found(0), "net")["graphs"]
+    (module,) = graph_files.build_explorer_graphs([MODULE], found(0), "net")["graphs"]
     (inner,) = [node for node in module["nodes"] if node["id"] == "0"]
     assert (inner["namespace"], inner["label"]) == ("a", "Conv2d")
-    assert graph_files.node_data(found(1))["E"]["results"]["4"] == {"value": 5.0}
+    assert graph_files.build_node_data(found(1))["E"]["results"]["4"] == {"value": 5.0}
 
 
 # `block` adds what its convolution returns to what it was given, by its own code.
@@ -154,19 +154,19 @@ def test_what_a_block_adds_itself_flows_into_it() -> None:
 
 def test_what_is_too_large_or_empty_is_left_out() -> None:
     drawn = graph_of(FOLDED)
-    assert graph_page.graph_figure([]) == graph_page.graph_figure([drawn | {"nodes": []}]) == ""
-    assert graph_page.graph_figure([drawn | {"nodes": drawn["nodes"] * graph_page.MOST}]) == ""
-    content = graph_page.graph_figure([drawn]).split("application/json", 1)[1]
+    assert graph_page.draw_graphs([]) == graph_page.draw_graphs([drawn | {"nodes": []}]) == ""
+    assert graph_page.draw_graphs([drawn | {"nodes": drawn["nodes"] * graph_page.MOST}]) == ""
+    content = graph_page.draw_graphs([drawn]).split("application/json", 1)[1]
     assert "</script>" not in content.removesuffix("</script>\n</details>")
 
 
 @pytest.mark.slow
 def test_a_browser_draws_finds_and_pairs_layers(tmp_path: Path) -> None:
     graphs = graph_of(FOLDED, {0: 1, 2: 2, 3: 3}), graph_of(NET, {0: 1, 1: 2, 3: 3}, timed=False)
-    figure = graph_page.graph_figure(graphs)
+    figure = graph_page.draw_graphs(graphs)
     written = tmp_path / "page.html"
     opened = figure.replace('class="layer-graph"', 'class="layer-graph" open')
-    written.write_text(graph_page.whole_page("Layers", f"{opened}\n{graph_page.graph_scripts()}"), encoding="utf-8")
+    written.write_text(graph_page.make_page("Layers", f"{opened}\n{graph_page.graph_scripts()}"), encoding="utf-8")
     script = """
       const [engine, net] = [...document.querySelectorAll(".drawing")].map(each => each._cyreg.cy);
       const chosen = graph => graph.nodes(".chosen").map(node => node.data("label"));

@@ -12,9 +12,9 @@ from dyno.layers.roofline import (
     LayerWork,
     Rates,
     RooflineRating,
-    data_sheet,
     list_roofline_notes,
     list_types,
+    parse_data_sheet,
     rate_layers,
 )
 from dyno.layers.times import Times
@@ -153,7 +153,7 @@ def test_above_the_roof_says_how_that_can_be() -> None:
 
 
 def test_the_data_sheet_stands_beside_what_was_measured() -> None:
-    sheet = data_sheet(["fp32=2", "memory=400"])
+    sheet = parse_data_sheet(["fp32=2", "memory=400"])
     assert sheet == Rates({"fp32": 2e12}, 4e11)
     beside = replace(CEILINGS, sheet=sheet, clocks={"fp32": 1500.0, "memory": 1400.0})
     rows = {row["ceiling"]: row for row in beside.table().rows}
@@ -176,4 +176,4 @@ def test_the_data_sheet_stands_beside_what_was_measured() -> None:
 )
 def test_nonsense_of_a_data_sheet_is_refused(texts: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        data_sheet(texts)
+        parse_data_sheet(texts)

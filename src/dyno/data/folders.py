@@ -15,10 +15,10 @@ from dyno.data.photos import (
     EXTENSIONS,
     Listing,
     are_known_synsets,
-    calibration_photos,
     describe_synset,
     find_images,
     is_system,
+    list_calibration_photos,
     list_synsets,
     name_below,
     printable,
@@ -104,9 +104,9 @@ def scan_folder(folder: Path, calibration: int, seed: int, train: bool = False, 
     return _list_labelled(folder, classes, standard, test + [photo for photo in marked if train or photo.calibrates])
 
 
-def calibration_listing(folder: Path) -> Listing:
+def list_calibration_folder(folder: Path) -> Listing:
     """List the images of a calibration folder if there are no others to test on."""
-    photos = [replace(photo, split="test", calibrates=True) for photo in calibration_photos(folder)]
+    photos = [replace(photo, split="test", calibrates=True) for photo in list_calibration_photos(folder)]
     warning = "outputs are compared on the calibration images themselves; give --data for others"
     return Listing(printable(absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]})
 

@@ -78,12 +78,12 @@ def link_forms(pair: FormPair) -> list[Link]:
         return links
     a, b = pair.a.form, pair.b.form
     if pair.forms[a].form == pair.forms[b].form == MODULES:
-        return [*links, _by_calls(pair)]
+        return [*links, _link_calls(pair)]
     upper, lower = (a, b) if pair.forms[b].form != MODULES else (b, a)
     return [*links, align.link_layers(pair.forms, upper, lower)]
 
 
-def _by_calls(pair: FormPair) -> Link:
+def _link_calls(pair: FormPair) -> Link:
     """Align two modules: each call with the call of the same part."""
     places = [{call: k for k, call in enumerate(pair.forms[side.form].calls())} for side in pair.sides]
     found = {k: {places[1][call]} for call, k in places[0].items() if call in places[1]}

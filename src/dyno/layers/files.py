@@ -150,11 +150,11 @@ KINDS: dict[str, OutputFileKind] = {
     ".trace.json": OutputFileKind(
         "Perfetto", lambda _, lines: json.dumps(graph_files.chrome_trace(lines, EXPORTER)), timed=True),
     ".speedscope.json": OutputFileKind("speedscope", lambda found, lines: json.dumps(
-        graph_files.speedscope_profile(lines, found.name, EXPORTER)), timed=True),
+        graph_files.build_speedscope_profile(lines, found.name, EXPORTER)), timed=True),
     ".explorer.json": OutputFileKind("Model Explorer", lambda found, lines: json.dumps(
-        graph_files.explorer_graphs([found.forms[k] for k in found.shown], lines, found.name), indent=1)),
+        graph_files.build_explorer_graphs([found.forms[k] for k in found.shown], lines, found.name), indent=1)),
     ".node-data.json": OutputFileKind(
-        "Model Explorer", lambda _, lines: json.dumps(graph_files.node_data(lines)), timed=True),
+        "Model Explorer", lambda _, lines: json.dumps(graph_files.build_node_data(lines)), timed=True),
     GRAPH: OutputFileKind("Netron", None),
     ".svg": OutputFileKind("a browser", None, timed=True, rated=True),
     ".png": OutputFileKind("a viewer of images", None, timed=True, rated=True),

@@ -14,7 +14,7 @@ import numpy as np
 from dyno.formatting import counting
 from dyno.layers import align
 from dyno.layers.align import Flow, FormSet
-from dyno.layers.tables import MODEL, format_shape, names_cell
+from dyno.layers.tables import MODEL, format_names, format_shape
 from dyno.layers.times import Times, find_origins, invert_link
 from dyno.report import export
 from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph, Port
@@ -96,7 +96,7 @@ def _make_step(form: LayerGraph, index: int, modules: list[str]) -> TimelineStep
         return TimelineStep(index, layer, (MODEL, group, layer.name or layer.type))
     label = layer.type
     if len(modules) > 1:
-        label = names_cell("modules")({"modules_names": modules})
+        label = format_names(modules)
     if form.form == LAYERS and len(modules) > 1:
         label = f"{label}: {layer.type}"
     return TimelineStep(index, layer, (MODEL, *around, label), tuple(modules))
@@ -154,7 +154,7 @@ def iter_marks(steps: Sequence[TimelineStep], nanoseconds: Sequence[int], begin:
 GRADIENT = ({"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#e69f00"})  # by the median, from least to most
 
 
-def explorer_graphs(forms: Sequence[LayerGraph], timelines: Sequence[Timeline], name: str) -> dict[str, Any]:
+def build_explorer_graphs(forms: Sequence[LayerGraph], timelines: Sequence[Timeline], name: str) -> dict[str, Any]:
     """Build a collection with a graph for each form; the timeline at the same index belongs to it.
 
     A node is a layer, its namespace the modules around it; an edge is a tensor that one writes and another reads.
@@ -195,7 +195,7 @@ def _list_pairs(about: dict[str, str]) -> list[dict[str, str]]:
     return [{"key": key, "value": value} for key, value in about.items() if value]
 
 
-def node_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
+def build_node_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return each form's layer medians in microseconds, with a colour gradient from none to the most."""
     return {
         timeline.title: {
@@ -299,7 +299,7 @@ def _iter_events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
         begin += sum(lasts)
 
 
-def speedscope_profile(timelines: Sequence[Timeline], name: str, exporter: str) -> dict[str, Any]:
+def build_speedscope_profile(timelines: Sequence[Timeline], name: str, exporter: str) -> dict[str, Any]:
     """Build a speedscope file: a profile for each form, in which every layer is a sample below the modules around it.
 
     A sample's weight is the layer's median in microseconds.

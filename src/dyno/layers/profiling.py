@@ -15,7 +15,7 @@ from dyno.layers import counters as hardware
 from dyno.layers import files, forms, graph_page, times
 from dyno.layers.counters import NcuReport
 from dyno.layers.files import FormsResult
-from dyno.layers.roofline import MEMORY, Ceilings, Rates, data_sheet, list_types
+from dyno.layers.roofline import MEMORY, Ceilings, Rates, list_types, parse_data_sheet
 from dyno.layers.times import ORDERS, Times
 from dyno.results import timeline
 from dyno.results.files import read_npz
@@ -94,7 +94,7 @@ def profile(
     """
     (batch,), (runs,), (top,) = at_least(1, batch=batch), at_least(5, runs=runs), at_least(0, top=top)
     check_known("order", order, ORDERS)
-    rates = data_sheet(sheet)
+    rates = parse_data_sheet(sheet)
     if sheet and not roofline:
         raise UserError("--data-sheet needs measured ceilings beside it; add --roofline")
     study = one_model(model, settings)

@@ -87,7 +87,7 @@ class Ceilings:
         return cells
 
 
-def data_sheet(texts: Sequence[str]) -> Rates:
+def parse_data_sheet(texts: Sequence[str]) -> Rates:
     """Parse texts such as `fp16=989` (TFLOPS) and `memory=4800` (GB/s) into rates; UserError for any other."""
     found: dict[str, float] = {}
     for text in texts:
@@ -142,10 +142,10 @@ def count_work(found: FormSet, k: int, precision: str) -> list[LayerWork]:
     if form.form == MODULES or graph is None:
         counts = [layer.flops for layer in form.layers]
     else:
-        counts = _from_nodes(found.forms, k, graph)
+        counts = _count_node_flops(found.forms, k, graph)
     written = {port.name: port for layer in form.layers for port in layer.outputs}
     return [
-        LayerWork(count, moved_bytes(layer, written), _find_type(layer, form.form == MODULES, precision))
+        LayerWork(count, count_moved_bytes(layer, written), _find_type(layer, form.form == MODULES, precision))
         for layer, count in zip(form.layers, counts, strict=True)
     ]
 
@@ -155,7 +155,7 @@ def list_types(form: LayerGraph, precision: str) -> set[str]:
     return {_find_type(layer, form.form == MODULES, precision) for layer in form.layers} - {""}
 
 
-def _from_nodes(forms: Sequence[LayerGraph], k: int, graph: int) -> list[int | None]:
+def _count_node_flops(forms: Sequence[LayerGraph], k: int, graph: int) -> list[int | None]:
     """Count the operations of each layer: a node's count once, at the first of its layers with a known computing type.
 
     Where no layer of a node has one, the operations of those layers aren't known, nor those of the computing layers
@@ -175,7 +175,7 @@ def _from_nodes(forms: Sequence[LayerGraph], k: int, graph: int) -> list[int | N
     return [count or None if i in doubtful else count for i, count in enumerate(counts)]
 
 
-def moved_bytes(layer: Layer, written: Mapping[str, Port]) -> int | None:
+def count_moved_bytes(layer: Layer, written: Mapping[str, Port]) -> int | None:
     """Return the bytes of the layer's inputs, weights and outputs, each once; None where a shape is unknown.
 
     `written` are the outputs of all layers by name, which may know more of an input than its reader does.

@@ -22,7 +22,7 @@ BLOCKED = "nchwc"  # ONNX Runtime's name of the layout
 NORMS = ("BatchNorm", "BatchNormalization")
 
 
-def activation_bytes(layer: Layer) -> int | None:
+def count_activation_bytes(layer: Layer) -> int | None:
     """Return the bytes of the layer's outputs; None where a shape or type is unknown, or known only at run time."""
     if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in layer.outputs):
         return None
@@ -187,7 +187,7 @@ def list_layers(form: LayerGraph) -> Table:
         rows.append({
             "name": layer.name or MODEL, "type": layer.type, "output": format_shape(output), "dtype": output.dtype,
             "format": output.format, "parameters": layer.added or None, "flops": layer.flops or None,
-            "bytes": activation_bytes(layer), "computes_in": layer.computes_in, "kernel": layer.tactic,
+            "bytes": count_activation_bytes(layer), "computes_in": layer.computes_in, "kernel": layer.tactic,
             "nodes": " ".join(layer.nodes) if form.form == LAYERS else "",
             "modules": " ".join(layer.modules) if form.form == NODES else "", "remark": _choose_remark(layer),
         })  # fmt: skip
@@ -230,7 +230,7 @@ def align_forms(found: FormSet, shown: Sequence[int]) -> Table:
     rows = [_make_row(forms, shown, region) for region in regions]
     names = [_choose_letter(k) for k in range(len(shown))]
     columns = [
-        Column(name, f"layers of {forms[k].library}", kind=TEXT, title=forms[k].library, cell=names_cell(name))
+        Column(name, f"layers of {forms[k].library}", kind=TEXT, title=forms[k].library, cell=make_names_cell(name))
         for name, k in zip(names, shown, strict=True)
     ]  # fmt: skip
     columns += [
@@ -252,18 +252,22 @@ def _choose_letter(position: int) -> str:
     return chr(ord("a") + position)
 
 
-def names_cell(name: str) -> Callable[[Row], str]:
-    """Return a function that lists a region's first few names, later ones without the parent shared with the first."""
+def format_names(names: Sequence[str]) -> str:
+    """Return a region's first few names, later ones without the parent shared with the first."""
+    first, *others = names or [""]
+    parent = "" if "/" in first else first.rpartition(".")[0]
+    shown = [each.removeprefix(parent) if parent and each.startswith(f"{parent}.") else each
+             for each in others[: NAMES - 1]]  # fmt: skip
+    more = f" … and {len(others) + 1 - NAMES} more" if len(others) >= NAMES else ""
+    return ", ".join([first, *shown]) + more
 
-    def format_names(row: Row) -> str:
-        first, *others = row[f"{name}_names"] or [""]
-        parent = "" if "/" in first else first.rpartition(".")[0]
-        shown = [each.removeprefix(parent) if parent and each.startswith(f"{parent}.") else each
-                 for each in others[: NAMES - 1]]  # fmt: skip
-        more = f" … and {len(others) + 1 - NAMES} more" if len(others) >= NAMES else ""
-        return ", ".join([first, *shown]) + more
 
-    return format_names
+def make_names_cell(name: str) -> Callable[[Row], str]:
+    """Return a function that formats a row's names in that column."""
+    return lambda row: format_names(row[f"{name}_names"])
+
+
+MODULE_NAMES = make_names_cell("modules")
 
 
 def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region) -> Row:
@@ -282,8 +286,8 @@ def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region)
     flops = sum(forms[counted].layers[i].flops or 0 for i in region.members[counted]) if counted is not None else 0
     row["output"] = format_shape(last.outputs[0]) if last.outputs else ""
     row["flops"] = flops or None
-    row["bytes"] = activation_bytes(last)
-    row["remark"] = _what_happened(forms, present, shown[-1], region)
+    row["bytes"] = count_activation_bytes(last)
+    row["remark"] = _describe_change(forms, present, shown[-1], region)
     return row
 
 
@@ -297,7 +301,7 @@ def _list_names(forms: Sequence[LayerGraph], region: Region, form: int) -> list[
     return [MODEL] if any(forms[k].layers[i].modules == ("",) for k in graphs for i in region.members[k]) else []
 
 
-def _what_happened(forms: Sequence[LayerGraph], there: Sequence[int], last: int, region: Region) -> str:
+def _describe_change(forms: Sequence[LayerGraph], there: Sequence[int], last: int, region: Region) -> str:
     """Describe fusions, folded batch norms and layers in one form only; `there` are the forms that have the region."""
     before, after = ([forms[k].layers[i] for i in region.shown(k)] for k in (there[0], there[-1]))
     if len(there) == 1:
@@ -359,7 +363,7 @@ def _make_conversion_row(form: LayerGraph, layer: Layer, writers: dict[str, Laye
     return {
         "engine": form.library, "layer": layer.name, "writer": source.name if source else before.name,
         "reader": ", ".join(readers) or "output", "before": _format_type(before),
-        "after": _format_type(written[0]) if written else "", "bytes": activation_bytes(layer),
+        "after": _format_type(written[0]) if written else "", "bytes": count_activation_bytes(layer),
     }  # fmt: skip
 
 

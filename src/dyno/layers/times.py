@@ -12,7 +12,7 @@ from dyno.formatting import counting, show
 from dyno.layers import align, roofline
 from dyno.layers.align import Flow, FormSet
 from dyno.layers.roofline import Ceilings, RooflineRating
-from dyno.layers.tables import MODEL, format_shape, names_cell
+from dyno.layers.tables import MODEL, MODULE_NAMES, format_shape
 from dyno.report.tables import TableKind
 from dyno.results.remarks import Launch
 from dyno.results.stats import Interval, median_interval
@@ -63,7 +63,7 @@ class LaunchTimes:
     def sentence(self, latency: float) -> str:
         """Describe whether the run is launch-bound; without a record of the kernels the two clocks alone decide."""
         if self.busy.size:
-            return self._by_kernels(latency)
+            return self._describe_kernels(latency)
         if not self.latency.size:
             return ""
         enqueue = float(np.median(self.enqueue)) if self.enqueue.size else None
@@ -73,7 +73,7 @@ class LaunchTimes:
             "first kernel to its last"
         )
 
-    def _by_kernels(self, latency: float) -> str:
+    def _describe_kernels(self, latency: float) -> str:
         idle = self.idle(latency)
         waits = f"the GPU ran no kernel in {100 * idle:.0f} % of the latency"
         if idle >= IDLE:
@@ -171,7 +171,7 @@ RECONCILIATION = TableKind("reconciliation", "Layers and latency", "What of the 
                            command="dyno profile")  # fmt: skip
 COLUMNS = (
     Column("form", "whose layer it is", kind=TEXT, identity=True),
-    Column("modules", "PyTorch modules that the layer came from, else nodes", kind=TEXT, cell=names_cell("modules")),
+    Column("modules", "PyTorch modules that the layer came from, else nodes", kind=TEXT, cell=MODULE_NAMES),
     Column("layer", "the engine's own name of the layer", kind=TEXT, rank=4),
     Column("type", "module's class, operator or kind of layer", kind=TEXT, rank=2),
     Column("time_us", "median over the repeats with its 95 % interval", "µs", title="time, µs", interval=True),

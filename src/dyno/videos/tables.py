@@ -45,7 +45,7 @@ def _make_video_table(run: RunData) -> Table | None:
     if len(runs) > 1:
         gains = figures.list_speedups(runs, run.rule)
         rows = [row | compare_cells(gain, gain is None) for row, gain in zip(rows, gains, strict=True)]
-    return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_video_notes(runs)), printed=printed(VIDEO_COLUMNS))
+    return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_write_notes(runs)), printed=printed(VIDEO_COLUMNS))
 
 
 def _make_row(run: VideoRun) -> Row:
@@ -63,7 +63,7 @@ def _make_row(run: VideoRun) -> Row:
     }  # fmt: skip
 
 
-def _video_notes(runs: list[VideoRun]) -> Iterator[str]:
+def _write_notes(runs: list[VideoRun]) -> Iterator[str]:
     yield (
         "fps: end to end, from the first frame's reading to the closed file. inference alone and beside: with nothing "
         "else running, and while the other stages run. bound: the lower of the slowest stage's rate and that of the "
@@ -96,17 +96,17 @@ def _make_stages_table(run: RunData) -> Table | None:
 
 def _make_streams_table(run: RunData) -> Table | None:
     runs = figures.list_runs(run)
-    rows = [_stream_row(f, count) for f in runs for count in sorted({*STREAMS, f.typical.facts.streams})]
+    rows = [_make_stream_row(f, count) for f in runs for count in sorted({*STREAMS, f.typical.facts.streams})]
     videos = {f.trial.label: f for f in runs}
     if not rows:
         return None
     return STREAM_TABLE.of(
         STREAM_COLUMNS, rows, group=("label",), printed=printed(STREAM_COLUMNS),
-        below=lambda part: stream_sentences(videos[part[0]["label"]].typical, part),
+        below=lambda part: describe_streams(videos[part[0]["label"]].typical, part),
     )  # fmt: skip
 
 
-def _stream_row(run: VideoRun, count: int) -> Row:
+def _make_stream_row(run: VideoRun, count: int) -> Row:
     video = run.typical
     predicted = figures.predict_streams(video, count)
     row = {
@@ -119,7 +119,7 @@ def _stream_row(run: VideoRun, count: int) -> Row:
     return row | {"reached_fps": video.rate, "error": error, "reached_p99_s": p99}
 
 
-def stream_sentences(video: Video, rows: list[Row]) -> list[str]:
+def describe_streams(video: Video, rows: list[Row]) -> list[str]:
     """Describe the error of the prediction where it was tried, and how many streams fit at the source's rate."""
     off = next(row["error"] for row in rows if row["streams"] == video.facts.streams) / 100
     sentences = [
@@ -304,14 +304,14 @@ def _walk_path(tracks: list[StageTimeline]) -> Iterator[tuple[str, float]]:
         track = tracks[place]
         begin = float(track.began[piece])
         yield track.name, float(track.ended[piece]) - begin
-        place, piece, now = _enabled_by(tracks, place, piece, begin)
+        place, piece, now = _find_enabler(tracks, place, piece, begin)
         if piece < 0:
             yield HAND_OVER, now
             return
         yield HAND_OVER, now - float(tracks[place].ended[piece])
 
 
-def _enabled_by(tracks: list[StageTimeline], place: int, piece: int, begin: float) -> tuple[int, int, float]:
+def _find_enabler(tracks: list[StageTimeline], place: int, piece: int, begin: float) -> tuple[int, int, float]:
     """Find the piece of work whose end let this one begin.
 
     Return its stage, its index (-1: the run's beginning), and until when the path is between stages.

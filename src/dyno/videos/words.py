@@ -36,7 +36,7 @@ def list_sentences(video: Video) -> list[str]:
     """Describe how fast it was, the bound, the effect of changing that, and how long a frame takes."""
     return [
         _describe_rates(video),
-        *_set_up(video),
+        *_describe_set_up(video),
         *_describe_bounds(video),
         *_describe_changes(video),
         *_describe_latencies(video),
@@ -57,7 +57,7 @@ def _describe_rates(video: Video) -> str:
     )
 
 
-def _set_up(video: Video) -> Iterator[str]:
+def _describe_set_up(video: Video) -> Iterator[str]:
     """Describe an unusual set-up: threads, and the source of frames."""
     facts = video.facts
     if facts.prepared == DEVICE:

@@ -175,11 +175,11 @@ class _ModuleWatch:
     @property
     def called_parts(self) -> set[str]:
         """The parts with parameters that were called; the module itself is none."""
-        return {call.name for call in self._calls if call.name and self._own_parameters()[call.name]}
+        return {call.name for call in self._calls if call.name and self._count_own_parameters()[call.name]}
 
     def rows(self) -> list[Layer]:
         """Return the calls, then the parts that never ran; later calls share the parameters of their part's first."""
-        fresh, calls = self._own_parameters(), []
+        fresh, calls = self._count_own_parameters(), []
         for call in self._calls:
             own = self._size_of[call.name]
             counted = replace(call, parameters=own, shared=own - fresh.pop(call.name, 0))
@@ -190,7 +190,7 @@ class _ModuleWatch:
         left = [(name, count) for name, count in fresh.items() if count]
         return calls + [Layer(name=n, type=kinds[n], parameters=count, modules=(n,), skipped=True) for n, count in left]
 
-    def _own_parameters(self) -> dict[str, int]:
+    def _count_own_parameters(self) -> dict[str, int]:
         """Return the parameters of each part itself; one that two parts share counts for the first."""
         seen: set[int] = set()
         own: dict[str, int] = {}
