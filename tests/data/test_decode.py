@@ -201,7 +201,7 @@ def test_what_processes_leave_is_decoded_by_threads(photos: list[Path], monkeypa
 
 
 @pytest.mark.slow
-def test_a_killed_run_takes_its_processes_along_and_goes_on(photos: list[Path], tmp_path: Path) -> None:
+def test_a_killed_run_takes_its_processes_along(photos: list[Path], tmp_path: Path) -> None:
     folder, cache = photos[0].parents[1], tmp_path / "cache"
     process = subprocess.Popen([sys.executable, "-c", SLOW, str(folder), str(cache)])
     lines = 0
@@ -213,20 +213,6 @@ def test_a_killed_run_takes_its_processes_along_and_goes_on(photos: list[Path], 
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not psutil.wait_procs(children, timeout=120)[1]
-    seen: list[int] = []
-    resumed, whole = (
-        data.load(
-            folder, where, (48, 48), Preprocess(), on_unreadable="skip", progress=lambda done, _: seen.append(done)
-        )
-        for where in (cache, tmp_path / "other")
-    )
-    assert seen[0] > COUNT // 2
-    assert resumed.sha256 == whole.sha256
-    assert np.array_equal(*(np.load(f"{one.folder}/images.npy") for one in (resumed, whole)))
-    # Their names: why one can't be read is said otherwise where another test has imported ultralytics.
-    told = [json.loads(Path(one.folder, "meta.json").read_text())["unreadable"] for one in (resumed, whole)]
-    unreadable = [[line.partition(" ")[0] for line in lines] for lines in told]
-    assert unreadable[0] == unreadable[1] and len(unreadable[0]) == 2
 
 
 @pytest.mark.parametrize(("cores", "worth_s"), [(4, 0.0), (8, 1.5)])

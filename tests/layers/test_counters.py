@@ -124,7 +124,7 @@ def test_tensor_cores_at_work_and_unknown() -> None:
 
 
 def test_kernels_have_their_figures_and_the_ranges_around_them() -> None:
-    kernels = counters.read_ncu(ncu_files.text(ncu_files.PYTORCH)).kernels
+    kernels = PYTORCH.kernels
     assert len(kernels) == 45
     first, last = kernels[0], kernels[-1]
     assert first.name == "engines_precompiled::nchwToNhwcKernel<__half, __half, float, 0, 1, 0>"
@@ -137,7 +137,7 @@ def test_kernels_have_their_figures_and_the_ranges_around_them() -> None:
 
 
 def test_ranges_of_tensorrt_whose_quotes_ncu_leaves_as_they_are() -> None:
-    kernels = counters.read_ncu(ncu_files.text(ncu_files.TENSORRT)).kernels
+    kernels = TENSORRT.kernels
     assert len(kernels) == 24
     assert {kernel.ranges[0] for kernel in kernels} == {"ExecutionContext::enqueue"}
     assert [kernel.ranges[-1] for kernel in kernels[:3]] == [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ import numpy as np
 
 from dyno.data import cache as store
 from dyno.data.decode import Progress, Transform, decode_images, find_library_version, read_sizes, warn_low_depth
-from dyno.data.rows import DecodedRow
 from dyno.worker.extras import install
 from dyno.worker.spec import DataSpec, Unavailable, UserError, absolute
 
@@ -329,11 +328,8 @@ def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptio
         _check_classes(listing, unreadable, lines[0])
         return lines
 
-    def iter_rows(start: int) -> Iterator[DecodedRow]:
-        return decode_images(paths, options.transform, options.progress, start)
-
     return store.Content(
-        iter_rows,
+        partial(decode_images, paths, options.transform, options.progress),
         options.transform.shape,
         columns,
         _split_photos(photos, options.seed),

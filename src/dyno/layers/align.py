@@ -186,11 +186,19 @@ class Region:
     """
 
     members: tuple[tuple[int, ...], ...]
-    around: tuple[tuple[int, ...], ...] = ()
+    around: tuple[tuple[int, ...], ...]
 
     def shown(self, form: int) -> list[int]:
         """Return the members of a form and the modules around them, in order."""
-        return sorted({*self.members[form], *(self.around[form] if self.around else ())})
+        return sorted({*self.members[form], *self.around[form]})
+
+    def list_layers(self, forms: Sequence[LayerGraph], form: int) -> list[Layer]:
+        """Return its layers in that form."""
+        return [forms[form].layers[i] for i in self.members[form]]
+
+    def sum_added(self, forms: Sequence[LayerGraph], form: int) -> int:
+        """Return the parameters that its layers add to those of the form."""
+        return sum(layer.added for layer in self.list_layers(forms, form))
 
 
 def link_layers(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:

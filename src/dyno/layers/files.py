@@ -122,12 +122,12 @@ class FormsResult(FormSet):
         """
         path, lines = Path(path), make_timelines(self)
         kind = find_kind(path, bool(self.times))
-        if kind.text is None and not kind.rated:
-            return _write_graphs(self, dict(zip(self.shown, lines, strict=True)), path)
         if kind.text is not None:
             write_text(path, kind.text(self, lines) + "\n")
-        else:
+        elif kind.rated:
             _draw_roofline(self, path)
+        else:
+            return _write_graphs(self, dict(zip(self.shown, lines, strict=True)), path)
         return [path]
 
     def to_pandas(self) -> pd.DataFrame:

@@ -284,14 +284,17 @@ class RooflineRating:
 
     def _compute_reached(self, chosen: Collection[int], seconds: float, rates: Rates) -> float | None:
         """Return the sum of the known least times, in percent of the seconds; None where none is known."""
-        least = [each for i in chosen if (each := self.work[i].least(rates)) is not None]
+        least = self._list_least(chosen, rates)
         return 100 * sum(time for time, _ in least) / seconds if least else None
+
+    def _list_least(self, chosen: Collection[int], rates: Rates) -> list[tuple[float, str]]:
+        return [each for i in chosen if (each := self.work[i].least(rates)) is not None]
 
     def _find_bound(self, chosen: Collection[int], reached: float) -> str:
         """Return the ceiling that accounts for most of the least times, if these are near the seconds."""
         if reached < NEAR:
             return NEITHER
-        least = [each for i in chosen if (each := self.work[i].least(self.ceilings.rates)) is not None]
+        least = self._list_least(chosen, self.ceilings.rates)
         return max((ARITHMETIC, MEMORY), key=lambda name: sum(time for time, bound in least if bound == name))
 
     def _explain_excess(self, chosen: Collection[int], bound: str) -> str:

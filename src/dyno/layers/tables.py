@@ -56,13 +56,13 @@ def _find_reasons(
 ) -> Iterator[str]:
     """Yield the reasons: folded batch norms, padded weights, weights shared by layers, and where the rest is."""
     left = forms[first].parameters - forms[other].parameters
-    differences = {id(r): _sum_parameters(forms, r, first) - _sum_parameters(forms, r, other) for r in regions}
+    differences = {id(r): r.sum_added(forms, first) - r.sum_added(forms, other) for r in regions}
     folded = [r for r in regions if r.members[graph] and _is_folded(forms, first, graph, r)]
     if folded:
-        norms = [n for r in folded for n in _list_layers(forms, r, first) if is_norm(n)]
+        norms = [n for r in folded for n in r.list_layers(forms, first) if is_norm(n)]
         before, change = sum(n.added for n in norms), 0
         for r in folded:
-            apart = _sum_parameters(forms, r, first) - _sum_parameters(forms, r, graph)
+            apart = r.sum_added(forms, first) - r.sum_added(forms, graph)
             change, differences[id(r)] = change + apart, differences[id(r)] - apart
         where = "layer before it" if len(norms) == 1 else "layers before them"
         became = f"became {before - change:,} biases" if before != change else "need no further biases"
@@ -77,7 +77,8 @@ def _find_reasons(
     for r in regions:
         name = _choose_name(forms, r, first, other)
         whole[name] += differences.get(id(r), 0)
-        sharing[name] += _count_shared(forms, r, other) - _count_shared(forms, r, first)
+        uses = [sum(layer.shared for layer in r.list_layers(forms, form)) for form in (first, other)]
+        sharing[name] += uses[1] - uses[0]
     alike = [whole.pop(name) for name in [*whole] if whole[name] == sharing[name]]
     once = "are stored once for several layers that have the same values"
     anew = "are stored anew for each layer that has these values"
@@ -107,33 +108,21 @@ def _describe_place(whole: Mapping[str, int]) -> str:
 
 def _is_folded(forms: Sequence[LayerGraph], first: int, other: int, region: Region) -> bool:
     """Return whether the region has a batch norm in the first form and none in the other, which folded it."""
-    before, after = (any(map(is_norm, _list_layers(forms, region, form))) for form in (first, other))
+    before, after = (any(map(is_norm, region.list_layers(forms, form))) for form in (first, other))
     return before and not after
 
 
 def _is_blocked(forms: Sequence[LayerGraph], region: Region, first: int, other: int) -> bool:
     """Return whether one of the forms stores the region's tensors in blocks of channels, which pads the weights."""
-    every = (*_list_layers(forms, region, first), *_list_layers(forms, region, other))
+    every = (*region.list_layers(forms, first), *region.list_layers(forms, other))
     return any(port.format == BLOCKED for layer in every for port in layer.outputs)
-
-
-def _list_layers(forms: Sequence[LayerGraph], region: Region, form: int) -> list[Layer]:
-    return [forms[form].layers[i] for i in region.members[form]]
-
-
-def _sum_parameters(forms: Sequence[LayerGraph], region: Region, form: int) -> int:
-    return sum(layer.added for layer in _list_layers(forms, region, form))
-
-
-def _count_shared(forms: Sequence[LayerGraph], region: Region, form: int) -> int:
-    return sum(layer.shared for layer in _list_layers(forms, region, form))
 
 
 def _choose_name(forms: Sequence[LayerGraph], region: Region, *order: int) -> str:
     """Return the module around the region's parts, else its first layer: a module's name, else that of these forms."""
     order = (*(k for k, each in enumerate(forms) if each.form == MODULES), *order)
-    around = [forms[form].layers[k] for form in order for k in (region.around[form] if region.around else ())]
-    names = (layer.name for layer in (*around, *(each for form in order for each in _list_layers(forms, region, form))))
+    around = [forms[form].layers[k] for form in order for k in region.around[form]]
+    names = (layer.name for layer in (*around, *(each for form in order for each in region.list_layers(forms, form))))
     return next(names, "") or "(model)"
 
 
@@ -225,7 +214,7 @@ def align_forms(found: FormSet, shown: Sequence[int]) -> Table:
     forms, links = found.forms, align.find_pivots(found)
     regions = [
         r for r in align.find_regions(forms, links)
-        if any(not layer.skipped or layer.parameters for k in shown for layer in _list_layers(forms, r, k))
+        if any(not layer.skipped or layer.parameters for k in shown for layer in r.list_layers(forms, k))
     ]  # fmt: skip
     rows = [_make_row(forms, shown, region) for region in regions]
     names = [_choose_letter(k) for k in range(len(shown))]
@@ -277,13 +266,13 @@ def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region)
         name = _choose_letter(position)
         row[f"{name}_names"] = _list_names(forms, region, k)
         row[name] = " ".join(row[f"{name}_names"])
-        row[f"parameters_{name}"] = _sum_parameters(forms, region, k) or None
+        row[f"parameters_{name}"] = region.sum_added(forms, k) or None
         present += [k] if row[name] else []
     last = next((forms[k].layers[region.members[k][-1]] for k in reversed(shown) if region.members[k]), Layer())
     # A graph has each operation where it is; a module around others has its own in one place.
     order = sorted(range(len(forms)), key=lambda k: forms[k].form != NODES)
     counted = next((k for k in order if region.members[k] and forms[k].form != LAYERS), None)
-    flops = sum(forms[counted].layers[i].flops or 0 for i in region.members[counted]) if counted is not None else 0
+    flops = sum(each.flops or 0 for each in region.list_layers(forms, counted)) if counted is not None else 0
     row["output"] = format_shape(last.outputs[0]) if last.outputs else ""
     row["flops"] = flops or None
     row["bytes"] = count_activation_bytes(last)

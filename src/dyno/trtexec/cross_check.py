@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -12,8 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath, PureWindowsPath
-
-import numpy as np
 
 from dyno.jobs.telemetry import Telemetry
 from dyno.results import stats, timeline
@@ -95,19 +94,15 @@ def read_medians(trial: TrialResult) -> TrialMedians:
 
 
 def _find_clock(trial: TrialResult) -> float | None:
-    clocks = []
-    for one in trial.good:
-        window = one.facts.timed.get("model")
-        if one.trace and window and (rate := find_clock(one.trace, window)):
-            clocks.append(rate)
-    return float(np.median(clocks)) if clocks else None
+    clocks = [find_clock(one.trace, one.facts.timed.get("model")) for one in trial.good]
+    known = [clock for clock in clocks if clock]
+    return statistics.median(known) if known else None
 
 
-def find_clock(trace: timeline.Trace, window: timeline.Window) -> float | None:
+def find_clock(trace: timeline.Trace | None, window: timeline.Window | None) -> float | None:
     """Return the median of the GPU's clock in MHz in the window; None where it wasn't sampled there."""
-    samples = trace.column("clock")[trace.inside([window])]
-    samples = samples[np.isfinite(samples)]
-    return float(np.median(samples)) if samples.size else None
+    clock = timeline.summarise_timeline(trace, [window]).clock if trace and window else math.nan
+    return None if math.isnan(clock) else clock
 
 
 def ms(seconds: float) -> str:
@@ -467,6 +462,5 @@ def measure(trial: TrialResult, boundary: str = "model") -> log.TrtexecReport:
             process.wait()
             telemetry.stop(folder / "telemetry.npz")
         report = log.parse_log(output.decode(errors="replace"), f"{arguments[0]}'s output")
-        trace = timeline.read_timeline(folder)
         timed = ended - float(plan.get("seconds", 3.0)), ended
-        return replace(report, clock=find_clock(trace, timed) if trace else None)
+        return replace(report, clock=find_clock(timeline.read_timeline(folder), timed))

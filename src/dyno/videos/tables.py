@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from dyno.table import (
     with_limits,
 )
 from dyno.videos import figures, words
-from dyno.videos.figures import PERCENTILES, Video, VideoRun
+from dyno.videos.figures import PERCENTILES, StageTimeline, Video, VideoRun
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 
@@ -225,9 +224,9 @@ def _draw_panel(axes: Any, run: VideoRun) -> None:
     begin, end = _choose_window(video)
     axes.set_title(run.trial.label, fontsize=9)
     for row, stage in enumerate(video.stages):
-        began, ended, handed = (video.arrays[f"{stage.name}_{key}"] for key in ("began", "ended", "handed"))
-        for k in np.flatnonzero((handed > begin) & (began < end)):
-            at = [1e3 * (times[k] - begin) for times in (began, ended, handed)]
+        found = video.read_timeline(stage.name)
+        for k in np.flatnonzero((found.handed > begin) & (found.began < end)):
+            at = [1e3 * (times[k] - begin) for times in (found.began, found.ended, found.handed)]
             axes.barh(row, at[2] - at[1], HEIGHT, at[1], color=FAINT)
             (bar,) = axes.barh(row, at[1] - at[0], HEIGHT, at[0], color=PALETTE[k % len(PALETTE)])
             tip(bar, f"{stage.name} {k}: {at[1] - at[0]:.3g} ms, then {at[2] - at[1]:.3g} ms without room behind it")
@@ -265,31 +264,9 @@ HAND_OVER = "between stages"
 NO_ROOM_S = 1e-4  # later than this after its end, a piece of work waited for room
 
 
-@dataclass(frozen=True)
-class StageTimeline:
-    """A stage's pieces of work in the order of their beginning: when each began, ended, and found room behind it."""
-
-    name: str
-    began: np.ndarray
-    ended: np.ndarray
-    handed: np.ndarray
-
-    @classmethod
-    def of(cls, video: Video, name: str) -> StageTimeline:
-        """Build the track of a stage from the times that the run stored, sorted by their beginnings."""
-        began, ended, handed = (video.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
-        order = np.argsort(began, kind="stable")
-        return cls(name, began[order], ended[order], handed[order])
-
-    def last(self, times: np.ndarray, limit: float, before: int) -> int:
-        """Return the index below `before` of the latest of these times that is not after the limit; -1 for none."""
-        earlier = np.where(times[:before] <= limit, times[:before], -np.inf)
-        return int(earlier.argmax()) if len(earlier) and np.isfinite(earlier.max()) else -1
-
-
 def compute_critical_path(video: Video) -> dict[str, float]:
     """Return the seconds on the critical path by stage and between stages; they sum to the end of the last work."""
-    tracks = [StageTimeline.of(video, stage.name) for stage in video.stages]
+    tracks = [video.read_timeline(stage.name) for stage in video.stages]
     found = dict.fromkeys((*(track.name for track in tracks), HAND_OVER), 0.0)
     for name, seconds in _walk_path(tracks):
         found[name] += seconds
@@ -319,7 +296,7 @@ def _find_enabler(tracks: list[StageTimeline], place: int, piece: int, begin: fl
     now = begin
     while True:
         track = tracks[place]
-        free = track.last(track.handed, begin, piece)
+        free = track.find_last(track.handed, begin, piece)
         came = _find_source(tracks[place - 1], track, piece) if place else -1
         free_at = float(track.handed[free]) if free >= 0 else -1.0
         came_at = min(float(tracks[place - 1].handed[came]), begin) if came >= 0 else -1.0
@@ -332,7 +309,7 @@ def _find_enabler(tracks: list[StageTimeline], place: int, piece: int, begin: fl
             return *earlier, now
         # It waited for room, which the next stage made when it began something: that is what to follow.
         following = tracks[earlier[0] + 1]
-        taker = following.last(following.began, float(own.handed[earlier[1]]), len(following.began))
+        taker = following.find_last(following.began, float(own.handed[earlier[1]]), len(following.began))
         if taker < 0 or float(following.began[taker]) >= begin:
             return *earlier, now
         place, piece, begin = earlier[0] + 1, taker, float(following.began[taker])

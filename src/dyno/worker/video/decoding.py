@@ -182,7 +182,7 @@ class _Pictures:
             surface = media.Surface(decoded, self._convert, self._aspect)
             if turn == UPRIGHT and media.has_known_colours(decoded):
                 return surface
-            decoded = surface.planes().video()
+            decoded = surface.video()
         if turn != UPRIGHT:
             return self._turn_picture(decoded, turn)
         if media.has_plane_format(decoded):
