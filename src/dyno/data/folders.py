@@ -76,12 +76,10 @@ IMAGES = UnlabelledImages()
 
 
 def scan_folder(folder: Path, wanted: ScanRequest) -> Listing:
-    """List the folder's images; raises `UserError` when it is missing, or has no class folders or an empty one.
+    """List the images of an existing folder; raises `UserError` when it has no class folders or an empty one.
 
     Where training images are wanted, all of train/ are listed, and those for calibration are marked among them.
     """
-    if not folder.is_dir():
-        raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
     try:
         test_root, train_root = _find_roots(folder)
         if wanted.train and train_root is None:
