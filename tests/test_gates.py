@@ -263,6 +263,18 @@ def test_a_long_function_is_seen() -> None:
     assert too_long("def f():\n    x = 1\n" * 400, "a.py") == []
 
 
+def misnamed(text: str, path: str) -> list[str]:
+    """List functions called `is_` or `has_` that return anything but a boolean."""
+    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.returns)
+    named = (node for node in functions if node.name.lstrip("_").startswith(("is_", "has_")))
+    return [f"{path}: {node.name}" for node in named if not re.search("bool|TypeGuard", ast.unparse(node.returns))]
+
+
+def test_what_is_called_is_or_has_is_a_boolean() -> None:
+    assert not each(lambda text, path: misnamed(text, str(path.relative_to(ROOT))), "src", "tests", "benchmarks")
+    assert misnamed("def _is_late() -> str: ...\ndef has_a() -> bool: ...", "a.py") == ["a.py: _is_late"]
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['dyno', '--help']\nfrom dyno.cli.app import main\ntry: main()\nexcept SystemExit: pass"

@@ -111,7 +111,7 @@ def may_import() -> dict[str, tuple[str, ...]]:
     for room, below in HOST.items():
         name = f"dyno.{room}"
         rules[name] = (name, *_named("dyno", below), *_named("dyno.worker", BESIDES.get(name, BORDER)))
-    for name in ("dyno.cli", "dyno.devices", "dyno.packs"):
+    for name in ("dyno.cli", "dyno.devices", "dyno.packs", "dyno.regression", "dyno.runner"):
         rules[name] += ("dyno.__version__",)
     for room, below in WORKER.items():
         rules[f"dyno.worker.{room}"] = (f"dyno.worker.{room}", *_named("dyno.worker", below))

@@ -61,7 +61,7 @@ def show_evaluation(folders: Sequence[Path], format: str, per_class: bool) -> in
     for data in runs:
         if format in ("text", "markdown"):
             for t in (t for t in data.records if t.good):
-                of_run = [text] if (text := findings.is_guessed(t, data.records)) else []
+                of_run = [text] if (text := findings.describe_guess(t, data.records)) else []
                 print("\n" + describe_evaluation(t, format, per_class, of_run).rstrip("\n"))
         accuracy.write_confusion(data.records, data.records.folder)
     for data in runs:

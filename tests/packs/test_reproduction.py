@@ -45,7 +45,8 @@ def reproduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> Ca
 
 
 def test_the_same_answer_is_reproduced(reproduced: Any) -> None:
-    code, answer = reproduced([PYTORCH, ONNX], [PYTORCH, ONNX], cpu="Another CPU", python="3.12")
+    other = {"cpu": "Another CPU", "memory_bytes": 16e9, "versions": {"torch": "2.11.0"}}
+    code, answer = reproduced([PYTORCH, ONNX], [PYTORCH, ONNX], **other)
     assert (code, answer["outcome"]) == (0, "reproduced")
     (pair,) = answer["ratios"]
     assert pair["configuration"] == "onnxruntime fp32" and pair["reference"] == "pytorch fp32"
@@ -53,8 +54,15 @@ def test_the_same_answer_is_reproduced(reproduced: Any) -> None:
         assert low <= value <= high and math.isclose(value, 2, rel_tol=0.05), "0.004 s over 0.002 s"
     (ranking,) = [each for each in answer["rankings"] if each["by"] == "latency"]
     assert ranking["pack"] == ranking["here"] == ["onnxruntime fp32"] and ranking["agrees"]
-    expected = {"cpu": {"pack": "Synthetic CPU", "here": "Another CPU"}, "python": {"pack": "3.11", "here": "3.12"}}
-    assert answer["differences"] == expected
+    assert answer["differences"] == {
+        "cpu": {"pack": "Synthetic CPU", "here": "Another CPU"},
+        "memory_bytes": {"pack": 8 << 30, "here": 16e9},
+        "inference-dyno": {"pack": "0.1.0", "here": None},
+    }
+    what = (
+        "cpu Synthetic CPU (here Another CPU); memory 8.59 GB (here 16.0 GB); inference-dyno 0.1.0 (here not installed)"
+    )
+    assert answer["sentences"][-1] == f"What differs: {what}."
     assert answer["sentences"][0].startswith("reproduced: ")
 
 

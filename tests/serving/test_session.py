@@ -55,6 +55,22 @@ def test_given_rates_are_measured_and_shown_again(call: Any, tmp_path: Path) -> 
     assert "serve-rates" in "".join(p.name for p in (tmp_path / "run/tables").iterdir())
 
 
+def test_loadgen_sends_the_requests_and_times_them_alike(call: Any, tmp_path: Path) -> None:
+    pytest.importorskip("mlperf_loadgen")
+    words = ("--backend", "fake@latency_ms=20", "--rate", 30, "--duration", "2s", "--p50", "500ms", "--loadgen")
+    _, out, _ = call("bench", "serve", *FAKE, *words, code=0)
+    (found,) = facts(tmp_path / "run")
+    (step,) = found.steps
+    (folder,) = (tmp_path / "run").glob("trials/*/r0")
+    times = np.load(folder / "serve.npz")
+    latencies = np.sort(times["ended_0"] - times["arrival_0"])
+    assert len(latencies) == 60 and "by LoadGen" in out
+    # It counts from when a query was scheduled until it learns of the answer, so each of its latencies is longer.
+    assert latencies[29] <= step.loadgen_s < latencies[31] + 0.05
+    summary = (folder / "loadgen-0/mlperf_log_summary.txt").read_text()
+    assert "SUT name" in summary and f": {round(1e9 * step.loadgen_s)}" in summary
+
+
 def test_rates_without_a_bound_are_not_compared(call: Any) -> None:
     words = ("--backend", "fake@latency_ms=2,fake@latency_ms=4", "--rate", 50, "--duration", "0.2s", "--rounds", 1)
     _, out, _ = call("bench", "serve", *FAKE, *words, code=0)
@@ -130,6 +146,7 @@ def test_a_full_queue_refuses(call: Any, tmp_path: Path) -> None:
     ("words", "said"),
     [
         ((), "a search needs a bound; give --p99 20ms"),
+        (("--p99", "20ms", "--loadgen", "--queue", 4), "LoadGen says when requests come, and waits for every answer"),
         (("--p99", "20"), "p99 is '20'; write a number with its unit"),
         (("--trace", "none.txt"), "there is no trace /"),
         (("--p99", "1s", "--batch", 8, "--queue", 2), "queue is 2; it must be at least the largest batch, 8"),

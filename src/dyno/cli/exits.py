@@ -37,14 +37,21 @@ RENAMED_OPTIONS = {
 KINDS = {"int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number"}
 
 
+def replace_renamed(words: Sequence[str]) -> list[str]:
+    """Return the command line with the new name of a renamed command, which is printed on standard error."""
+    new = RENAMED.get("".join(words[:1]))
+    if new is None:
+        return [*words]
+    print(f"dyno: `dyno {words[0]}` is now `dyno {new}`", file=sys.stderr)
+    return [*new.split(), *words[1:]]
+
+
 def no_command(name: str, commands: Iterable[str], group: str) -> str:
     """Return the error message for an unknown command of a group: the new name of an old one, or a suggestion."""
     from dyno.worker import registry  # with NumPy, which `dyno --help` has no use for
 
     if name in ("help", "version"):
         return f"there is no command {name!r}; write dyno --{name}"
-    if group == "dyno" and name in RENAMED:
-        return f"`dyno {name}` is now `dyno {RENAMED[name]}`"
     similar = difflib.get_close_matches(name, list(commands), 1)
     if ":" in name or registry.format_of(name) or name.endswith(".toml"):
         return f"there is no command {name!r}; to measure it: dyno run {shlex.quote(name)}"

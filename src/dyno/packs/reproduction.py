@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from dyno.formatting import UNCLEAR, counting, join_names, ratio
+from dyno.formatting import UNCLEAR, counting, join_names, ratio, show
 from dyno.packs.opening import OpenPack, open_pack
 from dyno.packs.verification import read_results, verify_opened
 from dyno.results.run_data import RunData
@@ -162,7 +162,10 @@ class Reproduction:
         lines += [pair.sentence for pair in self.rankings] + [pair.sentence for pair in self.ratios]
         lines += [f"{name} didn't finish here: {reason}." for name, reason in self.failed.items()]
         lines += [f"{name} can't run here: {reason}." for name, reason in self.unavailable.items()]
-        changed = [f"{name} {a} (here {b})" for name, (a, b) in self.differences.items()]
+        changed = [
+            f"{name.removesuffix('_bytes')} {_format_value(name, a)} (here {_format_value(name, b)})"
+            for name, (a, b) in self.differences.items()
+        ]
         return [*lines, f"What differs: {'; '.join(changed) or 'nothing that the records have'}."]
 
     def _describe_counts(self) -> str:
@@ -415,6 +418,12 @@ def _list_decisions(run: RunData) -> Iterator[tuple[Key, str, list[TrialResult]]
         if trials := [run.trials[id] for id in decision.candidates]:
             name, size, *_ = _make_key(trials[0])
             yield (name, size, decision.by), decision.where, trials
+
+
+def _format_value(name: str, value: Any) -> str:
+    if value in (None, ""):
+        return "unknown" if name in (*ENVIRONMENT, "threads") else "not installed"
+    return show(value, "bytes") if name == "memory_bytes" else str(value)
 
 
 def _find_differences(theirs: Results, ours: Results) -> dict[str, tuple[Any, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from dyno import __version__
 from dyno.jobs.progress import Progress
 from dyno.report.self_test import list_sentences
 from dyno.results.blocks import within
@@ -30,7 +31,7 @@ from dyno.study.defaults import SELF_TEST_MINUTES, check_device
 from dyno.study.interpreters import installed
 from dyno.study.plan import expand
 from dyno.study.study import Study
-from dyno.worker import registry, system
+from dyno.worker import registry
 from dyno.worker.option_values import check_types, native
 from dyno.worker.record import Record
 from dyno.worker.spec import ROUNDS, SLOWDOWN, Artifact, Job, Trial, UserError
@@ -99,7 +100,7 @@ def selftest(
         measured = tuple(_iter_rounds(engines, layout, minutes, rounds, progress))
     stored = StoredSelfTest(
         datetime.now().astimezone().isoformat(timespec="seconds"),
-        system.versions(("inference-dyno",)).get("inference-dyno", ""), self_test.machine(device), device, trial.label,
+        __version__, self_test.machine(device), device, trial.label,
         trial.runtime.threads, study.seconds, study.block, ROUNDS, measured,
         versions(trial.runtime, registry.find(trial.backend).requires), builds=rebuild,
     )  # fmt: skip

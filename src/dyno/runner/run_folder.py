@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from dyno import __version__
 from dyno.store import Run, gpu_identity, sha256_of
 from dyno.study.commits import find_head
 from dyno.study.plan import PlannedTrial, place_of, renamed
@@ -19,7 +20,7 @@ from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import DamagedRecord, read_json, read_record, write_json, write_text
 from dyno.worker.spec import FIXED, LOOKS, NETWORK_FILES, SCHEMA, Job, ModelSpec, Trial, UserError, digest, from_json
 
-DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
+DISTRIBUTIONS = ("numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
 # Settings that may differ when a folder is used again: they change no stored number.
 REPEATABLE = (
     "rounds",
@@ -171,7 +172,9 @@ def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple
     )
     gpu = {"gpu": gpu_identity(study.device)} if study.device != "cpu" else {}
     commit = {"commit": head} if (head := find_head()) else {}
-    write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu, **commit})
+    machine = system.describe(DISTRIBUTIONS)
+    machine["versions"] = {"inference-dyno": __version__, **machine["versions"]}
+    write_json(run.folder / "environment.json", {**machine, **gpu, **commit})
     _store_models(run, named)
     return named, notes
 

@@ -262,6 +262,7 @@ def _rate_row(served: ServingRun, tried: RateMeasurement) -> Row:
         "served": tried.served, "requests": tried.count, **_time_cells(tried), "refused": tried.refused,
         "left": tried.unanswered,
         "holds": tried.step.verdict or ("unstable" if tried.step.unstable else ""),
+        "loadgen_s": tried.step.loadgen_s or None,
     }  # fmt: skip
     for name in PERCENTILES:
         row |= limited(f"{name}_s", tried.percentile(name))
@@ -308,6 +309,7 @@ RATE_COLUMNS = (
             duration(f"{name}_s", "latency from when a request was due", f"p{100 * q:g}", rank=0 if q == 0.99 else 4)
         )
     ),
+    duration("loadgen_s", "the bounded percentile by LoadGen, from when it scheduled a request", "by LoadGen", rank=1),
     Column("mean_batch", "requests per batch", title="mean batch", rank=5),
     duration("queue_s", "mean time until a request's batch begins", rank=3),
     duration("compute_s", "mean time of a request's batch", rank=3),

@@ -39,6 +39,7 @@ TORCHAO = {"2.7": "0.12.0", "2.8": "0.13.0", "2.9.0": "0.14.1", "2.9": "0.15.0",
 IMPORTED = {
     "PIL": "pillow",
     "cv2": "opencv-python",
+    "mlperf_loadgen": "mlcommons-loadgen",
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
     "markupsafe": "jinja2",

@@ -64,7 +64,7 @@ DECIDED = "decided"
 EXCLUDED = OVER, results_limits.UNMEASURED  # how the `limit` of a row begins that can't be chosen
 
 
-def reference_name(ranking: Ranking, reference: TrialResult) -> str:
+def name_reference(ranking: Ranking, reference: TrialResult) -> str:
     """Return the reference's name in sentences."""
     return reference.configuration + (f" at size {reference.size}" if ranking.sizes else "")
 
@@ -120,7 +120,7 @@ def describe_reality(
     pairs = [*([gain] if gain else []), *contest.leads[:1]]
     how = _format_rounds(int(winner["rounds"]), max((each.rejected for each in pairs), default=0))
     how += f", measured {pairs[0].measured}" if speed == LATENCY else ""
-    parts = [_choose_opening(contest, gain, how, "" if reference is None else reference_name(ranking, reference))]
+    parts = [_choose_opening(contest, gain, how, "" if reference is None else name_reference(ranking, reference))]
     trials = [run.trials[winner["trial"]], *([reference] if gain else [])]
     if contest.rivals and not contest.is_one_round:
         rivals = [f"{name_row(ranking, row, speed)}{_format_lead(lead)}" for row, lead in contest.rivals]
@@ -217,7 +217,7 @@ def list_drifts(ranking: Ranking, run: RunData) -> Iterator[Finding]:
             how = "slower" if change.value > 0 else "faster"
             yield Finding(
                 WARNING,
-                f"Within each round {ranking.configuration(row)} gets {how} against {reference_name(ranking, other)}, "
+                f"Within each round {ranking.configuration(row)} gets {how} against {name_reference(ranking, other)}, "
                 f"by {abs(change.value):.0%} from the first block to the last: one of them is not warm; give --warmup.",
             )
 
@@ -264,7 +264,7 @@ def _format_accuracy(ranking: Ranking, winner: pd.Series) -> str:
     return text if isnan(ranking.metric.change_in(winner)[0]) else f"{text}, {change} points [{low}, {high}]"
 
 
-def next_step(ranking: Ranking, contest: Contest, gain: Speedup | None, run: RunData) -> str:
+def advise(ranking: Ranking, contest: Contest, gain: Speedup | None, run: RunData) -> str:
     """Describe how to decide an undecided result, with the command that writes the winner's file."""
     winner, pairs = ranking.fastest.iloc[0], [*([gain] if gain else []), *contest.leads]
     steps = []
@@ -275,7 +275,7 @@ def next_step(ranking: Ranking, contest: Contest, gain: Speedup | None, run: Run
         steps.append(others if asked > 1 else f"measure with --rounds {ENOUGH} or more")
     elif undecided := [each for each in pairs if each.verdict == stats.UNDECIDED]:
         goes_on = any(each is pair for each in undecided for pair in (gain, *contest.leads[:1]))
-        steps.append(_more_rounds(max(undecided, key=_count_more), goes_on, int(winner["rounds"]), run))
+        steps.append(_advise_on_rounds(max(undecided, key=_count_more), goes_on, int(winner["rounds"]), run))
     elif contest.is_tied or (gain is not None and gain.verdict == stats.EQUIVALENT):
         steps.append("choose by something other than speed")
     id = f" {winner['trial']}" if len(list(winners(run))) > 1 else ""
@@ -285,7 +285,7 @@ def next_step(ranking: Ranking, contest: Contest, gain: Speedup | None, run: Run
         else "take it"
     )
     steps.append(f"{chosen}: dyno export {shlex.quote(str(run.records.folder))}{id}")
-    return "; ".join([*steps, *filter(None, [_undecided_budget(ranking, run)])])
+    return "; ".join([*steps, *filter(None, [_advise_on_images(ranking, run)])])
 
 
 def list_untried(run: RunData) -> str:
@@ -309,7 +309,7 @@ def list_untried(run: RunData) -> str:
     return ", ".join(f"{name} (add {added[name]})" for name in untried)
 
 
-def _more_rounds(pair: Speedup, goes_on: bool, rounds: int, run: RunData) -> str:
+def _advise_on_rounds(pair: Speedup, goes_on: bool, rounds: int, run: RunData) -> str:
     """Describe how to get the rounds that would decide the pair; without `goes_on` a study itself gives none.
 
     Further rounds are for the winner with its reference and with its runner-up.
@@ -338,7 +338,7 @@ def read_limit(row: pd.Series) -> str:
     return str(row.get("limit") or "")
 
 
-def is_faster(ranking: Ranking, row: pd.Series, run: RunData) -> str:
+def describe_lead(ranking: Ranking, row: pd.Series, run: RunData) -> str:
     """Return whether a row ahead of the winner is faster, or seems so, in words; "" without a winner."""
     if ranking.fastest.empty:
         return ""
@@ -346,36 +346,36 @@ def is_faster(ranking: Ranking, row: pd.Series, run: RunData) -> str:
     return "is faster" if _compare_pair(row, own, other, run).verdict == stats.FASTER else "seems faster"
 
 
-def _undecided_budget(ranking: Ranking, run: RunData) -> str:
+def _advise_on_images(ranking: Ranking, run: RunData) -> str:
     """Describe how many images would decide whether a faster trial is within the budget; "" where none is undecided."""
     rows = [
         row
         for _, row in ranking.ahead.iterrows()
         if row["budget"] == UNDECIDED and not read_limit(row).startswith(EXCLUDED)
     ]
-    row, settle = next(((row, settle) for row in rows if (settle := more_images(row))), (None, ""))
+    row, settle = next(((row, settle) for row in rows if (settle := describe_missing_images(row))), (None, ""))
     if row is None:
         return ""
-    faster = is_faster(ranking, row, run)
+    faster = describe_lead(ranking, row, run)
     return f"{settle} whether {ranking.configuration(row)}{faster and f', which {faster},'} is within the budget"
 
 
-def more_images(row: pd.Series) -> str:
+def describe_missing_images(row: pd.Series) -> str:
     """Return the start of a sentence on the images that would decide a row under its budget; "" where none would."""
     more = row["more_images"]
     estimated = isinstance(more, (int, float)) and not isnan(more)
     return f"about {int(more):,} more images are needed to tell" if estimated else ""
 
 
-def wider_budget(ranking: Ranking, run: RunData) -> str:
+def advise_on_budget(ranking: Ranking, run: RunData) -> str:
     """Describe the next step where no trial is within the budget."""
-    return _undecided_budget(ranking, run) or "allow more loss, or calibrate and quantise differently"
+    return _advise_on_images(ranking, run) or "allow more loss, or calibrate and quantise differently"
 
 
 # The figures on a decision's card: how fast, how much faster, how sure, how accurate, at what cost.
 
 
-def card_figures(ranking: Ranking, gain: Speedup | None, certainty: str, run: RunData) -> tuple[Figure, ...]:
+def make_card_figures(ranking: Ranking, gain: Speedup | None, certainty: str, run: RunData) -> tuple[Figure, ...]:
     """Return the winner's figures.
 
     `gain` is its speed-up over its reference, None where it is the reference itself, and `certainty` how sure that is,
@@ -402,7 +402,7 @@ def _make_speedup_figure(ranking: Ranking, winner: pd.Series, gain: Speedup | No
     reference = ranking.reference(winner)
     if gain is None or reference is None:
         return
-    name = reference_name(ranking, reference)
+    name = name_reference(ranking, reference)
     shown = ratio(gain.value, gain.low, gain.high)
     if gain.verdict == ONE_ROUND:
         yield Figure("speed-up", "unproven", f"over {name}: one round")
@@ -463,7 +463,7 @@ def list_confirmations(ranking: Ranking, contest: Contest, speed: str, run: RunD
     text = f"Measured again after the selection, in {processes}: {_format_spread(own, row, speed)}"
     gain = _compute_gain(winner, reference, row, speed) if reference is not None and reference is not winner else None
     if gain is not None and reference is not None:
-        shown, name = ratio(gain.value, gain.low, gain.high), reference_name(ranking, reference)
+        shown, name = ratio(gain.value, gain.low, gain.high), name_reference(ranking, reference)
         unit = "as fast as" if speed == LATENCY else f"the {name_items(row['size'])} per second of"
         text += f"; the ratio to {name} is {UNCLEAR}" if shown == UNCLEAR else f", {shown} {unit} {name}"
     yield Finding(NOTE, text + ".")
@@ -606,10 +606,10 @@ def decide_run(ranking: Ranking, run: RunData) -> Iterator[Decision]:
     """Yield the fastest at the smallest batch, and with several batches the most images per second."""
     yield _decide_fastest(ranking, run)
     if len(ranking.most_images):
-        yield _most_images(ranking, run)
+        yield _decide_most_images(ranking, run)
 
 
-def is_apart(ranking: Ranking) -> Iterator[Finding]:
+def list_incomparable(ranking: Ranking) -> Iterator[Finding]:
     """Yield trials that could not be compared with their reference, so that they could not be the fastest."""
     reasons: dict[str, list[str]] = {}
     for _, row in ranking.apart.iterrows():
@@ -633,14 +633,14 @@ def list_failed(ranking: Ranking) -> Decision | None:
 
 def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
     ranked = ranking.fastest
-    others = (*_left_out(ranking, run), *is_apart(ranking))
+    others = (*_list_excluded(ranking, run), *list_incomparable(ranking))
     if (nothing := list_failed(ranking)) is not None:
         return Decision(nothing.kind, nothing.where, nothing.text, nothing.answers, others)
     if ranked.empty and run.conditions and results_ranking.list_usable(ranking.first)[LATENCY].notna().any():
         if run.limits and len(within := results_ranking.keep_within_budget(ranking.first)):
             return _report_no_fit(ranking, within, run, others)
         text = f"no trial is within {run.budget} with confidence."
-        return Decision(FAILURE, ranking.where, text, (("next", wider_budget(ranking, run)),), others)
+        return Decision(FAILURE, ranking.where, text, (("next", advise_on_budget(ranking, run)),), others)
     if ranked.empty:
         return Decision(NOTE, ranking.where, "no latency was measured.", findings=others)
     winner = ranked.iloc[0]
@@ -657,7 +657,7 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
         (
             ("real", describe_reality(ranking, contest, gain, run, doubted)),
             ("right", describe_correctness(ranking, winner, run)),
-            ("next", next_step(ranking, contest, gain, run)),
+            ("next", advise(ranking, contest, gain, run)),
             *([("not tried", untried)] if (untried := list_untried(run)) else []),
         ),
         (
@@ -671,7 +671,7 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
             *_describe_preparation(ranking, winner),
             *others,
         ),
-        card_figures(ranking, gain, badge, run),
+        make_card_figures(ranking, gain, badge, run),
         badge,
         contest.candidates,
         "latency",
@@ -721,7 +721,7 @@ def _write_headline(ranking: Ranking, contest: Contest, gain: Speedup | None, ru
         return f"ahead{limit} after one round is {name}, {time}: one round proves nothing."
     reference = ranking.reference(winner)
     if gain is not None and reference is not None:
-        against = _format_gain(gain, reference_name(ranking, reference))
+        against = _format_gain(gain, name_reference(ranking, reference))
     else:
         against = ", the reference" if reference is not None else ""
     if not contest.rivals:
@@ -775,14 +775,14 @@ def _describe_preparation(ranking: Ranking, winner: pd.Series) -> Iterator[Findi
         yield Finding(NOTE, f"Making it takes {show(payoff.extra, 'duration')}, {when}.")
 
 
-def _left_out(ranking: Ranking, run: RunData) -> Iterator[Finding]:
+def _list_excluded(ranking: Ranking, run: RunData) -> Iterator[Finding]:
     """Yield faster trials that the budget or a limit kept from being the fastest."""
     budget, metric = run.budget, ranking.metric
     if not run.conditions:
         return
     for _, row in ranking.ahead.iterrows():
         latency, name = ms(row[LATENCY]), ranking.configuration(row)
-        faster = is_faster(ranking, row, run)
+        faster = describe_lead(ranking, row, run)
         subject = f"{name} {faster} ({latency})" if faster else f"{name} takes {latency}"
         change = metric.change_in(row)[1]
         loss = "" if isnan(change) else f" ({points(change / 100)} points)"
@@ -792,7 +792,7 @@ def _left_out(ranking: Ranking, run: RunData) -> Iterator[Finding]:
         elif row["budget"] == OVER:
             yield Finding(NOTE, f"{subject} but loses more than {budget} allows{loss}.")
         elif row["budget"] == UNDECIDED:
-            needed = more_images(row).removesuffix(" to tell") or "more would not help"
+            needed = describe_missing_images(row).removesuffix(" to tell") or "more would not help"
             text = (
                 f"{subject} but {row['images']:,.0f} images can't tell whether it is within {budget}{loss}: {needed}."
             )
@@ -817,7 +817,7 @@ def _list_limited(ranking: Ranking, run: RunData) -> Iterator[Finding]:
         yield Finding(NOTE, f"{reached} but {_describe_misses(row, run)}.")
 
 
-def _most_images(ranking: Ranking, run: RunData) -> Decision:
+def _decide_most_images(ranking: Ranking, run: RunData) -> Decision:
     contest = results_ranking.compare_first(ranking.most_images, THROUGHPUT, run)
     confirmed = tuple(list_confirmations(ranking, contest, THROUGHPUT, run))
     doubted = is_overtaken(ranking, contest, THROUGHPUT, run) or any(each.kind == WARNING for each in confirmed)

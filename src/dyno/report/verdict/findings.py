@@ -239,11 +239,11 @@ def list_pixel_findings(results: Results) -> Iterator[Finding]:
         yield Finding(
             WARNING, f"{model}: the file leaves the image's size free; {size} was chosen: give --size, or --shapes."
         )
-    sentences = dict.fromkeys(f"{t.given}: {text}" for t in results if t.good and (text := is_guessed(t, results)))
+    sentences = dict.fromkeys(f"{t.given}: {text}" for t in results if t.good and (text := describe_guess(t, results)))
     yield from (Finding(WARNING, sentence) for sentence in sentences)
 
 
-def is_guessed(t: TrialResult, results: Results) -> str:
+def describe_guess(t: TrialResult, results: Results) -> str:
     """Describe the guessed normalisation of the trial's images, and how to give another; "" where it isn't a guess."""
     if not results.models.get((t.given, t.size), {}).get("preprocess_guessed"):
         return ""

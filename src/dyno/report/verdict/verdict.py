@@ -112,7 +112,7 @@ def read_verdict(run: RunData) -> Verdict:
         next_step = _describe_next_step(run)
         decided = [Decision(WARNING, "", contention.sentence, (("real", COMPANY), ("next", next_step)))]
         decided += [decision for ranking in shown if (decision := decisions.list_failed(ranking)) is not None]
-        rest = [finding for ranking in shown for finding in decisions.is_apart(ranking)]
+        rest = [finding for ranking in shown for finding in decisions.list_incomparable(ranking)]
     else:
         decided = [decision for ranking in shown for decision in decisions.decide_run(ranking, run)]
         more = len(all_rankings) - MOST_GROUPS

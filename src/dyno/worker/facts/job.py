@@ -175,14 +175,15 @@ def is_labels(array: Any) -> bool:
 @dataclass(frozen=True)
 class ServeStep:
     """One rate that was tried: requests/s asked for, whether it holds the bound (see `worker/serve/rates.py`), the
-    number of the first request that counts, whether more came than were answered, and how many processors other
-    programs kept busy."""
+    number of the first request that counts, whether more came than were answered, how many processors other programs
+    kept busy, and the percentile's seconds by LoadGen (0 without it)."""
 
     rate: float
     verdict: str = ""
     first: int = 0
     unstable: bool = False
     others_busy: float = 0.0
+    loadgen_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,8 +30,9 @@ from dyno.worker.serve.batching import (
     Lane,
     answer_requests,
 )
+from dyno.worker.serve.loadgen import QueryQueue, ServerScenario, import_loadgen
 from dyno.worker.serve.options import ServeOptions
-from dyno.worker.serve.rates import Arrivals, draw_arrivals, read_trace
+from dyno.worker.serve.rates import Arrivals, count_requests, draw_arrivals, read_trace
 from dyno.worker.spec import ENDPOINT, Job, Trial, Unanswered, from_json
 
 # The highest rate that holds, by trying rates.
@@ -216,13 +217,13 @@ class _ServeJob:
 
     def rates(self, trace: str) -> None:
         """Test the trace, the requested rates, or those of a search."""
-        options, least = self._options, self._facts.least
+        options = self._options
         if trace:
             self._facts = replace(self._facts, trace=Path(options.trace).name)
             self._try_arrivals(Arrivals(read_trace(Path(trace))))
         try:
             for rate in options.rate:
-                self._try_arrivals(draw_arrivals(rate, least, options.duration_s, self._fresh_seed()), rate)
+                self._try_rate(rate)
             if not trace and not options.rate:
                 self._search_rate()
         except Unanswered as e:
@@ -244,32 +245,50 @@ class _ServeJob:
         return self._seed + len(self._facts.steps)
 
     def _can_hold_rate(self, rate: float) -> bool:
-        arrivals = draw_arrivals(rate, self._facts.least, self._options.duration_s, self._fresh_seed())
-        return self._try_arrivals(arrivals, rate).verdict == serve_rates.HOLDS
+        return self._try_rate(rate).verdict == serve_rates.HOLDS
+
+    def _try_rate(self, rate: float) -> ServeStep:
+        """Send requests at a rate: drawn here, or by LoadGen."""
+        facts, duration, seed = self._facts, self._options.duration_s, self._fresh_seed()
+        if not self._options.loadgen:
+            return self._try_arrivals(draw_arrivals(rate, facts.least, duration, seed), rate)
+        count, folder = (
+            count_requests(rate, facts.least, duration),
+            self._journal.folder / f"loadgen-{len(facts.steps)}",
+        )
+        scenario = ServerScenario(rate, count, facts.percentile, facts.bound_s, seed, folder)
+        return self._answer(QueryQueue(self._rules, Clock(), import_loadgen()), rate, count / rate, scenario=scenario)
 
     def _try_arrivals(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
-        """Send requests at these times, and store their facts and arrays."""
+        """Send requests at these times."""
+        batcher = Batcher(arrivals, self._rules, Clock())
+        return self._answer(batcher, asked or arrivals.rate, arrivals.times[-1], arrivals.first)
+
+    def _answer(
+        self, batcher: Batcher | QueryQueue, rate: float, seconds: float, first: int = 0,
+        scenario: ServerScenario | None = None,
+    ) -> ServeStep:  # fmt: skip
+        """Answer the requests, of which number `first` is the first that counts; store their facts and arrays."""
         journal, facts, number = self._journal, self._facts, len(self._facts.steps)
-        rate = asked or arrivals.rate
-        journal.stage(f"{rate:.3g} requests/s for {arrivals.times[-1]:.3g} s")
+        journal.stage(f"{rate:.3g} requests/s for {seconds:.3g} s")
         gc.collect()
         gc.freeze()  # a collection in the middle would be measured as the model's
         contention = system.CpuContention()
-        batcher = Batcher(arrivals, self._rules, Clock())
-        self._instances.each(lambda lane: answer_requests(batcher, lane.answer))
+        with scenario.sending(batcher) if scenario and isinstance(batcher, QueryQueue) else nullcontext():
+            self._instances.each(lambda lane: answer_requests(batcher, lane.answer))
         self._check_last()
         if batcher.complaint:
             if np.isnan(batcher.ended).all():
                 # It is gone, and would answer no other rate either.
                 raise Unanswered(f"no request got an answer at {rate:.3g} requests/s: {batcher.complaint}")
             journal.warn(f"a request in vain: {batcher.complaint}")
-        first = arrivals.first
-        grows = serve_rates.is_unstable(arrivals.times, batcher.began, batcher.refused, self._rules.most)
-        seconds = serve_rates.list_latencies(arrivals.times[first:], batcher.ended[first:])
-        verdict = serve_rates.judge_rate(seconds, facts.percentile, facts.bound_s, facts.least, grows)
-        step = ServeStep(rate, verdict, first, grows, round(contention.busy(), 3))
-        values = {"arrival": arrivals.times, "began": batcher.began, "ended": batcher.ended, "size": batcher.size,
+        values = {"arrival": batcher.times, "began": batcher.began, "ended": batcher.ended, "size": batcher.size,
                   "refused": batcher.refused}  # fmt: skip
+        grows = serve_rates.is_unstable(values["arrival"], values["began"], values["refused"], self._rules.most)
+        latencies = serve_rates.list_latencies(values["arrival"][first:], values["ended"][first:])
+        verdict = serve_rates.judge_rate(latencies, facts.percentile, facts.bound_s, facts.least, grows)
+        by_loadgen = scenario.read_latency() if scenario else 0.0
+        step = ServeStep(rate, verdict, first, grows, round(contention.busy(), 3), by_loadgen)
         self._arrays |= {f"{name}_{number}": array for name, array in values.items()}
         save_arrays(journal.folder / ARRAYS, self._arrays)
         self._facts = replace(facts, steps=(*facts.steps, step))

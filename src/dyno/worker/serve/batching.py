@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -55,16 +55,27 @@ class BatchingRules:
     queue: int = 0
 
 
+class RequestSource(Protocol):
+    """Hand out batches of request numbers, and record how each ended; see `Batcher`."""
+
+    def take(self) -> list[int] | None: ...
+    def done(self, batch: list[int]) -> None: ...
+    def unanswered(self, batch: list[int], why: str) -> None: ...
+    def stop(self) -> None: ...
+
+
 class Batcher:
     """Give each free instance the next batch, and record when each request began and was answered.
 
-    `began` and `ended` are seconds by the clock, NaN for requests that were refused or left; `size` is the number of
-    requests in a request's batch, 0 for those. Requests are `refused` that found the queue full, or got no answer from
-    the `answer` of `answer_requests`; `complaint` is the reason of the first of the latter, "" without any.
+    `times` are when requests are due, `began` and `ended` seconds by the clock, NaN for requests that were refused or
+    left; `size` is the number of requests in a request's batch, 0 for those. Requests are `refused` that found the
+    queue full, or got no answer from the `answer` of `answer_requests`; `complaint` is the reason of the first of the
+    latter, "" without any.
     """
 
     def __init__(self, arrivals: Arrivals, rules: BatchingRules, clock: Clock) -> None:
         self._rules, self._clock = rules, clock
+        self.times = arrivals.times
         self._due: list[float] = arrivals.times.tolist()
         count = len(self._due)
         self.began, self.ended = np.full(count, np.nan), np.full(count, np.nan)
@@ -129,7 +140,7 @@ class Batcher:
         return first if last < self._next else min(full, first + self._rules.max_wait)
 
 
-def answer_requests(batcher: Batcher, answer: Callable[[int], None]) -> None:
+def answer_requests(batcher: RequestSource, answer: Callable[[int], None]) -> None:
     """Answer batches until there are no more requests; an `Unanswered` batch doesn't end the loop."""
     try:
         while (batch := batcher.take()) is not None:

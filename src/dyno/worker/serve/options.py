@@ -27,6 +27,9 @@ class ServeOptions:
         (), "Requests per second to try: 50,100,200.", "search for the highest that holds the bound", common=True
     )
     trace: str = option("", "File of arrival times in seconds, one per line, in place of random ones.", "none")
+    loadgen: bool = option(
+        False, "MLPerf's LoadGen (mlcommons-loadgen) sends the requests, in its server scenario, and keeps its logs."
+    )
     endpoint: str = option(
         "",
         "Server of KServe's protocol v2 that has MODEL, a name there or a model here: http://HOST:PORT or grpc://HOST:PORT.",
@@ -64,6 +67,8 @@ class ServeOptions:
             raise UserError(f"resolution is {self.resolution:g}; it must be between 0.001 and 1")
         if self.trace and (self.rate or self.duration):
             raise UserError("a trace says when requests come; omit --rate and --duration")
+        if self.loadgen and (self.trace or self.queue):
+            raise UserError("LoadGen says when requests come, and waits for every answer; omit --trace and --queue")
         if not (bounds or self.rate or self.trace):
             raise UserError("a search needs a bound; give --p99 20ms, or a --rate or a --trace to measure")
 

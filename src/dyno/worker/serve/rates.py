@@ -88,12 +88,17 @@ class Arrivals:
         return (len(self.times) - 1) / float(self.times[-1] - self.times[0])
 
 
+def count_requests(rate: float, least: int, seconds: float) -> int:
+    """Return the number of requests expected in `seconds`, or, if that is 0, in ten seconds, at least `least`."""
+    return max(1, round(rate * seconds)) if seconds else max(least, round(rate * USUAL_S))
+
+
 def draw_arrivals(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
     """Return a Poisson process: independent exponential intervals with the mean 1 / `rate`.
 
-    It counts the requests expected in `seconds`, or, if that is 0, in ten seconds, at least `least`.
+    It counts as many as `count_requests` says.
     """
-    count = max(1, round(rate * seconds)) if seconds else max(least, round(rate * USUAL_S))
+    count = count_requests(rate, least, seconds)
     before = round(WARM_UP * count)
     gaps = np.random.default_rng(seed).exponential(1 / rate, before + count)
     return Arrivals(np.cumsum(gaps), before)

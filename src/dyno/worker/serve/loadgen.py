@@ -1,0 +1,183 @@
+"""Requests from MLPerf's LoadGen, which alone knows their times: its server scenario, and what its log says."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.extras import install
+from dyno.worker.serve.batching import BatchingRules, Clock
+from dyno.worker.spec import Unavailable
+
+SUMMARY = "mlperf_log_summary.txt"
+NO_BOUND_NS = 10**15  # eleven days
+NOTHING = (np.nan, np.nan, 0)  # of a query: when its batch began and ended, and of how many it was
+SAMPLES = 1024  # of the data set that LoadGen draws from; which one it draws makes no difference here
+
+
+class QueryQueue:
+    """Give each free instance the next batch of the queries that LoadGen has issued, and answer LoadGen.
+
+    It has the interface of `Batcher`, but `times`, at which queries came, are known only afterwards. No query is
+    refused, as LoadGen waits for every answer; those without one are in `refused`, and LoadGen takes them as answered.
+    """
+
+    def __init__(self, rules: BatchingRules, clock: Clock, library: Any) -> None:
+        self._rules, self._clock, self._library = rules, clock, library
+        self._ids: list[int] = []
+        self._times: list[float] = []
+        self._records: dict[int, tuple[float, float, int]] = {}
+        self._unanswered: set[int] = set()
+        self._waiting: deque[int] = deque()
+        self._changed = threading.Condition()
+        self._is_over = self._is_stopped = False
+        self.complaint = ""
+
+    @property
+    def times(self) -> np.ndarray:
+        """Seconds by the clock at which each query came."""
+        return np.array(self._times)
+
+    @property
+    def began(self) -> np.ndarray:
+        """Seconds at which each query's batch began, NaN without an answer."""
+        return np.array([self._records.get(number, NOTHING)[0] for number in range(len(self._ids))])
+
+    @property
+    def ended(self) -> np.ndarray:
+        """Seconds at which each query was answered, NaN without an answer."""
+        return np.array([self._records.get(number, NOTHING)[1] for number in range(len(self._ids))])
+
+    @property
+    def size(self) -> np.ndarray:
+        """Number of queries in each query's batch, 0 without an answer."""
+        return np.array([self._records.get(number, NOTHING)[2] for number in range(len(self._ids))])
+
+    @property
+    def refused(self) -> np.ndarray:
+        """Whether each query got no answer."""
+        return np.array([number in self._unanswered for number in range(len(self._ids))])
+
+    def issue(self, samples: Sequence[Any]) -> None:
+        """Take LoadGen's next queries."""
+        with self._changed:
+            now, first = self._clock.now(), len(self._ids)
+            self._ids += [sample.id for sample in samples]
+            self._times += [now] * len(samples)
+            numbers = range(first, len(self._ids))
+            if not self._is_stopped:
+                self._waiting += numbers
+            self._changed.notify_all()
+        if self._is_stopped:
+            self._tell(numbers)
+
+    def flush(self) -> None:
+        """Note that no more queries come."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def take(self) -> list[int] | None:
+        """Return the next batch's numbers, as soon as it is full or its first query has waited long enough.
+
+        Return None if no more come.
+        """
+        with self._changed:
+            while True:
+                if self._is_stopped or (self._is_over and not self._waiting):
+                    return None
+                now = self._clock.now()
+                left = self._times[self._waiting[0]] + self._rules.max_wait - now if self._waiting else None
+                if left is not None and (left <= 0 or self._is_over or len(self._waiting) >= self._rules.most):
+                    break
+                self._changed.wait(left)
+            batch = [self._waiting.popleft() for _ in range(min(self._rules.most, len(self._waiting)))]
+            self._records |= dict.fromkeys(batch, (now, np.nan, len(batch)))
+            return batch
+
+    def done(self, batch: Sequence[int]) -> None:
+        """Record that the batch was answered now."""
+        now = self._clock.now()
+        self._records |= {number: (self._records[number][0], now, len(batch)) for number in batch}
+        self._tell(batch)
+
+    def unanswered(self, batch: Sequence[int], why: str) -> None:
+        """Record that the batch gets no answer, and `why`."""
+        self._unanswered |= {*batch}
+        for number in batch:
+            del self._records[number]
+        self.complaint = self.complaint or why
+        self._tell(batch)
+
+    def stop(self) -> None:
+        """Hand out no further batches; LoadGen takes what is left as answered, and ends."""
+        with self._changed:
+            self._is_stopped = True
+            left = [number for number in range(len(self._ids)) if np.isnan(self._records.get(number, NOTHING)[1])]
+            self._changed.notify_all()
+        self._tell([number for number in left if number not in self._unanswered])
+
+    def _tell(self, numbers: Sequence[int]) -> None:
+        self._library.QuerySamplesComplete([self._library.QuerySampleResponse(self._ids[n], 0, 0) for n in numbers])
+
+
+@dataclass(frozen=True)
+class ServerScenario:
+    """LoadGen's server scenario: `count` queries at `rate` per second, of which the share `quantile` must be answered
+    within `bound_s` seconds (0: no bound). Its logs go to `folder`."""
+
+    rate: float
+    count: int
+    quantile: float
+    bound_s: float
+    seed: int
+    folder: Path
+
+    @contextmanager
+    def sending(self, queries: QueryQueue) -> Iterator[None]:
+        """Have LoadGen send its queries, in a thread that has ended when the block ends."""
+        library = import_loadgen()
+        settings, log = library.TestSettings(), library.LogSettings()
+        settings.scenario, settings.mode = library.TestScenario.Server, library.TestMode.PerformanceOnly
+        settings.server_target_qps = self.rate
+        settings.server_target_latency_ns = round(1e9 * self.bound_s) or NO_BOUND_NS
+        settings.server_target_latency_percentile = self.quantile
+        settings.min_query_count = settings.max_query_count = self.count
+        settings.min_duration_ms = 0
+        for name in ("qsl", "sample_index", "schedule"):
+            setattr(settings, f"{name}_rng_seed", self.seed)
+        self.folder.mkdir(exist_ok=True)
+        log.log_output.outdir, log.log_output.copy_summary_to_stdout = str(self.folder), False
+        sut = library.ConstructSUT(queries.issue, queries.flush)
+        samples = library.ConstructQSL(SAMPLES, SAMPLES, lambda _: None, lambda _: None)
+        thread = threading.Thread(target=library.StartTestWithLogSettings, args=(sut, samples, settings, log))
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
+            library.DestroyQSL(samples)
+            library.DestroySUT(sut)
+
+    def read_latency(self) -> float:
+        """Return the percentile of the latencies in seconds by LoadGen's summary, from when a query was scheduled."""
+        text = (self.folder / SUMMARY).read_text(encoding="utf-8")
+        found = re.search(rf"^{100 * self.quantile:.2f} percentile latency \(ns\) *: (\d+)$", text, re.MULTILINE)
+        return int(found[1]) / 1e9 if found else 0.0
+
+
+def import_loadgen() -> Any:
+    """Return LoadGen's library; raise `Unavailable` where it isn't installed."""
+    try:
+        import mlperf_loadgen
+    except ImportError as e:
+        raise Unavailable(f"LoadGen needs mlcommons-loadgen; {install('mlcommons-loadgen')}") from e
+    return mlperf_loadgen

@@ -1,0 +1,85 @@
+"""The queue of LoadGen's queries, with a library that only notes what it is told."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno.worker.serve.batching import BatchingRules, Clock, answer_requests
+from dyno.worker.serve.loadgen import QueryQueue
+from dyno.worker.spec import Unanswered
+
+
+class Simulated(Clock):
+    """A clock that stands still but for the work."""
+
+    time = 0.0
+
+    def __init__(self) -> None:
+        pass
+
+    def now(self) -> float:
+        return self.time
+
+
+class Library:
+    """What LoadGen was told."""
+
+    def __init__(self) -> None:
+        self.answered: list[int] = []
+
+    def QuerySampleResponse(self, id: int, data: int, size: int) -> int:  # noqa: N802 (the library's name)
+        return id
+
+    def QuerySamplesComplete(self, ids: list[int]) -> None:  # noqa: N802
+        self.answered += ids
+
+
+@pytest.fixture
+def queue() -> QueryQueue:
+    """Five queries, the ids of which begin at 100, that came at once."""
+    made = QueryQueue(BatchingRules(2, max_wait=0.5), Simulated(), Library())
+    made.issue([SimpleNamespace(id=100 + number) for number in range(5)])
+    made.flush()
+    return made
+
+
+def told(queue: QueryQueue) -> list[int]:
+    library: Any = queue._library
+    return list(library.answered)
+
+
+def test_every_query_is_answered_in_batches(queue: QueryQueue) -> None:
+    clock: Any = queue._clock
+
+    def answer(count: int) -> None:
+        clock.time += 0.1 * count
+
+    answer_requests(queue, answer)
+    assert told(queue) == [100, 101, 102, 103, 104]
+    assert queue.began == pytest.approx([0, 0, 0.2, 0.2, 0.4]) and queue.ended == pytest.approx(
+        [0.2, 0.2, 0.4, 0.4, 0.5]
+    )
+    assert queue.size.tolist() == [2, 2, 2, 2, 1] and not queue.refused.any() and (queue.times == 0).all()
+
+
+def test_a_query_without_an_answer_is_none_for_dyno_alone(queue: QueryQueue) -> None:
+    def answer(count: int) -> None:
+        if len(told(queue)) == 2:
+            raise Unanswered("too busy")
+
+    answer_requests(queue, answer)
+    assert told(queue) == [100, 101, 102, 103, 104], "LoadGen waits for each"
+    assert queue.refused.tolist() == [False, False, True, True, False] and queue.complaint == "too busy"
+    assert np.isnan(queue.ended).tolist() == queue.refused.tolist()
+
+
+def test_an_engine_that_fails_leaves_loadgen_waiting_for_nothing(queue: QueryQueue) -> None:
+    def answer(count: int) -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        answer_requests(queue, answer)
+    queue.issue([SimpleNamespace(id=200)])
+    assert sorted(told(queue)) == [100, 101, 102, 103, 104, 200]
