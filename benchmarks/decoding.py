@@ -71,8 +71,8 @@ def main() -> int:
         paths = photographs(Path(scratch), args.images)
         for number in [int(n) for n in args.workers.split(",")] * args.rounds:
             with mock.patch.object(decode, "count_threads", lambda number=number: number):
-                hashes.add(run(f"{number} threads", len(paths), decode._by_threads(paths, transform, 0)))
-            slots = decode._in_flight(number, transform)
+                hashes.add(run(f"{number} threads", len(paths), decode._decode_in_threads(paths, transform, 0)))
+            slots = decode._count_in_flight(number, transform)
             rows = decode.decode_rows(paths, transform.made_of, transform.shape, 0, number, slots)
             hashes.add(run(f"{number} processes", len(paths), rows))
         hashes.add(run("as Dyno does it", len(paths), decode.decode_images(paths, transform)))

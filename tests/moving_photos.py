@@ -5,6 +5,7 @@ that finds it (`MARKER_NET`) tells whether boxes belong to the frame on which th
 """
 
 import io
+import json
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -194,6 +195,11 @@ def place_of(frame: np.ndarray) -> int:
 def places(path: Path) -> list[int]:
     """Where the marker is in each frame of a video."""
     return [place_of(frame) for frame in read(path)[0]]
+
+
+def boxes(path: Path) -> list[dict[str, Any]]:
+    """What is written of each frame of a video: its boxes, size and time."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def expected(count: int, first: int = 0) -> list[int]:

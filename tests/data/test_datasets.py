@@ -245,14 +245,14 @@ def test_what_shapes_the_pixels_makes_another_data_set(tmp_path: Path, make: Any
 def test_known_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path := tmp_path / "a.jpg").write_bytes(b"content")
     monkeypatch.setattr(store, "UNSURE_NS", -(10**18))
-    first = store.content_hashes([path, tmp_path / "none.jpg"], tmp_path, tmp_path)
+    first = store.hash_contents([path, tmp_path / "none.jpg"], tmp_path, tmp_path)
     assert first == ["ed7002b439e9ac845f22357d822bac1444730fbdb6016d3ec9432297b9ec9f73", ""]
     with monkeypatch.context() as patched:
         patched.setattr(store.hashlib, "file_digest", lambda *_: pytest.fail("read again"))
-        assert store.content_hashes([path], tmp_path, tmp_path) == first[:1]
+        assert store.hash_contents([path], tmp_path, tmp_path) == first[:1]
     path.write_bytes(b"another")
     os.utime(path, ns=(0, 0))  # a clock of files that ticks every ten milliseconds may not have gone on
-    assert store.content_hashes([path], tmp_path, tmp_path) != first[:1]
+    assert store.hash_contents([path], tmp_path, tmp_path) != first[:1]
 
 
 def test_two_processes_at_once(tmp_path: Path) -> None:

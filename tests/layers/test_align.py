@@ -1,10 +1,12 @@
 """Forms of one network aligned: by names, by tensors, by what flows; and what can't be is said to be so."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from dyno.layers import align, tables
+from dyno.layers.align import FormSet
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 from made_layers import form, layer
 
@@ -33,17 +35,21 @@ GRAPH = form(
 )
 
 
-def names(forms: list[LayerGraph], links: list[align.Link]) -> list[tuple[list[str], ...]]:
+def names(*forms: LayerGraph) -> list[tuple[list[str], ...]]:
     """The names of each region's members, form by form."""
     return [
         tuple([forms[k].layers[i].name for i in own] for k, own in enumerate(region.members))
-        for region in align.find_regions(forms, links)
+        for region in align.find_regions(forms, align.find_pivots(FormSet(forms)))
     ]
 
 
+def rows(*forms: LayerGraph) -> list[dict[str, Any]]:
+    """The table of these forms side by side."""
+    return tables.align_forms(FormSet(forms), range(len(forms))).rows
+
+
 def test_modules_and_nodes() -> None:
-    forms = [BLOCK, GRAPH]
-    found = names(forms, align.find_pivots(forms, {}))
+    found = names(BLOCK, GRAPH)
     assert (["b.conv1", "b.bn1"], ["n1"]) in found and (["b.relu"], ["n2"]) in found
     assert (["b.relu"], ["n5"]) in found and (["b"], ["n4"]) in found and (["pool"], ["n6", "n7"]) in found
     assert [node for _, nodes in found for node in nodes] == [x.name for x in GRAPH.layers]
@@ -52,15 +58,15 @@ def test_modules_and_nodes() -> None:
 def test_calls_that_an_exporter_numbers() -> None:
     numbered = [replace(x, modules=("b.relu_1",)) if x.name == "n5" else x for x in GRAPH.layers]
     forms = [BLOCK, form(NODES, *numbered)]
-    regions = align.find_regions(forms, align.find_pivots(forms, {}))
+    regions = align.find_regions(forms, align.find_pivots(FormSet(forms)))
     assert [r.members for r in regions if 2 in r.members[0] or 6 in r.members[0]] == [((2,), (1,)), ((6,), (4,))]
 
 
 def test_operations_stand_where_the_graph_has_them() -> None:
     """A module around others has what it multiplies itself in one place, which must not be counted again."""
     outer = [replace(x, flops=18) if x.name == "b" else replace(x, flops=0) for x in BLOCK.layers]
-    table = tables.align_forms([form(MODULES, *outer), GRAPH], [0, 1], {})
-    assert {row["b"]: row["flops"] for row in table.rows if row["flops"]} == {"n1": 9, "n3": 9}
+    found = rows(form(MODULES, *outer), GRAPH)
+    assert {row["b"]: row["flops"] for row in found if row["flops"]} == {"n1": 9, "n3": 9}
 
 
 def test_an_engine_that_names_its_nodes() -> None:
@@ -72,8 +78,8 @@ def test_an_engine_that_names_its_nodes() -> None:
         layer("n7", "Pooling", "t5", "y", nodes=("n7",)),
     )
     forms = [BLOCK, GRAPH, engine]
-    links = align.find_pivots(forms, {})
-    found = names(forms, links)
+    links = align.find_pivots(FormSet(forms))
+    found = names(*forms)
     assert found[0] == ([], [], ["r"])
     assert found[1] == (["b.conv1", "b.bn1", "b.relu"], ["n1", "n2"], ["n1 + n2"])
     assert found[2] == (["b.conv2", "b.bn2", "b.relu", "b"], ["n3", "n4", "n5"], ["n3 + n4 + n5"])
@@ -90,8 +96,8 @@ def test_an_engine_that_names_only_what_it_writes() -> None:
         layer("n7", "AveragePool", "r2", "y"),
     )
     forms = [GRAPH, engine]
-    (link,) = align.find_pivots(forms, {})
-    found = names(forms, [link])
+    (link,) = align.find_pivots(FormSet(forms))
+    found = names(*forms)
     assert (["n1", "n2"], ["t2_nchwc"]) in found and (["n3", "n4", "n5"], ["t3_nchwc"]) in found
     said = tables.describe_coverage(forms, link)
     assert said.endswith("7 in all: 3 by name, 3 by what flows between those, 1 computed before the first run.")
@@ -152,7 +158,7 @@ ENGINES: dict[str, tuple[list[Layer], list[Layer], list[tuple[str, str]]]] = {
 @pytest.mark.parametrize(("nodes", "own", "expected"), ENGINES.values(), ids=ENGINES)
 def test_an_engine_beside_its_graph(nodes: list[Layer], own: list[Layer], expected: list[tuple[str, str]]) -> None:
     forms = [form(NODES, *nodes), form(LAYERS, *own)]
-    found = [tuple(map(" ".join, region)) for region in names(forms, align.find_pivots(forms, {}))]
+    found = [tuple(map(" ".join, region)) for region in names(*forms)]
     assert [region for region in found if region in expected] == expected
 
 
@@ -167,7 +173,7 @@ def test_two_engines_that_place_a_node_differently_stay_apart() -> None:
                 layer("c2", "Conv", "b", "y", nodes=("c2",)), library="says")  # fmt: skip
     silent = form(LAYERS, layer("c1", "Conv", "x", "p"), layer("c2", "Conv", "p", "y"), library="silent")
     forms = [form(NODES, *nodes), says, silent]
-    assert names(forms, align.find_pivots(forms, {})) == [
+    assert names(*forms) == [
         (["c1", "q", "d"], ["c1"], ["c1"]),
         (["c2"], ["c2"], ["c2"]),
     ]
@@ -176,16 +182,15 @@ def test_two_engines_that_place_a_node_differently_stay_apart() -> None:
 def test_forms_that_have_nothing_in_common_are_said_to_be_unaligned() -> None:
     other = form(LAYERS, layer("k1", "Kernel", "i", "j"), layer("k2", "Kernel", "j", "o"), library="stranger")
     forms = [GRAPH, other]
-    said = tables.describe_coverage(forms, *align.find_pivots(forms, {}))
+    said = tables.describe_coverage(forms, *align.find_pivots(FormSet(forms)))
     assert said == "nodes aligned with stranger, 7 in all: 7 unaligned (100.0%)."
-    table = tables.align_forms(forms, [0, 1], {})
-    assert {row["remark"] for row in table.rows} == {"nothing runs for it", "counterpart unknown"}
+    assert {row["remark"] for row in rows(*forms)} == {"nothing runs for it", "counterpart unknown"}
 
 
 def totals(forms: list[LayerGraph], first: int = 0, graph_of: dict[int, int] | None = None) -> list[str]:
     """What explains the parameters of the form behind that one."""
-    regions = align.find_regions(forms, align.find_pivots(forms, graph_of or {}))
-    return tables.describe_totals(forms, [first, first + 1], regions, graph_of)
+    found = FormSet(forms, graph_of or {})
+    return tables.describe_totals(found, [first, first + 1], align.find_regions(forms, align.find_pivots(found)))
 
 
 def test_the_sum_explains_folded_batch_norms() -> None:
@@ -226,7 +231,7 @@ def test_a_part_that_is_called_twice_has_its_weights_once_in_every_form() -> Non
         layer("c2", "Conv", "t1", "t2", parameters=10, shared=10, modules=("conv",)),
     )
     forms = [module, graph]
-    table = tables.align_forms(forms, [0, 1], {})
+    table = tables.align_forms(FormSet(forms), [0, 1])
     assert [(row["parameters_a"], row["parameters_b"]) for row in table.rows] == [(10, 10), (None, None), (5, None)]
     assert "nodes has 5 fewer parameters than modules: all of them in unused." in table.notes
 
@@ -260,9 +265,9 @@ def test_a_conversion_names_its_edge() -> None:
 
 
 def test_unknown_shapes_have_no_bytes() -> None:
-    assert tables.activation_bytes(layer("a", "A", "", "x")) == 4 * 4 * 64
-    assert tables.activation_bytes(Layer(outputs=(Port("x", (-1, 4), "float32"),))) is None
-    assert tables.activation_bytes(Layer(outputs=(Port("x", (2, 4), ""),))) is None
+    assert tables.count_activation_bytes(layer("a", "A", "", "x")) == 4 * 4 * 64
+    assert tables.count_activation_bytes(Layer(outputs=(Port("x", (-1, 4), "float32"),))) is None
+    assert tables.count_activation_bytes(Layer(outputs=(Port("x", (2, 4), ""),))) is None
 
 
 def test_what_shapes_decide_early_does_not_draw_later_rows_behind_its_layer() -> None:
@@ -277,8 +282,7 @@ def test_what_shapes_decide_early_does_not_draw_later_rows_behind_its_layer() ->
         layer("mm", "MatMul", "m", "e", flops=9, modules=("emb",)),
         layer("l", "LSTM", "e s", "y", flops=9, modules=("lstm",)),
     )
-    rows = tables.align_forms([module, graph], [0, 1], {}).rows
-    assert [row["b"] for row in rows] == ["mean", "mm", "shape l"]
+    assert [row["b"] for row in rows(module, graph)] == ["mean", "mm", "shape l"]
 
 
 def test_a_conversion_stands_before_what_reads_it() -> None:
@@ -291,8 +295,7 @@ def test_a_conversion_stands_before_what_reads_it() -> None:
         LAYERS, layer("n1", "Conv", "x", "r"), layer("out", "ReorderOutput", "r", "a", moves=True),
         layer("mean", "ReduceMean", "a", "m"), layer("n2", "Gemm", "m", "y"),
     )  # fmt: skip
-    rows = tables.align_forms([module, graph, engine], [0, 1, 2], {}).rows
-    assert [row["c"] for row in rows] == ["n1", "out", "mean", "n2"]
+    assert [row["c"] for row in rows(module, graph, engine)] == ["n1", "out", "mean", "n2"]
 
 
 def test_a_conversion_inside_what_belongs_together_stands_behind_it() -> None:
@@ -306,8 +309,7 @@ def test_a_conversion_inside_what_belongs_together_stands_behind_it() -> None:
         layer("n2", "PRelu", "a", "y"),
     )  # fmt: skip
     fused = form(LAYERS, layer("one", "Conv", "x", "y", nodes=("n1", "n2")), library="fused")
-    rows = tables.align_forms([module, graph, apart, fused], [0, 1, 2, 3], {}).rows
-    assert [row["c"] for row in rows] == ["n1 n2", "out"]
+    assert [row["c"] for row in rows(module, graph, apart, fused)] == ["n1 n2", "out"]
 
 
 def test_a_layer_that_multiplies_goes_to_the_product_among_nodes_that_nothing_names() -> None:
@@ -321,7 +323,7 @@ def test_a_layer_that_multiplies_goes_to_the_product_among_nodes_that_nothing_na
         LAYERS, layer("a", "Relu", "x", "a", nodes=("a",)), layer("seq", "GRU", "a", "k", computes_in="float32"),
         layer("b", "Relu", "k", "b", nodes=("b",)),
     )  # fmt: skip
-    found = names([module, graph, engine], align.find_pivots([module, graph, engine], {}))
+    found = names(module, graph, engine)
     assert (["gru"], ["g"], ["seq"]) in found
 
 
@@ -329,7 +331,7 @@ def test_what_is_only_in_an_engine_of_several_has_no_known_counterpart() -> None
     graph = form(NODES, layer("n", "Conv", "x", "y", flops=9))
     own = layer("odd", "Odd", "p", "q"), layer("n", "Conv", "x", "y")
     forms = [graph, form(LAYERS, *own, library="one"), form(LAYERS, own[1], library="two")]
-    remarks = {row["b"]: row["remark"] for row in tables.align_forms(forms, [0, 1, 2], {}).rows}
+    remarks = {row["b"]: row["remark"] for row in rows(*forms)}
     assert remarks["odd"] == "counterpart unknown"
 
 
@@ -337,5 +339,5 @@ def test_a_part_whose_weights_another_one_uses_is_not_run_by_itself() -> None:
     module = form(MODULES, layer("a", "Attention", "", "0", flops=9),
                   Layer(name="a.out", type="Linear", parameters=9, skipped=True))  # fmt: skip
     graph = form(NODES, layer("n", "MatMul", "x", "y", flops=9, parameters=9, modules=("a",)))
-    remarks = {row["a"]: row["remark"] for row in tables.align_forms([module, graph], [0, 1], {}).rows}
+    remarks = {row["a"]: row["remark"] for row in rows(module, graph)}
     assert remarks["a.out"] == "not run by itself"

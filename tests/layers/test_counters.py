@@ -19,6 +19,7 @@ import ncu_files
 from dyno.jobs import launcher
 from dyno.jobs.progress import Progress
 from dyno.layers import counters
+from dyno.layers.align import FormSet
 from dyno.layers.counters import Kernel, NcuReport
 from dyno.study import defaults
 from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph
@@ -61,7 +62,7 @@ def test_the_calls_of_a_module_that_runs_twice_are_told_apart() -> None:
 
 def test_the_table_of_two_forms() -> None:
     forms, reports = (MODULE, ENGINE), {0: PYTORCH, 1: TENSORRT}
-    table = counters.make_counters_table(forms, {}, {}, reports, "time", 5)
+    table = counters.make_counters_table(FormSet(forms), reports, "time", 5)
     for k, report in reports.items():
         rows = [row for row in table.rows if row["form"] == forms[k].library]
         times = [row["time_us"] for row in rows[:-1]]
@@ -73,14 +74,14 @@ def test_the_table_of_two_forms() -> None:
     first = table.rows[0]
     assert (first["modules"], first["finding"]) == ("maxpool", "compute-bound: SMs at 82 % of their peak")
     assert next(table.parts()).rows[0] == first
-    in_order = counters.make_counters_table(forms[:1], {}, {}, {0: PYTORCH}, "graph", 0).rows
+    in_order = counters.make_counters_table(FormSet(forms[:1]), {0: PYTORCH}, "graph", 0).rows
     assert [row["kernel"] for row in in_order] == [kernel.name for kernel in PYTORCH.kernels]
     last = in_order[-1]
     assert last["modules"] == "fc" and last["finding"] == "too small a grid: 64 blocks for 132 SMs"
 
 
 def test_sentences_on_all_kernels_of_a_form() -> None:
-    notes = counters.make_counters_table((MODULE, ENGINE), {}, {}, {0: PYTORCH, 1: TENSORRT}, "time", 5).notes
+    notes = counters.make_counters_table(FormSet((MODULE, ENGINE)), {0: PYTORCH, 1: TENSORRT}, "time", 5).notes
     assert "TensorRT: the tensor cores are idle (up to 2 %) in all 24 kernels." in notes
     (tensor,) = (note for note in notes if note.startswith("PyTorch: the tensor cores"))
     assert tensor.endswith("and are idle (up to 2 %) in the 2 longest kernels.")
@@ -123,7 +124,7 @@ def test_tensor_cores_at_work_and_unknown() -> None:
 
 
 def test_kernels_have_their_figures_and_the_ranges_around_them() -> None:
-    kernels = counters.read_ncu(ncu_files.text(ncu_files.PYTORCH)).kernels
+    kernels = PYTORCH.kernels
     assert len(kernels) == 45
     first, last = kernels[0], kernels[-1]
     assert first.name == "engines_precompiled::nchwToNhwcKernel<__half, __half, float, 0, 1, 0>"
@@ -136,7 +137,7 @@ def test_kernels_have_their_figures_and_the_ranges_around_them() -> None:
 
 
 def test_ranges_of_tensorrt_whose_quotes_ncu_leaves_as_they_are() -> None:
-    kernels = counters.read_ncu(ncu_files.text(ncu_files.TENSORRT)).kernels
+    kernels = TENSORRT.kernels
     assert len(kernels) == 24
     assert {kernel.ranges[0] for kernel in kernels} == {"ExecutionContext::enqueue"}
     assert [kernel.ranges[-1] for kernel in kernels[:3]] == [
@@ -265,7 +266,7 @@ ENDS = {
 @pytest.mark.parametrize(("error", "reason"), ENDS.items())
 def test_only_what_ncu_could_not_count_is_missing(error: str, reason: str) -> None:
     report = counters.NcuReport((counters.Kernel("k"),), (error,))
-    assert counters.counting_outcome(Record("ok"), report, 9.0).cut_short == reason
+    assert counters.judge_counts(Record("ok"), report, 9.0).cut_short == reason
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_only_what_ncu_could_not_count_is_missing(error: str, reason: str) -> No
 )  # fmt: skip
 def test_without_kernels_the_reason_is_ncu_s_or_the_job_s(status: str, error: str, said: str) -> None:
     with pytest.raises(UserError, match="no hardware counters: ") as raised:
-        counters.counting_outcome(
+        counters.judge_counts(
             Record(status, reason="killed by SIGKILL"), counters.NcuReport((), (error,) * bool(error)), 9.0
         )
     assert said in str(raised.value)

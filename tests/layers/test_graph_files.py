@@ -8,6 +8,7 @@ import pytest
 
 from browser import ask
 from dyno.layers import graph_files, graph_page
+from dyno.layers.align import FormSet
 from dyno.layers.graph_files import Mark, build_timelines, iter_marks
 from dyno.layers.times import Times
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, LayerGraph
@@ -34,7 +35,7 @@ SECONDS = {
 
 def found(*shown: int):
     times = {k: Times(np.ones(1), np.ones(6), SECONDS[k]) for k in (0, 1)}
-    return build_timelines(FORMS, {1: 2}, {0: 0, 1: 0}, times, shown)
+    return build_timelines(FormSet(FORMS, {1: 2}, {0: 0, 1: 0}), times, shown)
 
 
 def test_layers_are_under_the_modules_around_all_of_them() -> None:
@@ -83,14 +84,14 @@ def test_the_tree_map_s_areas_are_shares_of_the_time() -> None:
         ("Gemm", "41.7"), ("Convolution", "33.3"), ("Add", "16.7"), ("Reorder", "8.3"),
     ]  # fmt: skip
     assert "time by operator" in graph_page.draw_tree_maps(
-        build_timelines([ENGINE], {}, {}, {0: Times(np.ones(1), np.ones(3), SECONDS[1])}, [0])
+        build_timelines(FormSet([ENGINE]), {0: Times(np.ones(1), np.ones(3), SECONDS[1])}, [0])
     )
 
 
 def test_names_are_escaped() -> None:
     hostile = form(MODULES, layer("<i>", "<b>"), library="<P>")
     times = {0: Times(np.ones(1), np.ones(3), np.ones((3, 1)))}
-    assert not re.search("<P>|<i>[^<]|<b>", graph_page.draw_tree_maps(build_timelines([hostile], {}, {}, times, [0])))
+    assert not re.search("<P>|<i>[^<]|<b>", graph_page.draw_tree_maps(build_timelines(FormSet([hostile]), times, [0])))
 
 
 def test_a_node_says_which_layer_runs_it() -> None:
@@ -102,19 +103,19 @@ def test_a_node_says_which_layer_runs_it() -> None:
     ]
     assert notes[3].facts["E: layer"] == "last" and "E: stands for" not in notes[3].facts
     without = [form(LAYERS, ENGINE.layers[0], library="E"), GRAPH]
-    lines = build_timelines(without, {0: 1}, {}, {}, [0])
+    lines = build_timelines(FormSet(without, {0: 1}), {}, [0])
     assert graph_files.list_node_notes(without, 1, {0: lines[0]})[3].lines == [f"E: {graph_files.UNKNOWN}"]
 
 
 def test_a_graph_has_the_tensors_between_layers_as_edges() -> None:
-    (graph,) = graph_files.explorer_graphs([ENGINE], found(1), "net")["graphs"]
+    (graph,) = graph_files.build_explorer_graphs([ENGINE], found(1), "net")["graphs"]
     edges = {node["id"]: [edge["sourceNodeId"] for edge in node["incomingEdges"]] for node in graph["nodes"]}
     assert edges == {"0": [], "1": [], "2": ["1"], "4": ["2"]}
     assert [node["namespace"] for node in graph["nodes"]] == ["(conversions)", "a", "a", "b"]
-    (module,) = graph_files.explorer_graphs([MODULE], found(0), "net")["graphs"]
+    (module,) = graph_files.build_explorer_graphs([MODULE], found(0), "net")["graphs"]
     (inner,) = [node for node in module["nodes"] if node["id"] == "0"]
     assert (inner["namespace"], inner["label"]) == ("a", "Conv2d")
-    assert graph_files.node_data(found(1))["E"]["results"]["4"] == {"value": 5.0}
+    assert graph_files.build_node_data(found(1))["E"]["results"]["4"] == {"value": 5.0}
 
 
 # `block` adds what its convolution returns to what it was given, by its own code.
@@ -131,7 +132,7 @@ TAKEN = np.array([[1e-6, 0.0, 6e-6, 3e-6]] * 3)
 
 def graph_of(form: LayerGraph, parts: dict[int, int] | None = None, *, timed: bool = True):
     times = {0: Times(np.ones(1), np.ones(3), TAKEN)} if timed else {}
-    (timeline,) = build_timelines([form], {}, {0: 0} if form.form == MODULES else {}, times, [0])
+    (timeline,) = build_timelines(FormSet([form], {}, {0: 0} if form.form == MODULES else {}), times, [0])
     return graph_page.draw_graph(form, timeline, parts or {})
 
 
@@ -153,19 +154,19 @@ def test_what_a_block_adds_itself_flows_into_it() -> None:
 
 def test_what_is_too_large_or_empty_is_left_out() -> None:
     drawn = graph_of(FOLDED)
-    assert graph_page.graph_figure([]) == graph_page.graph_figure([drawn | {"nodes": []}]) == ""
-    assert graph_page.graph_figure([drawn | {"nodes": drawn["nodes"] * graph_page.MOST}]) == ""
-    content = graph_page.graph_figure([drawn]).split("application/json", 1)[1]
+    assert graph_page.draw_graphs([]) == graph_page.draw_graphs([drawn | {"nodes": []}]) == ""
+    assert graph_page.draw_graphs([drawn | {"nodes": drawn["nodes"] * graph_page.MOST}]) == ""
+    content = graph_page.draw_graphs([drawn]).split("application/json", 1)[1]
     assert "</script>" not in content.removesuffix("</script>\n</details>")
 
 
 @pytest.mark.slow
 def test_a_browser_draws_finds_and_pairs_layers(tmp_path: Path) -> None:
     graphs = graph_of(FOLDED, {0: 1, 2: 2, 3: 3}), graph_of(NET, {0: 1, 1: 2, 3: 3}, timed=False)
-    figure = graph_page.graph_figure(graphs)
+    figure = graph_page.draw_graphs(graphs)
     written = tmp_path / "page.html"
     opened = figure.replace('class="layer-graph"', 'class="layer-graph" open')
-    written.write_text(graph_page.whole_page("Layers", f"{opened}\n{graph_page.graph_scripts()}"), encoding="utf-8")
+    written.write_text(graph_page.make_page("Layers", f"{opened}\n{graph_page.graph_scripts()}"), encoding="utf-8")
     script = """
       const [engine, net] = [...document.querySelectorAll(".drawing")].map(each => each._cyreg.cy);
       const chosen = graph => graph.nodes(".chosen").map(node => node.data("label"));

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from dyno.layers import files, times
+from dyno.layers.align import FormSet
 from dyno.layers.roofline import (
     Ceilings,
     LayerWork,
     Rates,
     RooflineRating,
-    data_sheet,
     list_roofline_notes,
     list_types,
+    parse_data_sheet,
     rate_layers,
 )
 from dyno.layers.times import Times
@@ -44,13 +45,13 @@ FUSED = Layer(name="f", type="Convolution", inputs=(port("x", 10),), outputs=(po
 LAST = Layer(name="l", type="FullyConnected", inputs=(Port("b"),), outputs=(port("y", 5),), parameters=500,
              computes_in="float32", nodes=("n2",))  # fmt: skip
 MOVE = Layer(name="m", type="Reorder", inputs=(port("y", 5),), outputs=(port("z", 5),), moves=True)
-FORMS = [form(LAYERS, FUSED, LAST, MOVE), GRAPH]
+ENGINE = FormSet([form(LAYERS, FUSED, LAST, MOVE), GRAPH], {0: 1})
 EACH = Times(np.full(3, 20e-6), np.full(3, 30e-6), np.tile([16e-6, 1e-6, 0.5e-6], (3, 1)), precision="fp32",
              backend="openvino")  # fmt: skip
 
 
 def test_an_engine_s_layers_have_the_operations_of_their_nodes_and_each_byte_once() -> None:
-    found = rate_layers(FORMS, 0, 1, "fp32", CEILINGS)
+    found = rate_layers(ENGINE, 0, "fp32", CEILINGS)
     assert found.work == [
         LayerWork(8_000_000, 4 * (10 + 100 + 40), "fp32"),
         LayerWork(1000, 4 * (100 + 5 + 500), "fp32"),  # who writes `b` knows its shape
@@ -60,7 +61,7 @@ def test_an_engine_s_layers_have_the_operations_of_their_nodes_and_each_byte_onc
 
 
 def test_the_nearer_ceiling_decides() -> None:
-    arithmetic, memory, move = rate_layers(FORMS, 0, 1, "fp32", CEILINGS).work
+    arithmetic, memory, move = rate_layers(ENGINE, 0, "fp32", CEILINGS).work
     assert arithmetic.least(RATES) == (pytest.approx(8e-6), "arithmetic")
     assert memory.least(RATES) == (pytest.approx(2420 / 1e11), "memory")
     assert move.least(RATES) == (pytest.approx(40 / 1e11), "memory")
@@ -71,7 +72,7 @@ def test_the_nearer_ceiling_decides() -> None:
 def test_products_in_a_layer_that_names_no_type_are_not_known() -> None:
     attention = Layer(name="s", type="Subgraph", outputs=(port("y", 5),), nodes=("n2",))
     idle = Layer(name="i", type="MatMul", outputs=(port("q", 5),), computes_in="float32", nodes=("elsewhere",))
-    found = rate_layers([form(LAYERS, FUSED, attention, idle), GRAPH], 0, 1, "fp32", CEILINGS)
+    found = rate_layers(FormSet([form(LAYERS, FUSED, attention, idle), GRAPH], {0: 1}), 0, "fp32", CEILINGS)
     assert [work.flops for work in found.work] == [8_000_000, None, None]
     both = found.cells([0, 1], 1e-3)
     assert "tflops" not in both and both["reached"] == pytest.approx(100 * 8e-6 / 1e-3), "what is known is the least"
@@ -86,22 +87,22 @@ def test_a_module_computes_in_what_it_writes_and_tf32_is_a_ceiling_of_its_own() 
         Layer(name="b", type="Linear", inputs=(port("0:0", 4, "float16"),), outputs=(port("1:0", 4),), flops=16),
         Layer(type="Net", flops=0),
     )  # fmt: skip
-    work = rate_layers([module], 0, None, "tf32", CEILINGS).work
+    work = rate_layers(FormSet([module]), 0, "tf32", CEILINGS).work
     assert work == [LayerWork(16, 2 * (4 + 8), "fp16"), LayerWork(16, 8 + 16, "tf32"), LayerWork(0, None, "")]
     assert list_types(module, "tf32") == {"fp16", "tf32"}
 
 
 def test_rows_say_how_near_the_roof_they_are_and_the_rest_together() -> None:
-    first, rest = times.profile_table(FORMS, {0: 1}, {}, {0: EACH}, "time", 1, CEILINGS).rows
+    first, rest = times.profile_table(ENGINE, {0: EACH}, "time", 1, CEILINGS).rows
     assert (first["tflops"], first["intensity"]) == (pytest.approx(0.5), pytest.approx(8e6 / 600))
     assert (first["reached"], first["bound"]) == (pytest.approx(50), "arithmetic")
     assert first["gb_s"] == pytest.approx(600 / 16e-6 / 1e9)
     assert rest["reached"] == pytest.approx(100 * (2420 + 40) / 1e11 / 1.5e-6) and rest["bound"] == "neither"
-    (line,) = times.reconcile(FORMS, {0: EACH}, {0: 1}, CEILINGS).rows
+    (line,) = times.reconcile(ENGINE, {0: EACH}, CEILINGS).rows
     least = 8e-6 + (2420 + 40) / 1e11
     assert line["roof_ms"] == pytest.approx(1e3 * least) and line["reached"] == pytest.approx(100 * least / 20e-6)
     assert line["tflops"] == pytest.approx(8_001_000 / 20e-6 / 1e12)
-    without = times.profile_table(FORMS, {0: 1}, {}, {0: EACH}, "time", 1)
+    without = times.profile_table(ENGINE, {0: EACH}, "time", 1)
     assert "tflops" not in without.rows[0] and "tflops" not in [c.name for c in without.columns]
 
 
@@ -115,7 +116,7 @@ def test_the_ceilings_are_a_table_that_says_what_disturbed_them() -> None:
 
 
 def test_the_chart_has_the_layers_that_multiply_under_one_roof_a_type() -> None:
-    figure = files.draw_roofline(FORMS, {0: EACH}, {0: 1}, CEILINGS)
+    figure = files.draw_roofline(ENGINE, {0: EACH}, CEILINGS)
     assert figure is not None
     (axes,) = figure.axes
     ((points,), (roof,)) = axes.collections, axes.lines
@@ -123,7 +124,7 @@ def test_the_chart_has_the_layers_that_multiply_under_one_roof_a_type() -> None:
     x, y = roof.get_data()
     assert y == pytest.approx(np.minimum(x * 0.1, 1.0))
     moving = {0: Times(*(np.ones(3),) * 2, np.ones((3, 1)))}
-    assert files.draw_roofline([form(LAYERS, MOVE), GRAPH], moving, {0: 1}, CEILINGS) is None
+    assert files.draw_roofline(FormSet([form(LAYERS, MOVE), GRAPH], {0: 1}), moving, CEILINGS) is None
 
 
 def test_a_layer_is_bound_by_what_explains_its_time_or_by_neither() -> None:
@@ -152,7 +153,7 @@ def test_above_the_roof_says_how_that_can_be() -> None:
 
 
 def test_the_data_sheet_stands_beside_what_was_measured() -> None:
-    sheet = data_sheet(["fp32=2", "memory=400"])
+    sheet = parse_data_sheet(["fp32=2", "memory=400"])
     assert sheet == Rates({"fp32": 2e12}, 4e11)
     beside = replace(CEILINGS, sheet=sheet, clocks={"fp32": 1500.0, "memory": 1400.0})
     rows = {row["ceiling"]: row for row in beside.table().rows}
@@ -175,4 +176,4 @@ def test_the_data_sheet_stands_beside_what_was_measured() -> None:
 )
 def test_nonsense_of_a_data_sheet_is_refused(texts: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        data_sheet(texts)
+        parse_data_sheet(texts)

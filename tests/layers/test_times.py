@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dyno.layers import pairs, times
+from dyno.layers.align import FormSet
 from dyno.layers.times import LaunchTimes, Times
 from dyno.report.export import export
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Function
@@ -26,25 +27,23 @@ SECONDS = np.array([[1e-6, 2e-6, 5e-6], [90e-6, 2e-6, 5e-6], [1e-6, 2e-6, 5e-6]]
 
 def test_shares_of_medians_add_up_and_the_rest_is_one_row() -> None:
     found = {0: Times(np.array([9e-6]), np.array([9e-6]), SECONDS)}
-    first, rest = times.profile_table([MODULE], {}, {}, found, "time", 1).rows
+    first, rest = times.profile_table(FormSet([MODULE]), found, "time", 1).rows
     assert (first["modules"], first["time_us"], first["share"]) == ("c", pytest.approx(5), pytest.approx(62.5))
     assert (rest["modules"], rest["time_us"], rest["cumulative"]) == ("2 more layers", *map(pytest.approx, (3, 100)))
     assert first["time_us_low"] == first["time_us_high"] == pytest.approx(5) and np.isnan(rest["time_us_low"])
-    rows = times.profile_table([MODULE], {}, {}, found, "graph", 2).rows
+    rows = times.profile_table(FormSet([MODULE]), found, "graph", 2).rows
     assert [row["modules"] for row in rows] == ["b", "c", "1 more layer"]
 
 
 def test_an_engine_s_layers_have_the_modules_names() -> None:
     forms = [MODULE, ENGINE, GRAPH]
-    assert times.name_modules(forms, 1, 2, 0) == [[], ["a", "b"], ["c"], []]
-    assert times.name_modules(forms, 1, 2, None) == [
-        [],
-        ["a", "b"],
-        ["c"],
-        [],
-    ]  # without the module: what the graph says
+    assert times.name_modules(FormSet(forms, {1: 2}, {1: 0}), 1) == [[], ["a", "b"], ["c"], []]
+    by_graph = times.name_modules(FormSet(forms, {1: 2}), 1)
+    assert by_graph == [[], ["a", "b"], ["c"], []], "without the module: what the graph says"
     seconds = np.array([[1e-6, 6e-6, 3e-6, 0.0]])
-    rows = times.profile_table(forms, {1: 2}, {1: 0}, {1: Times(seconds[0], seconds[0], seconds)}, "time", 0).rows
+    rows = times.profile_table(
+        FormSet(forms, {1: 2}, {1: 0}), {1: Times(seconds[0], seconds[0], seconds)}, "time", 0
+    ).rows
     assert [(row["layer"], row["remark"]) for row in rows] == [
         ("fused", ""), ("x", ""), ("reorder", "only changes type or layout"),
     ]  # fmt: skip
@@ -52,7 +51,7 @@ def test_an_engine_s_layers_have_the_modules_names() -> None:
 
 def test_the_remainder_is_negative_where_watching_costs_more() -> None:
     found = {0: Times(np.full(5, 6e-6), np.full(3, 12e-6), SECONDS)}
-    (line,) = times.reconcile([MODULE], found).rows
+    (line,) = times.reconcile(FormSet([MODULE]), found).rows
     assert (line["unprofiled_ms"], line["layers_ms"]) == (pytest.approx(0.006), pytest.approx(0.008))
     assert line["remainder_ms"] == pytest.approx(-0.002) and line["profiled_ms"] == pytest.approx(0.012)
 
@@ -64,7 +63,7 @@ def test_a_layer_is_not_named_after_who_shares_what_shapes_decide_with_it() -> N
              for name, read in (("lstm", "x"), ("gru", "lstm"))]  # fmt: skip
     engine = form(LAYERS, layer("L", "L", nodes=("batch", "lstm_node")), layer("G", "G", nodes=("gru_node",)))
     forms = [module, form(NODES, layer("batch", "Shape", "x", "s"), *nodes), engine]
-    assert times.name_modules(forms, 2, 1, 0) == [["lstm"], ["gru"]]
+    assert times.name_modules(FormSet(forms, {2: 1}, {2: 0}), 2) == [["lstm"], ["gru"]]
 
 
 @pytest.fixture
@@ -128,7 +127,7 @@ def test_the_arrays_of_a_job() -> None:
 def test_figures_and_words_stand_beside_the_latency() -> None:
     one = form(LAYERS, layer("a", ""), library="E")
     each = Times(np.full(5, 1e-3), np.full(5, 2e-3), np.full((5, 1), 0.4e-3), gpu=seen(0.4e-3))
-    table = times.reconcile([one, one], {0: each, 1: Times(*(np.full(5, 1e-3),) * 2, np.full((5, 1), 1e-3))})
+    table = times.reconcile(FormSet([one, one]), {0: each, 1: Times(*(np.full(5, 1e-3),) * 2, np.full((5, 1), 1e-3))})
     on_gpu, on_cpu = table.rows
     assert (on_gpu["idle"], on_gpu["kernels"]) == (pytest.approx(60), 61)
     assert [on_gpu[name] for name in ("queueing_ms", "busy_ms", "calls_ms")] == pytest.approx([0.8, 0.4, 0.3])

@@ -344,35 +344,36 @@ def test_each_makes_a_variant_that_backends_know(one: Prescription) -> None:
                 assert not backend.values[option](value), (name, option)
 
 
-def test_it_fits_engines_that_it_would_change() -> None:
-    fewer, bf16, graph = named("fewer layers"), named("BF16"), named("a CUDA graph")
-    assert fewer.fits("onnxruntime", "int8", "cpu", {}) and not fewer.fits("onnxruntime", "fp32", "cpu", {})
-    assert bf16.fits("openvino", "int8", "cpu", {}) and not bf16.fits("openvino", "bf16", "cpu", {})
-    assert graph.fits("pytorch", "fp16", "cuda:1", {}) and not graph.fits("pytorch", "fp16", "cpu", {})
-    assert not graph.fits("onnxruntime", "fp32", "cuda:0", {})
+TENSORRT, PAIRS = ("tensorrt", "fp16", "cuda:0"), "eight bits between layers"
+# What a prescription is of, an engine and its options, and whether it would change that engine.
+FITS: list[tuple[str, tuple[str, str, str], dict[str, Any], bool]] = [
+    ("fewer layers", ("onnxruntime", "int8", "cpu"), {}, True),
+    ("fewer layers", ("onnxruntime", "fp32", "cpu"), {}, False),
+    ("BF16", ("openvino", "int8", "cpu"), {}, True),
+    ("BF16", ("openvino", "bf16", "cpu"), {}, False),
+    ("a CUDA graph", ("pytorch", "fp16", "cuda:1"), {}, True),
+    ("a CUDA graph", ("pytorch", "fp16", "cpu"), {}, False),
+    ("a CUDA graph", ("onnxruntime", "fp32", "cuda:0"), {}, False),
+    ("usual level", TENSORRT, {}, False),  # it has that
+    ("highest level", TENSORRT, {}, True),
+    *(("usual level", TENSORRT, {"optimization": n}, n < 3) for n in (0, 2, 3, 5)),
+    *(("highest level", TENSORRT, {"optimization": n}, n == 3) for n in (0, 2, 3, 5)),
+    ("a calibrator", ("tensorrt", "int8", "cuda:0"), {"route": "graph"}, True),
+    ("a calibrator", ("tensorrt", "int8", "cuda:0"), {"route": "calibrator"}, False),
+    ("a calibrator", TENSORRT, {}, False),
+    *((PAIRS, (name, "int8", "cuda:0"), {}, True) for name in ("tensorrt", "tensorrt_rtx")),
+    *((PAIRS, ("tensorrt", "int8", "cuda:0"), options, False)
+      for options in ({"joints": True}, {"route": "calibrator"}, {"quantizer": "modelopt"})),
+    (PAIRS, TENSORRT, {}, False),
+    (PAIRS, ("openvino", "int8", "cpu"), {}, False),
+]  # fmt: skip
 
 
-def test_the_builder_goes_to_its_usual_level_before_its_highest() -> None:
-    usual, highest = named("usual level"), named("highest level")
-    fitting = [[n for n in (0, 2, 3, 5) if one.fits("tensorrt", "fp16", "cuda:0", {"optimization": n})]
-               for one in (usual, highest)]  # fmt: skip
-    assert fitting == [[0, 2], [3]]
-    assert highest.fits("tensorrt", "fp16", "cuda:0", {}) and not usual.fits("tensorrt", "fp16", "cuda:0", {})
-
-
-def test_a_calibrator_is_for_int8_whose_types_come_from_the_graph() -> None:
-    calibrator = named("a calibrator")
-    assert calibrator.fits("tensorrt", "int8", "cuda:0", {"route": "graph"})
-    assert not calibrator.fits("tensorrt", "int8", "cuda:0", {"route": "calibrator"})
-    assert not calibrator.fits("tensorrt", "fp16", "cuda:0", {})
-
-
-def test_pairs_between_layers_are_for_int8_graphs_that_have_none_there() -> None:
-    joints = named("eight bits between layers")
-    assert joints.fits("tensorrt", "int8", "cuda:0", {}) and joints.fits("tensorrt_rtx", "int8", "cuda:0", {})
-    for options in ({"joints": True}, {"route": "calibrator"}, {"quantizer": "modelopt"}):
-        assert not joints.fits("tensorrt", "int8", "cuda:0", options)
-    assert not joints.fits("tensorrt", "fp16", "cuda:0", {}) and not joints.fits("openvino", "int8", "cpu", {})
+@pytest.mark.parametrize(("text", "engine", "options", "fits"), FITS)
+def test_it_fits_engines_that_it_would_change(
+    text: str, engine: tuple[str, str, str], options: dict[str, Any], fits: bool
+) -> None:
+    assert named(text).fits(*engine, options) is fits
 
 
 def test_what_is_proven_and_right_is_kept() -> None:

@@ -27,10 +27,6 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return videos.write(path, videos.pictures(COUNT), sound=True)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def places(boxes: list[dict[str, Any]]) -> list[int]:
     """Where the best box of each frame lies, as the marker's place; every frame has one."""
     assert all(len(line["boxes"]) == 1 for line in boxes)
@@ -49,7 +45,7 @@ def test_every_frame_comes_out_in_order_with_its_own_boxes(run: Any, clip: Path,
     assert [videos.place_of(frame) for frame in frames] == expected(COUNT)
     assert all(has_box(frame, k % videos.PLACES) for k, frame in enumerate(frames))
     np.testing.assert_allclose(times, videos.read(clip)[1], atol=1e-3)
-    boxes = lines(tmp_path / "boxes.jsonl")
+    boxes = videos.boxes(tmp_path / "boxes.jsonl")
     assert [line["frame"] for line in boxes] == list(range(COUNT))
     assert places(boxes) == expected(COUNT)
     np.testing.assert_allclose([line["seconds"] for line in boxes], times, atol=1e-3)
@@ -63,7 +59,7 @@ def test_preloaded_frames_are_answered_again_and_again(run: Any, clip: Path, tmp
     _, out, _ = run(clip, "out.mp4", "--json", "b.jsonl", "--preload", 4, "--frames", 10, "--batch", 3, code=0)
     again = [k % 4 for k in range(10)]
     assert videos.places(tmp_path / "out.mp4") == again
-    assert places(lines(tmp_path / "b.jsonl")) == again
+    assert places(videos.boxes(tmp_path / "b.jsonl")) == again
     assert "4 frames at most were decoded before" in out
 
 
@@ -72,7 +68,7 @@ def test_frames_are_prepared_where_the_engine_computes(run: Any, clip: Path, tmp
     for place in ("host", "device"):
         _, out, _ = run(*words, f"{place}.jsonl", "--prepare", place, code=0)
         assert ("Frames become the network's input where it computes" in out) == (place == "device")
-    host, device = (lines(tmp_path / f"{place}.jsonl") for place in ("host", "device"))
+    host, device = (videos.boxes(tmp_path / f"{place}.jsonl") for place in ("host", "device"))
     assert places(device) == expected(COUNT)
     for one, other in zip(host, device, strict=True):
         for box, again in zip(one["boxes"], other["boxes"], strict=True):
@@ -93,7 +89,7 @@ def test_engines_are_compared_in_rounds(run: Any, call: Any, clip: Path, tmp_pat
         "--format", "csv", code=0)  # fmt: skip
     for name in ("pytorch-fp32", "onnxruntime-fp32"):
         assert len(videos.read(tmp_path / f"out-{name}.mp4")[0]) == COUNT
-        assert places(lines(tmp_path / f"b-{name}.jsonl")) == expected(COUNT)
+        assert places(videos.boxes(tmp_path / f"b-{name}.jsonl")) == expected(COUNT)
     assert not list(tmp_path.glob("run/**/scratch*"))  # the second round keeps nothing
     whole, stages, streams = (list(csv.DictReader(io.StringIO(part))) for part in out.split("\n\n"))
     assert [row["rounds"] for row in whole] == ["2", "2"]
@@ -142,7 +138,7 @@ def test_several_streams_share_one_engine(run: Any, clip: Path, tmp_path: Path) 
     assert ran["reached_fps"] == pytest.approx(row["fps"])
     assert ran["error"] == pytest.approx(100 * (ran["fps"] / row["fps"] - 1))
     assert videos.places(tmp_path / "out.mp4") == expected(COUNT)
-    assert places(lines(tmp_path / "b.jsonl")) == expected(COUNT)
+    assert places(videos.boxes(tmp_path / "b.jsonl")) == expected(COUNT)
     assert not list(tmp_path.glob("run/**/stream*.mp4"))
 
 
@@ -197,7 +193,7 @@ def test_images_and_folders(run: Any, tmp_path: Path) -> None:
     run(folder, "drawn", "--json", "b.jsonl", "-o", "run", code=0)
     drawn = [cv2.imread(str(tmp_path / "drawn" / f"{k}.png"))[..., ::-1] for k in range(5)]
     assert all(has_box(image, k) for k, image in enumerate(drawn))
-    assert [line["name"] for line in lines(tmp_path / "b.jsonl")] == [f"{k}.png" for k in range(5)]
+    assert [line["name"] for line in videos.boxes(tmp_path / "b.jsonl")] == [f"{k}.png" for k in range(5)]
     run(folder / "3.png", "one.png", "-o", "run1", code=0)
     assert has_box(cv2.imread(str(tmp_path / "one.png"))[..., ::-1], 3)
     run(folder, "film.mkv", "-o", "run2", code=0)
@@ -260,7 +256,7 @@ def test_objects_keep_their_identity(call: Any, tmp_path: Path, method: str) -> 
         "-o", "run", "--format", "json", code=0,
     )  # fmt: skip
     names: dict[bool, set[int]] = {True: set(), False: set()}  # of the square on top and of the other one
-    for k, line in enumerate(lines(tmp_path / "b.jsonl")):
+    for k, line in enumerate(videos.boxes(tmp_path / "b.jsonl")):
         assert len(line["boxes"]) == (1 if k in hidden else 2)
         for box in line["boxes"]:
             if k >= 3:

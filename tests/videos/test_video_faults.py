@@ -3,7 +3,6 @@ file."""
 
 import functools
 import http.server
-import json
 import re
 import resource
 import signal
@@ -124,7 +123,7 @@ def test_cover_art_is_not_the_video(run: Any, tmp_path: Path, suffix: str) -> No
         assert container.streams[0].codec_context.name == "mjpeg"
     run(source, f"out{suffix}", "--json", "boxes.jsonl", code=0)
     assert places(tmp_path / f"out{suffix}") == expected(20)
-    stored = [json.loads(line) for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
+    stored = videos.boxes(tmp_path / "boxes.jsonl")
     assert [round(line["boxes"][0]["box"][0] / videos.CELL) for line in stored] == expected(20)
     assert {(line["width"], line["height"]) for line in stored} == {(384, 288)}
     np.testing.assert_allclose([line["seconds"] for line in stored], np.arange(20) / videos.RATE, atol=1e-3)
@@ -166,7 +165,7 @@ def test_pixels_that_are_not_square_keep_their_shape(call: Any, tmp_path: Path, 
     words = ["rows.py:net" if word == "marker.py:net" else word for word in WORDS]
     words += ["--json", "boxes.jsonl", "--confidence", 0.8, "--prepare", prepare]
     call("bench", "video", "wide.mp4", f"out{suffix}", *words, code=0)
-    stored = [json.loads(line) for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
+    stored = videos.boxes(tmp_path / "boxes.jsonl")
     assert {(line["width"], line["height"], line["pixel_aspect"]) for line in stored} == {(384, 288, 2.0)}
     np.testing.assert_allclose([line["boxes"][0]["box"] for line in stored], [[128, 48, 160, 112]] * 8, atol=2)
     with av.open(str(tmp_path / f"out{suffix}")) as container:
@@ -217,7 +216,7 @@ def test_the_times_of_a_variable_rate_are_kept(run: Any, tmp_path: Path) -> None
     frames, seconds = videos.read(tmp_path / "out.mp4")
     assert [videos.place_of(frame) for frame in frames] == expected(20)
     np.testing.assert_allclose(seconds, np.array(times) / 1000, atol=0.002)
-    stored = [json.loads(line)["seconds"] for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
+    stored = [line["seconds"] for line in videos.boxes(tmp_path / "boxes.jsonl")]
     np.testing.assert_allclose(stored, np.array(times) / 1000, atol=0.002)
 
 
@@ -230,7 +229,7 @@ def test_another_resolution_in_the_middle(run: Any, tmp_path: Path) -> None:
     frames, _ = videos.read(tmp_path / "out.mp4")
     assert len(frames) == 24 and {frame.shape for frame in frames} == {(288, 384, 3)}
     assert any("12 frames had another size than the first" in line for line in record(tmp_path).warnings)
-    stored = [json.loads(line) for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
+    stored = videos.boxes(tmp_path / "boxes.jsonl")
     assert [line["width"] for line in stored] == [384] * 12 + [576] * 12  # boxes are in pixels of their own frame
 
 

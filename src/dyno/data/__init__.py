@@ -20,9 +20,9 @@ from dyno.data.data_format import ScanRequest
 from dyno.data.data_format import format_of as format_of
 from dyno.data.data_format import formats as formats
 from dyno.data.decode import Progress as Progress
-from dyno.data.decode import Transform, library_version
-from dyno.data.folders import calibration_listing
-from dyno.data.photos import CALIBRATION, DecodeOptions, cached_data, calibrate_on, make_spec, stratified_order
+from dyno.data.decode import Transform, find_library_version
+from dyno.data.folders import list_calibration_folder
+from dyno.data.photos import CALIBRATION, DecodeOptions, calibrate_on, decode_listing, make_spec, stratified_order
 from dyno.data.photos import OnUnreadable as OnUnreadable
 from dyno.data.rows import DecodedRow, seal_row
 from dyno.worker.extras import distribution, install
@@ -41,9 +41,9 @@ def digits(cache: Path, size: int = 64) -> DataSpec:
     """
     if size < 8:
         raise UserError(f"digits can't be shrunk to {size} pixels; the smallest size is 8")
-    made_by = {"scikit-learn": library_version("scikit-learn"), "pillow": library_version("pillow")}
+    made_by = {"scikit-learn": find_library_version("scikit-learn"), "pillow": find_library_version("pillow")}
     transform = Transform((size, size), DIGITS, channels=1)
-    key = store.key_of("digits", transform.identity, made_by, DIGITS_TEST, DIGITS_CALIBRATION)
+    key = store.make_key("digits", transform.identity, made_by, DIGITS_TEST, DIGITS_CALIBRATION)
     if (folder := store.find_folder(cache, key)) is None:
         small, labels = _small_digits()
         order = stratified_order(labels, seed=0)
@@ -114,7 +114,7 @@ def load(
     skip = on_unreadable == "skip"
     listing = data_format.scan(path, ScanRequest(count, seed, train, objects, needs, outputs, set_aside, skip))
     listing = calibrate_on(listing, calibration) if isinstance(calibration, Path) else listing
-    return cached_data(listing, path, options)
+    return decode_listing(listing, path, options)
 
 
 def calibration_alone(
@@ -134,8 +134,9 @@ def calibration_alone(
     """
     preprocess = dataclasses.replace(preprocess, letterbox=True) if objects else preprocess
     transform = Transform(size, preprocess, channels, upright=objects)
-    listing = dataclasses.replace(calibration_listing(folder), sized=objects)
-    return cached_data(listing, absolute(Path(folder)), DecodeOptions(Path(cache), transform, on_unreadable, progress))
+    listing = dataclasses.replace(list_calibration_folder(folder), sized=objects)
+    options = DecodeOptions(Path(cache), transform, on_unreadable, progress)
+    return decode_listing(listing, absolute(Path(folder)), options)
 
 
 def meta(data: DataSpec) -> dict[str, Any]:

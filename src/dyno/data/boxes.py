@@ -76,7 +76,7 @@ class Labels:
         return {"images": images, "annotations": annotations, "categories": categories}
 
 
-def checked_box(box: Sequence[float], size: tuple[int, int], where: str) -> list[float]:
+def check_box(box: Sequence[float], size: tuple[int, int], where: str) -> list[float]:
     """Return the box (x, y, width, height in pixels); raise `UserError` if it has no area or leaves the image."""
     x, y, width, height = box
     shown = ", ".join(f"{value:g}" for value in box)
@@ -89,7 +89,7 @@ def checked_box(box: Sequence[float], size: tuple[int, int], where: str) -> list
     return [float(value) for value in box]
 
 
-def checked_polygon(points: Sequence[float], size: tuple[int, int], where: str) -> list[float]:
+def check_polygon(points: Sequence[float], size: tuple[int, int], where: str) -> list[float]:
     """Return the polygon (x1, y1, x2, y2, … in pixels); raise `UserError` for too few points or points outside."""
     if len(points) < 6 or len(points) % 2:
         raise UserError(f"{where}: a polygon has {len(points) / 2:g} points; it needs three or more, x and y of each")
@@ -101,7 +101,7 @@ def checked_polygon(points: Sequence[float], size: tuple[int, int], where: str) 
     return [float(value) for value in points]
 
 
-def checked_keypoints(points: Sequence[float], size: tuple[int, int], where: str) -> list[float]:
+def check_keypoints(points: Sequence[float], size: tuple[int, int], where: str) -> list[float]:
     """Return the keypoints (x, y, visibility 0 to 2 of each); raise `UserError` for a marked one outside the image."""
     for number, (x, y, visible) in enumerate(zip(points[::3], points[1::3], points[2::3], strict=True)):
         if visible not in (0, 1, 2):
@@ -114,7 +114,7 @@ def checked_keypoints(points: Sequence[float], size: tuple[int, int], where: str
     return list(points)
 
 
-def polygon_area(points: Sequence[float]) -> float:
+def compute_polygon_area(points: Sequence[float]) -> float:
     """Return the area of a polygon in square pixels (the shoelace formula)."""
     x, y = np.asarray(points, float).reshape(-1, 2).T
     return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)

@@ -54,7 +54,7 @@ class Content:
     names: tuple[str, ...] = ()
 
 
-def key_of(*parts: Any) -> str:
+def make_key(*parts: Any) -> str:
     """Return the key of the data set with these parts: a sha256 over their JSON."""
     return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True).encode()).hexdigest()[:24]
 
@@ -94,7 +94,7 @@ def write_folder(cache: Path, key: str, content: Content) -> Path:
     Only one process does this at a time, and another waits for its result. A run that was killed is resumed.
     """
     needed = len(content.columns["labels"]) * int(np.prod(content.shape))
-    with _file_errors_explained(cache, needed):
+    with _explain_file_errors(cache, needed):
         cache.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(cache)
         part = cache / f".part-{key}"
@@ -169,7 +169,7 @@ def _remove_abandoned(cache: Path) -> None:
 
 
 @contextmanager
-def _file_errors_explained(cache: Path, needed: int = 0) -> Iterator[None]:
+def _explain_file_errors(cache: Path, needed: int = 0) -> Iterator[None]:
     """Turn file system errors about the cache into one line for the user."""
     try:
         yield
@@ -180,7 +180,7 @@ def _file_errors_explained(cache: Path, needed: int = 0) -> Iterator[None]:
         raise UserError(f"the image cache {cache} can't be written: {e.strerror or e}") from e
 
 
-def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
+def hash_contents(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     """Return the sha256 of every file, "" for one that can't be read.
 
     An index keeps 50,000 images cheap: a file with unchanged inode, size, modification and change time is not read
@@ -197,7 +197,7 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     fresh = {str(path): entry for path, entry in zip(paths, entries, strict=True) if entry}
     fresh = {**{path: entry for path, entry in cached.items() if path not in gone}, **fresh}
     if fresh != cached:
-        with _file_errors_explained(Path(cache)), lock(index.with_suffix(".lock")):
+        with _explain_file_errors(Path(cache)), lock(index.with_suffix(".lock")):
             write_text(index, json.dumps(fresh))  # in one line, which json writes ten times as fast
     return [entry[-1] if entry else "" for entry in entries]
 

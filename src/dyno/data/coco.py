@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from dyno.data.boxes import Annotation, Labels, checked_box, checked_keypoints, checked_polygon, polygon_area
+from dyno.data.boxes import Annotation, Labels, check_box, check_keypoints, check_polygon, compute_polygon_area
 from dyno.data.data_format import DataFormat, ScanRequest, is_coco
 from dyno.data.photos import (
     Annotations,
@@ -149,8 +149,8 @@ class _File:
             labels.warnings.append(f"{copies} of {len(described)} annotations are copies of others, and each counts")
         for number, annotation in enumerate(self.annotations):
             where = f"{self.path.name}, annotation {annotation.get('id', number)}"
-            row = _by_id(row_of, annotation, "image_id", "image", where)
-            category = _by_id(class_of, annotation, "category_id", "category", where)
+            row = _find_by_id(row_of, annotation, "image_id", "image", where)
+            category = _find_by_id(class_of, annotation, "category_id", "category", where)
             if row is not None and (size := sizes[row]) is not None:
                 where = f"{where} of {photos[row].name}"
                 labels.add(row, _check_object(annotation, category, size, names, where))
@@ -243,7 +243,7 @@ def _choose_calibration(folder: Path, shown: Path, wanted: int, seed: int) -> li
     return []
 
 
-def _by_id(table: dict[Any, Any], annotation: Annotation, key: str, what: str, where: str) -> Any:
+def _find_by_id(table: dict[Any, Any], annotation: Annotation, key: str, what: str, where: str) -> Any:
     value = annotation.get(key)
     if not isinstance(value, (int, str)) or value not in table:
         raise UserError(f"{where}: there is no {what} with id {value!r}")
@@ -256,7 +256,7 @@ def _check_object(
     box = annotation.get("bbox")
     if not _is_number_list(box) or len(box) != 4:
         raise UserError(f"{where}: bbox is {box!r}, not [x, y, width, height]")
-    checked: Annotation = {"category_id": category, "bbox": checked_box(box, size, where)}
+    checked: Annotation = {"category_id": category, "bbox": check_box(box, size, where)}
     if (iscrowd := annotation.get("iscrowd") or 0) not in (0, 1):
         raise UserError(f"{where}: iscrowd is {iscrowd!r}, not 0 or 1")
     checked["iscrowd"] = int(iscrowd)
@@ -273,7 +273,7 @@ def _check_object(
             raise UserError(
                 f"{where}: keypoints has {len(points)} values; {len(names)} keypoints need {3 * len(names)}"
             )
-        checked["keypoints"] = checked_keypoints(points, size, where)
+        checked["keypoints"] = check_keypoints(points, size, where)
         checked["num_keypoints"] = sum(1 for visible in points[2::3] if visible > 0)
     return checked
 
@@ -289,7 +289,7 @@ def _check_mask(mask: Any, size: tuple[int, int], where: str) -> Any:
         return mask
     if not isinstance(mask, list) or not all(_is_number_list(points) for points in mask):
         raise UserError(f"{where}: segmentation is neither a list of polygons nor a run-length encoding")
-    return [checked_polygon(points, size, where) for points in mask]
+    return [check_polygon(points, size, where) for points in mask]
 
 
 def _unpack_runs(text: str) -> list[int]:
@@ -322,7 +322,7 @@ def _compute_area(annotation: Annotation) -> float:
     """
     mask = annotation.get("segmentation")
     if isinstance(mask, list):
-        return sum(polygon_area(points) for points in mask)
+        return sum(compute_polygon_area(points) for points in mask)
     if mask and isinstance(mask["counts"], list):
         return float(sum(mask["counts"][1::2]))
     return float(annotation["bbox"][2] * annotation["bbox"][3])

@@ -123,9 +123,7 @@ def _has_classes(folder: Path) -> bool:
 
 
 def list_folders(folder: Path) -> list[str]:
-    """Return the names of a folder's folders in order, none if it isn't there."""
-    if not folder.is_dir():
-        return []
+    """Return the names of a folder's folders in order."""
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not is_system(entry.name))
 

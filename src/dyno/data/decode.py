@@ -156,10 +156,10 @@ class Transform:
         from PIL import Image
 
         channels, height, width = self.shape
-        image = _in_colours(image, channels)
+        image = _convert_mode(image, channels)
         if self._letterbox:
             return self._letterbox_image(image)
-        image = image.resize(self._before_crop(*image.size), Image.Resampling[self._method])
+        image = image.resize(self._size_before_crop(*image.size), Image.Resampling[self._method])
         left, top = round((image.width - width) / 2), round((image.height - height) / 2)
         pixels = np.asarray(image.crop((left, top, left + width, top + height)))
         return np.ascontiguousarray(pixels.reshape(height, width, channels).transpose(2, 0, 1))
@@ -182,7 +182,7 @@ class Transform:
         canvas[:, top : top + height, left : left + width] = pixels
         return canvas
 
-    def _before_crop(self, width: int, height: int) -> tuple[int, int]:
+    def _size_before_crop(self, width: int, height: int) -> tuple[int, int]:
         """Return (width, height) to resize to: one side is exact, the other follows, truncated as in torchvision."""
         _, crop_height, crop_width = self.shape
         if not self._resize:
@@ -206,7 +206,7 @@ class Transform:
         except Exception as e:  # decoders raise nearly everything (OSError, SyntaxError, struct.error…) on bad data
             return (str(e).replace(str(path), path.name) or type(e).__name__)[:REASON_CHARACTERS]
 
-    def size_of(self, path: Path) -> tuple[int, int] | None:
+    def read_size(self, path: Path) -> tuple[int, int] | None:
         """Read the image's height and width, before any transform, from the file's header; None if it can't be read."""
         from PIL import Image
 
@@ -218,7 +218,7 @@ class Transform:
             return None
 
 
-def _in_colours(image: Any, channels: int) -> Any:
+def _convert_mode(image: Any, channels: int) -> Any:
     if image.mode.startswith("I;16"):  # Pillow's own conversion would clip at 255 and leave a white image
         from PIL import Image
 
@@ -251,29 +251,29 @@ def decode_images(
 
 def _iter_rows(paths: list[Path], transform: Transform, start: int, cores: int) -> Iterator[DecodedRow]:
     done, seconds = start, 0.0
-    for row in _by_threads(paths[: start + 8 * cores] if cores > FEW_CORES else paths, transform, start):
+    for row in _decode_in_threads(paths[: start + 8 * cores] if cores > FEW_CORES else paths, transform, start):
         done, seconds = done + 1, seconds + row.seconds
         yield row
     left = len(paths) - done
     if left and left * seconds / (done - start) > WORTH_S * MOST_THREADS:
-        slots = _in_flight(cores, transform)
+        slots = _count_in_flight(cores, transform)
         with suppress(DecoderDied, OSError):  # an image kills its decoder, there is too little memory: threads go on
             for row in decode_rows(paths, transform.made_of, transform.shape, done, cores, slots):
                 done += 1
                 yield row
-    yield from _by_threads(paths, transform, done)
+    yield from _decode_in_threads(paths, transform, done)
 
 
-def _in_flight(workers: int, transform: Transform) -> int:
+def _count_in_flight(workers: int, transform: Transform) -> int:
     """Return how many images are decoded ahead of the requested one."""
     many = max(2 * workers, IN_FLIGHT_BYTES // int(np.prod(transform.shape)))
     return min(many, 64 * workers)
 
 
-def _by_threads(paths: list[Path], transform: Transform, start: int) -> Iterator[DecodedRow]:
+def _decode_in_threads(paths: list[Path], transform: Transform, start: int) -> Iterator[DecodedRow]:
     register_formats()
     workers = count_threads()
-    chunk = _in_flight(workers, transform)
+    chunk = _count_in_flight(workers, transform)
 
     def read_row(path: Path) -> DecodedRow:
         began = time.perf_counter()
@@ -290,11 +290,11 @@ def count_threads() -> int:
     return min(len(os.sched_getaffinity(0)), MOST_THREADS)
 
 
-def image_sizes(paths: list[Path], transform: Transform) -> list[tuple[int, int] | None]:
+def read_sizes(paths: list[Path], transform: Transform) -> list[tuple[int, int] | None]:
     """Return each file's height and width, None if they can't be read."""
     register_formats()
     with ThreadPoolExecutor(count_threads()) as pool:
-        return list(pool.map(transform.size_of, paths))
+        return list(pool.map(transform.read_size, paths))
 
 
 def warn_low_depth(paths: list[Path]) -> list[str]:
@@ -324,7 +324,7 @@ def register_formats() -> None:
     Image.init()
 
 
-def library_version(distribution: str) -> str:
+def find_library_version(distribution: str) -> str:
     """Return the version of a library that shapes the pixels; raise `Unavailable` with what to install."""
     try:
         return metadata.version(distribution)

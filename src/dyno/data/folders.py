@@ -15,10 +15,10 @@ from dyno.data.photos import (
     EXTENSIONS,
     Listing,
     are_known_synsets,
-    calibration_photos,
     describe_synset,
     find_images,
     is_system,
+    list_calibration_photos,
     list_synsets,
     name_below,
     printable,
@@ -51,7 +51,7 @@ class ClassFolders(DataFormat):
         return path.is_dir() and not IMAGES.fits(path)
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        return scan_folder(path, wanted.calibration, wanted.seed, wanted.train, wanted.outputs)
+        return scan_folder(path, wanted)
 
 
 class UnlabelledImages(DataFormat):
@@ -68,45 +68,44 @@ class UnlabelledImages(DataFormat):
         return not folders and bool(find_images(path))
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        return replace(scan_folder(path, wanted.calibration, wanted.seed, wanted.train), sized=wanted.objects)
+        return replace(scan_folder(path, wanted), sized=wanted.objects)
 
 
 CLASS_FOLDERS = ClassFolders()
 IMAGES = UnlabelledImages()
 
 
-def scan_folder(folder: Path, calibration: int, seed: int, train: bool = False, outputs: int = 0) -> Listing:
-    """List the folder's images; raises `UserError` when it is missing, or has no class folders or an empty one.
+def scan_folder(folder: Path, wanted: ScanRequest) -> Listing:
+    """List the images of an existing folder; raises `UserError` when it has no class folders or an empty one.
 
-    With `train` all images of train/ are listed, and those for calibration are marked among them. `outputs` is the
-    model's number of classes (0: not known).
+    Where training images are wanted, all of train/ are listed, and those for calibration are marked among them.
     """
-    if not folder.is_dir():
-        raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
     try:
         test_root, train_root = _find_roots(folder)
-        if train and train_root is None:
+        if wanted.train and train_root is None:
             raise UserError(f"{folder} has no train/; put the training images there and the others into test/")
         classes = list_folders(train_root or test_root)
         if not classes and find_images(test_root):
             photos = [Photo(path, name_below(path, folder), -1, "test") for path in find_images(folder)]
             return Listing(printable(folder.name), [], photos, about=_describe_labels("none", folder))
-        standard = outputs == COUNT and are_known_synsets(classes)
+        standard = wanted.outputs == COUNT and are_known_synsets(classes)
         test = _list_photos(folder, test_root, classes, "test")
-        training = _list_photos(folder, train_root, classes, "train") if train_root and train else []
-        if train_root is None or not calibration:
+        training = _list_photos(folder, train_root, classes, "train") if train_root and wanted.train else []
+        if train_root is None or not wanted.calibration:
             return _list_labelled(folder, classes, standard, test + training)
         training = training or _list_photos(folder, train_root, classes, "calibration")
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
-    chosen = set(stratified_order(np.array([photo.label for photo in training]), seed)[:calibration].tolist())
+    order = stratified_order(np.array([photo.label for photo in training]), wanted.seed)
+    chosen = set(order[: wanted.calibration].tolist())
     marked = [replace(photo, calibrates=i in chosen) for i, photo in enumerate(training)]
-    return _list_labelled(folder, classes, standard, test + [photo for photo in marked if train or photo.calibrates])
+    kept = [photo for photo in marked if wanted.train or photo.calibrates]
+    return _list_labelled(folder, classes, standard, test + kept)
 
 
-def calibration_listing(folder: Path) -> Listing:
+def list_calibration_folder(folder: Path) -> Listing:
     """List the images of a calibration folder if there are no others to test on."""
-    photos = [replace(photo, split="test", calibrates=True) for photo in calibration_photos(folder)]
+    photos = [replace(photo, split="test", calibrates=True) for photo in list_calibration_photos(folder)]
     warning = "outputs are compared on the calibration images themselves; give --data for others"
     return Listing(printable(absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]})
 

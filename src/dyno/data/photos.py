@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from dyno.data import cache as store
-from dyno.data.decode import Progress, Transform, decode_images, image_sizes, library_version, warn_low_depth
-from dyno.data.rows import DecodedRow
+from dyno.data.decode import Progress, Transform, decode_images, find_library_version, read_sizes, warn_low_depth
 from dyno.worker.extras import install
 from dyno.worker.spec import DataSpec, Unavailable, UserError, absolute
 
@@ -89,19 +88,19 @@ class DecodeOptions:
     set_aside: int = 0
 
 
-def cached_data(listing: Listing, folder: Path, options: DecodeOptions) -> DataSpec:
+def decode_listing(listing: Listing, folder: Path, options: DecodeOptions) -> DataSpec:
     """Decode the listed images below the folder, unless the cache has them already."""
-    made_by = {"pillow": library_version("pillow")}
+    made_by = {"pillow": find_library_version("pillow")}
     listing = _with_calibration(listing, options.set_aside, options.seed)
     files = [*(photo.path for photo in listing.photos), *listing.sources]
-    hashes = store.content_hashes(files, options.cache, folder)
+    hashes = store.hash_contents(files, options.cache, folder)
     count = len(listing.photos)
     listing, shas = _without_test_copies(listing, hashes[:count])
     identity = [(p.split, p.name, p.label, p.calibrates, sha) for p, sha in zip(listing.photos, shas, strict=True)]
     aside = listing.about.get("set_aside", 0)
     # Only where there are some: other data sets keep their key.
     marks = [*([aside] if aside else []), *listing.about.get("warnings", [])]
-    key = store.key_of(
+    key = store.make_key(
         listing.classes, identity, hashes[count:], options.transform.identity, made_by, options.seed, *marks
     )
     data_folder = store.find_folder(options.cache, key)
@@ -114,7 +113,7 @@ def cached_data(listing: Listing, folder: Path, options: DecodeOptions) -> DataS
         }
         # With and without images set aside the rows are the same, so that what both were tested on can be compared.
         test_identity = [("test" if aside else split, *rest) for split, *rest in identity]
-        meta_fields["photographs"] = store.key_of(listing.classes, test_identity)
+        meta_fields["photographs"] = store.make_key(listing.classes, test_identity)
         data_folder = store.write_folder(
             options.cache, key, _build_content(listing, {**meta_fields, **listing.about}, options)
         )
@@ -268,7 +267,7 @@ def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:
     return replace(listing, photos=photos, about={**listing.about, "set_aside": len(taken)})
 
 
-def calibration_photos(folder: Path) -> list[Photo]:
+def list_calibration_photos(folder: Path) -> list[Photo]:
     """List all images of a calibration folder, in class folders or not; their labels don't matter."""
     if not folder.is_dir():
         raise UserError(f"no calibration folder {folder}")
@@ -288,7 +287,7 @@ def sample_calibration(paths: list[Path], folder: Path, count: int, seed: int) -
 def calibrate_on(listing: Listing, folder: Path) -> Listing:
     """Return the listing with all images of the folder as its only calibration images."""
     photos = [photo for photo in listing.photos if photo.split != "calibration"]
-    return replace(listing, photos=photos + calibration_photos(folder), own_calibration=True)
+    return replace(listing, photos=photos + list_calibration_photos(folder), own_calibration=True)
 
 
 def _without_test_copies(listing: Listing, hashes: list[str]) -> tuple[Listing, list[str]]:
@@ -311,7 +310,7 @@ def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptio
     columns = {"labels": np.array([photo.label for photo in photos], np.int64)}
     annotations = None
     if listing.annotate or listing.sized:
-        sizes = image_sizes(paths, options.transform)
+        sizes = read_sizes(paths, options.transform)
         columns["sizes"] = np.array([size or (0, 0) for size in sizes], np.int32)
     if listing.annotate:
         annotations = listing.annotate(photos, sizes)
@@ -326,14 +325,11 @@ def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptio
         lines = [f"{photos[i].name} ({reason})" for i, reason in unreadable.items()]
         if options.on_unreadable == "refuse":
             _refuse_unreadable(lines, len(photos))
-        _all_classes(listing, unreadable, lines[0])
+        _check_classes(listing, unreadable, lines[0])
         return lines
 
-    def iter_rows(start: int) -> Iterator[DecodedRow]:
-        return decode_images(paths, options.transform, options.progress, start)
-
     return store.Content(
-        iter_rows,
+        partial(decode_images, paths, options.transform, options.progress),
         options.transform.shape,
         columns,
         _split_photos(photos, options.seed),
@@ -354,7 +350,7 @@ def _split_photos(photos: list[Photo], seed: int) -> dict[str, np.ndarray]:
     return splits
 
 
-def _all_classes(listing: Listing, unreadable: dict[int, str], example: str) -> None:
+def _check_classes(listing: Listing, unreadable: dict[int, str], example: str) -> None:
     """Refuse a split of which a class is unreadable altogether."""
     for split in ("test", "train"):
         wanted = {photo.label for photo in listing.photos if photo.split == split}

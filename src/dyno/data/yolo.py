@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dyno.data.boxes import TOLERANCE, Annotation, Labels, checked_box, checked_polygon, polygon_area
+from dyno.data.boxes import TOLERANCE, Annotation, Labels, check_box, check_polygon, compute_polygon_area
 from dyno.data.data_format import DataFormat, ScanRequest, is_yolo
 from dyno.data.photos import (
     Annotations,
@@ -36,7 +36,7 @@ MOST_CLASSES = 9_999  # in label files without a list of names
 BODY = 0.53  # of a person's box is body: the mean in COCO, by which keypoints are judged where there are no masks
 
 
-def label_file(image: Path) -> Path:
+def find_label_file(image: Path) -> Path:
     """Return the path of an image's label file: labels/ instead of the last images/ above it, else beside it.
 
     For a link, the label file of its target is tried too.
@@ -70,7 +70,7 @@ def read_labels(
     kinds: dict[str, str] = {}
     without, twice = 0, 0
     for row, photo in enumerate(photos):
-        size, file = sizes[row], label_file(photo.path)
+        size, file = sizes[row], find_label_file(photo.path)
         if photo.split != "test" or size is None:
             continue
         if not file.is_file():
@@ -92,7 +92,7 @@ def read_labels(
     return labels.done()
 
 
-def classes_used(files: list[Path]) -> int:
+def count_classes(files: list[Path]) -> int:
     """Return one more than the highest class in the files; errors in them are reported when they are read."""
     firsts = ((file, line.split()[0]) for file in files for _, line in _read_lines(file))
     highest, file = max(((int(first), file) for file, first in firsts if first.isdecimal()), default=(0, Path()))
@@ -120,16 +120,16 @@ def _parse_object(line: str, labels: Labels, size: tuple[int, int], where: str) 
     if len(rest) == 4:
         box = _parse_box(rest, size, where)
         return "box", annotation | {"bbox": box, "area": box[2] * box[3]}
-    polygon = checked_polygon([v * (height if i % 2 else width) for i, v in enumerate(rest)], size, where)
+    polygon = check_polygon([v * (height if i % 2 else width) for i, v in enumerate(rest)], size, where)
     xs, ys = polygon[::2], polygon[1::2]
-    box = checked_box((min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)), size, where)
-    return "polygon", annotation | {"bbox": box, "area": polygon_area(polygon), "segmentation": [polygon]}
+    box = check_box((min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)), size, where)
+    return "polygon", annotation | {"bbox": box, "area": compute_polygon_area(polygon), "segmentation": [polygon]}
 
 
 def _parse_box(shares: list[float], size: tuple[int, int], where: str) -> list[float]:
     x, y, w, h = shares
     height, width = size
-    return checked_box(((x - w / 2) * width, (y - h / 2) * height, w * width, h * height), size, where)
+    return check_box(((x - w / 2) * width, (y - h / 2) * height, w * width, h * height), size, where)
 
 
 def _parse_pose(rest: list[float], shape: tuple[int, ...], size: tuple[int, int], where: str) -> Annotation:
@@ -198,7 +198,7 @@ class Yolo(DataFormat):
             _from_folders(path) if path.is_dir() and _find_yaml(path) is None else _from_yaml(_find_yaml(path) or path)
         )
         test = [Photo(file, name_below(file, description.folder), -1, "test") for file in description.test]
-        labels = {photo.path: label_file(photo.path) for photo in test}
+        labels = {photo.path: find_label_file(photo.path) for photo in test}
         present = [label for label in labels.values() if label.is_file()]
         if not present:
             raise UserError(f"the {len(test)} images in {path} have no label files, e.g. {labels[test[0].path]}")
@@ -206,7 +206,7 @@ class Yolo(DataFormat):
         photos = test + sample_calibration(description.train, description.folder, wanted.calibration, wanted.seed)
         if not description.names:
             description = dataclasses.replace(
-                description, names=[str(i) for i in range(max(wanted.outputs, classes_used(present)))]
+                description, names=[str(i) for i in range(max(wanted.outputs, count_classes(present)))]
             )
         name = printable(path.name if path.is_dir() else path.parent.name)
 
@@ -226,7 +226,7 @@ YOLO = Yolo()
 def _has_labels(folder: Path) -> bool:
     """Return whether any of the first images directly in the folder has a label file."""
     first = sorted(file for file in folder.iterdir() if is_image(file.name) and not is_system(file.name))[:SEEN]
-    return any(is_yolo(label_file(file)) for file in first)
+    return any(is_yolo(find_label_file(file)) for file in first)
 
 
 def _find_yaml(path: Path) -> Path | None:

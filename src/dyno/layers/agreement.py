@@ -162,7 +162,7 @@ class _FormComparer(forms.FormReader):
         """Compare the engine at this place in the requested order with the first."""
         (trial, artifact), (first, _) = self.trials[place], self.trials[0]
         graph = self.graph_of[self.shown[place]]
-        against = self._reference_graph(trial, graph)
+        against = self._find_reference_graph(trial, graph)
         precision = max(trial.precision, first.precision, key=lambda name: TOLERANCES[name].limit)
         limit = TOLERANCES[precision].close
         options = {
@@ -181,7 +181,7 @@ class _FormComparer(forms.FormReader):
         sources, title = [ran.model.source or ran.model.name for ran, _ in self.trials], self.forms[self.shown[place]]
         return f"{Path(sources[place]).name} {title.library}" if len({*sources}) > 1 else title.library
 
-    def _reference_graph(self, trial: Trial, graph: int) -> int:
+    def _find_reference_graph(self, trial: Trial, graph: int) -> int:
         """Return the index of the reference's graph; for a module its FP32 export, the engine's own if possible."""
         first, _ = self.trials[0]
         if first.backend != forms.MODULE:

@@ -11,7 +11,7 @@ from functools import cached_property
 from dyno.formatting import counting, significant
 from dyno.layers import align
 from dyno.layers.align import Region
-from dyno.layers.tables import MODEL, QUANTISES, names_cell
+from dyno.layers.tables import MODEL, MODULE_NAMES, QUANTISES
 from dyno.report.tables import TableKind
 from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
 from dyno.worker.facts.job import Difference, Layer, LayerError, LayerErrors, LayerGraph, Port
@@ -351,7 +351,7 @@ def _build_finding(each: EngineComparison) -> Row:
 COLUMNS = (
     Column("engine", "the engine that is compared", kind=TEXT, identity=True),
     Column("reference", "what it is compared with", kind=TEXT),
-    Column("modules", "PyTorch modules that the layer came from, else its node", kind=TEXT, cell=names_cell("modules")),
+    Column("modules", "PyTorch modules that the layer came from, else its node", kind=TEXT, cell=MODULE_NAMES),
     Column("layer", "node of the graph", kind=TEXT, rank=6),
     Column("type", "operator", kind=TEXT, rank=3),
     Column("tensor", "the output that is compared", kind=TEXT),

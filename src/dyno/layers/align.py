@@ -150,6 +150,19 @@ WRAPPER = "model."  # what an export of a module with described inputs puts befo
 
 
 @dataclass(frozen=True)
+class FormSet:
+    """Forms of a model, known by their indices.
+
+    The ONNX graphs from which engines were made are among them, and align layers: `graph_of` has the index of each
+    engine's graph, `module_of` that of a form's module, where there is one.
+    """
+
+    forms: Sequence[LayerGraph]
+    graph_of: Mapping[int, int] = field(default_factory=dict)
+    module_of: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Link:
     """Two forms aligned: the counterparts in `lower` of each layer of `upper`, and how each was found.
 
@@ -173,11 +186,19 @@ class Region:
     """
 
     members: tuple[tuple[int, ...], ...]
-    around: tuple[tuple[int, ...], ...] = ()
+    around: tuple[tuple[int, ...], ...]
 
     def shown(self, form: int) -> list[int]:
         """Return the members of a form and the modules around them, in order."""
-        return sorted({*self.members[form], *(self.around[form] if self.around else ())})
+        return sorted({*self.members[form], *self.around[form]})
+
+    def list_layers(self, forms: Sequence[LayerGraph], form: int) -> list[Layer]:
+        """Return its layers in that form."""
+        return [forms[form].layers[i] for i in self.members[form]]
+
+    def sum_added(self, forms: Sequence[LayerGraph], form: int) -> int:
+        """Return the parameters that its layers add to those of the form."""
+        return sum(layer.added for layer in self.list_layers(forms, form))
 
 
 def link_layers(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
@@ -427,8 +448,9 @@ def _sort_regions(
     return order[1:]
 
 
-def find_pivots(forms: Sequence[LayerGraph], graph_of: Mapping[int, int]) -> list[Link]:
+def find_pivots(found: FormSet) -> list[Link]:
     """Return the links between all forms: modules and engines with their graphs, and every graph with the first one."""
+    forms, graph_of = found.forms, found.graph_of
     graphs = [k for k, each in enumerate(forms) if each.form == NODES]
     links = [link_layers(forms, graphs[0], k) for k in graphs[1:]] if graphs else []
     for k, each in enumerate(forms):

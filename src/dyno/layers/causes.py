@@ -72,18 +72,18 @@ def split_regions(pair: FormPair) -> list[CausePart]:
 
 def link_forms(pair: FormPair) -> list[Link]:
     """Align the forms by the graphs behind them; without a direct one, align two modules by their calls' names."""
-    links = align.find_pivots(pair.forms, pair.graph_of)
+    links = align.find_pivots(pair.form_set)
     reached = {each.upper for each in links} | {each.lower for each in links}
     if {pair.a.form, pair.b.form} <= reached:
         return links
     a, b = pair.a.form, pair.b.form
     if pair.forms[a].form == pair.forms[b].form == MODULES:
-        return [*links, _by_calls(pair)]
+        return [*links, _link_calls(pair)]
     upper, lower = (a, b) if pair.forms[b].form != MODULES else (b, a)
     return [*links, align.link_layers(pair.forms, upper, lower)]
 
 
-def _by_calls(pair: FormPair) -> Link:
+def _link_calls(pair: FormPair) -> Link:
     """Align two modules: each call with the call of the same part."""
     places = [{call: k for k, call in enumerate(pair.forms[side.form].calls())} for side in pair.sides]
     found = {k: {places[1][call]} for call, k in places[0].items() if call in places[1]}
@@ -301,7 +301,7 @@ class _RegionSplitter:
 
 def _make_form(pair: FormPair, side: PairSide) -> _TimedForm:
     form = pair.forms[side.form]
-    names = name_modules(pair.forms, side.form, side.graph, side.module)
+    names = name_modules(pair.form_set, side.form)
     return _TimedForm(side, form.layers, names, compute_medians(side), modules=form.form == MODULES)
 
 

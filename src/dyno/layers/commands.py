@@ -15,7 +15,7 @@ from dyno.worker.option_values import option
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
-    from dyno.layers.files import FormsResult
+    from dyno.table import Table
 
 # The command `dyno inspect`: look inside a model, in one form or in several side by side.
 
@@ -53,15 +53,16 @@ def inspect(
     """Show the layers of modules, ONNX graphs and engines side by side."""
     from dyno.layers import inspection
 
-    print_forms(inspection.inspect(*models, save=save, quiet=False, **overrides), format)
+    inspected = inspection.inspect(*models, save=save, quiet=False, **overrides)
+    print_tables(inspected.tables, inspected.left_out, format)
 
 
-def print_forms(result: FormsResult, format: str) -> NoReturn:
+def print_tables(tables: Sequence[Table], left_out: Sequence[str], format: str) -> NoReturn:
     """Print the tables, and end with the exit code for the forms that were left out."""
     from dyno.report.export import export
 
-    print(export(result.tables, format), end="")
-    raise typer.Exit(exits.left_out(result.left_out))
+    print(export(tables, format), end="")
+    raise typer.Exit(exits.left_out(left_out))
 
 
 # The command `dyno profile`: how long each layer of a model takes.
@@ -101,7 +102,7 @@ def profile(
         files.check_library(files.LAYOUT)
     profiled = profiling.profile(*models, save=save, quiet=False, **overrides)
     if format != "html":
-        print_forms(profiled, format)
+        print_tables(profiled.tables, profiled.left_out, format)
     print(profiled.html, end="")
     raise typer.Exit(exits.left_out(profiled.left_out))
 
@@ -167,11 +168,9 @@ class ColdStartOptions:
 def cold_start(overrides: options.Overrides, models: ModelAndForms, format: options.Format = "text") -> None:
     """Time the start of a process up to its first answer. Imports, loading, the first call."""
     from dyno.layers import cold_start
-    from dyno.report.export import export
 
     starts = cold_start.bench_cold_start(*models, quiet=False, **overrides)
-    print(export([starts.table], format), end="")
-    raise typer.Exit(exits.left_out(starts.left_out))
+    print_tables([starts.table], starts.left_out, format)
 
 
 # `dyno diff --layers`: which layer of an engine is off, and which few make most of the error.

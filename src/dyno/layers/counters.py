@@ -15,7 +15,8 @@ from typing import Any
 from dyno.formatting import counting, significant
 from dyno.jobs.progress import Progress
 from dyno.layers import times
-from dyno.layers.tables import names_cell
+from dyno.layers.align import FormSet
+from dyno.layers.tables import MODULE_NAMES
 from dyno.report.tables import TableKind
 from dyno.runner.device_lock import launch_in_turn
 from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
@@ -143,8 +144,7 @@ COUNTERS = TableKind("counters", "Hardware counters",
                      command="dyno profile --device cuda:0 --counters")  # fmt: skip
 COLUMNS = (
     Column("form", "whose kernel it is", kind=TEXT, identity=True),
-    Column("modules", "PyTorch modules of the layer that launched it, else nodes", kind=TEXT,
-           cell=names_cell("modules")),
+    Column("modules", "PyTorch modules of the layer that launched it, else nodes", kind=TEXT, cell=MODULE_NAMES),
     Column("layer", "the engine's own name of that layer", kind=TEXT, rank=12),
     Column("kernel", "its name", kind=TEXT, rank=3),
     Column("time_us", "its time under ncu, not to be read as a latency", "µs", title="time, µs"),
@@ -169,24 +169,15 @@ NOTE = (
 )
 
 
-def make_counters_table(
-    forms: Sequence[LayerGraph],
-    graph_of: Mapping[int, int],
-    module_of: Mapping[int, int],
-    reports: Mapping[int, NcuReport],
-    order: str,
-    top: int,
-) -> Table:
+def make_counters_table(found: FormSet, reports: Mapping[int, NcuReport], order: str, top: int) -> Table:
     """Build rows for the `top` kernels (0: all) of each form by time, or as they ran (`graph`), and one for the rest.
 
-    `reports` has those of the form with that index; `graph_of` and `module_of` are as in `times.profile_table`.
+    `reports` has those of the form with that index.
     """
-    rows: list[Row] = []
-    notes = [NOTE]
+    forms, rows, notes = found.forms, list[Row](), [NOTE]
     for k, report in reports.items():
-        names = times.name_modules(forms, k, graph_of.get(k), module_of.get(k))
         owners = find_owners(forms[k], report.kernels)
-        rows += _build_rows(forms[k], names, report.kernels, owners, order, top)
+        rows += _build_rows(forms[k], times.name_modules(found, k), report.kernels, owners, order, top)
         notes += (f"{forms[k].library}: {one}." for one in describe_counters(report, owners))
     return COUNTERS.of(COLUMNS, rows, notes=tuple(notes), group=("form",))
 
@@ -279,7 +270,7 @@ def describe_bound(kernel: Kernel) -> str:
 def describe_counters(report: NcuReport, owners: Sequence[int | None]) -> list[str]:
     """Summarise the kernels of one form in sentences, first of all where only a part of them was seen."""
     kernels = report.kernels
-    said = [_describe_bounds(kernels), _tensor_cores(kernels)]
+    said = [_describe_bounds(kernels), _describe_tensor_cores(kernels)]
     if report.cut_short:
         said.insert(0, f"only the first {len(kernels)} of its kernels were counted: {report.cut_short}")
     lost = [kernel for kernel, owner in zip(kernels, owners, strict=True) if owner is None]
@@ -300,7 +291,7 @@ def _describe_bounds(kernels: Sequence[Kernel]) -> str:
     return f"the time of its {counting(len(kernels), 'kernel')} is {', '.join(parts)}" if parts else ""
 
 
-def _tensor_cores(kernels: Sequence[Kernel]) -> str:
+def _describe_tensor_cores(kernels: Sequence[Kernel]) -> str:
     """Describe how much the tensor cores worked, and in how many of the longest kernels they were idle."""
     known = [kernel for kernel in kernels if not math.isnan(kernel.tensor)]
     if not known:
@@ -368,14 +359,14 @@ def count_kernels(
         record = launch_in_turn(job, folder, timeout_s, progress, tool=build_command(tool, log))
         report = read_ncu(_read_text(log))
         printed = [read_ncu(_read_text(folder / name)).errors for name in ("stdout.log", "stderr.log")]
-    return counting_outcome(record, replace(report, errors=(*report.errors, *printed[0], *printed[1])), timeout_s)
+    return judge_counts(record, replace(report, errors=(*report.errors, *printed[0], *printed[1])), timeout_s)
 
 
 def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def counting_outcome(record: Record, report: NcuReport, timeout_s: float) -> NcuReport:
+def judge_counts(record: Record, report: NcuReport, timeout_s: float) -> NcuReport:
     """Return the report, with the reason if it is incomplete; raise `UserError` if it is empty."""
     if report.kernels and record.status == "ok" and not any(FAILED in error for error in report.errors):
         return report

@@ -111,7 +111,7 @@ class IndicatedPrescription:
     seconds: float
 
 
-def called_for(
+def choose_prescriptions(
     waterfall: Waterfall, backend: str, precision: str, device: str, options: Mapping[str, Option]
 ) -> list[IndicatedPrescription]:
     """Return the prescriptions for B, an engine of that backend and options, the most expensive cause first."""
@@ -237,7 +237,7 @@ def try_cures(
     """
     a, b = ((side.choice, side.precision) for side in sides[-2:])
     title = _format_choice(*b)
-    called = called_for(waterfall, b[0].name, b[1], study.device, b[0].options)
+    called = choose_prescriptions(waterfall, b[0].name, b[1], study.device, b[0].options)
     variants = {
         _format_choice(*variant): (variant, one)
         for one in called

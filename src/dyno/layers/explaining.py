@@ -101,15 +101,15 @@ class ExplanationResult:
             figure = draw_waterfall(self.waterfall)
             save_figure(figure, place, laid_out(figure))
         elif place.suffix == PAGE:
-            write_text(place, graph_page.explained_html(self.waterfall, self.tables, self.sentences))
+            write_text(place, graph_page.make_explained_page(self.waterfall, self.tables, self.sentences))
         else:
-            write_text(place, graph_page.explained_chart(self.waterfall))
+            write_text(place, graph_page.draw_explained_chart(self.waterfall))
         return [place]
 
     @property
     def html(self) -> str:
         """The chart, the tables and the sentences: a part of a page."""
-        return graph_page.explained_fragment(self.waterfall, self.tables, self.sentences)
+        return graph_page.make_explained_fragment(self.waterfall, self.tables, self.sentences)
 
     def export(self, format: str = "text") -> str:
         """Return the tables and sentences in one of the table formats."""

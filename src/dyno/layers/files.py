@@ -15,6 +15,7 @@ import numpy as np
 
 from dyno.jobs.progress import Progress
 from dyno.layers import forms, graph_files, graph_page
+from dyno.layers.align import FormSet
 from dyno.layers.forms import FormRequest, GraphFile
 from dyno.layers.graph_files import Note, Timeline, build_timelines
 from dyno.layers.roofline import Ceilings, LayerWork, count_work
@@ -26,7 +27,6 @@ from dyno.store import check_writable
 from dyno.table import Table
 from dyno.worker import registry
 from dyno.worker.extras import lacking
-from dyno.worker.facts.job import LayerGraph
 from dyno.worker.record import write_text
 from dyno.worker.spec import Job, UserError
 
@@ -39,25 +39,23 @@ ROOM = 2.0  # factor between the outermost layer and the edge
 LARGEST, SMALLEST = 420.0, 6.0  # points² of a layer that takes all the time, and of one that takes none
 
 
-def draw_roofline(
-    forms: Sequence[LayerGraph], times: Mapping[int, Times], graph_of: Mapping[int, int], ceilings: Ceilings
-) -> Any | None:
+def draw_roofline(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings) -> Any | None:
     """Draw the roofline as a matplotlib figure; None where no layer multiplies.
 
     A point's area is the layer's share of the time. Layers without products aren't in it: they have no operations.
     """
-    work = {k: count_work(forms, k, graph_of.get(k), each.precision) for k, each in times.items()}
-    points = {k: found for k, each in times.items() if (found := _compute_points(each, work[k]))}
+    work = {k: count_work(found, k, each.precision) for k, each in times.items()}
+    points = {k: own for k, each in times.items() if (own := _compute_points(each, work[k]))}
     if not points:
         return None
-    every = np.array([point for found in points.values() for point in found])
+    every = np.array([point for own in points.values() for point in own])
     with styled() as figure_class:
         figure = figure_class((WIDTH, 5.2), layout="constrained")
         axes = figure.subplots()
-        for k, found in points.items():
-            x, y, share = np.array(found).T
+        for k, own in points.items():
+            x, y, share = np.array(own).T
             axes.scatter(x, y, s=SMALLEST + LARGEST * share, color=color(times[k].backend), alpha=0.6, linewidth=0.4,
-                         edgecolor=INK, marker=marker(times[k].precision), label=forms[k].library)  # fmt: skip
+                         edgecolor=INK, marker=marker(times[k].precision), label=found.forms[k].library)  # fmt: skip
         _draw_roofs(axes, ceilings, {one.kind for k in points for one in work[k] if one.flops}, every[:, 0])
         axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOPS")
         logarithmic(axes, "x", *axes.get_xlim())
@@ -96,19 +94,15 @@ TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
-class FormsResult:
+class FormsResult(FormSet):
     """Forms of a model; `shown` has the indices of the requested ones.
 
-    The others are the ONNX graphs from which engines were made, by which layers are aligned and get their names:
-    `graph_of` has the index of each engine's graph, `module_of` that of its module, if that is shown too, and `graphs`
-    each graph's file. `left_out` names the forms that can't be made, read or timed, with the reason. Where layers were
-    timed, `times` has their times by the index of the form, and `ceilings` has those of the device, if requested.
+    `graphs` has each graph's file, and `module_of` the modules that are shown too. `left_out` names the forms that
+    can't be made, read or timed, with the reason. Where layers were timed, `times` has their times by the index of the
+    form, and `ceilings` has those of the device, if requested.
     """
 
-    forms: tuple[LayerGraph, ...]
-    shown: tuple[int, ...]
-    graph_of: Mapping[int, int]
-    module_of: Mapping[int, int]
+    shown: tuple[int, ...] = ()
     graphs: Mapping[int, GraphFile] = field(default_factory=dict)
     name: str = ""
     left_out: tuple[str, ...] = ()
@@ -128,12 +122,12 @@ class FormsResult:
         """
         path, lines = Path(path), make_timelines(self)
         kind = find_kind(path, bool(self.times))
-        if kind.text is None and not kind.rated:
-            return _write_graphs(self, dict(zip(self.shown, lines, strict=True)), path)
         if kind.text is not None:
             write_text(path, kind.text(self, lines) + "\n")
-        else:
+        elif kind.rated:
             _draw_roofline(self, path)
+        else:
+            return _write_graphs(self, dict(zip(self.shown, lines, strict=True)), path)
         return [path]
 
     def to_pandas(self) -> pd.DataFrame:
@@ -156,11 +150,11 @@ KINDS: dict[str, OutputFileKind] = {
     ".trace.json": OutputFileKind(
         "Perfetto", lambda _, lines: json.dumps(graph_files.chrome_trace(lines, EXPORTER)), timed=True),
     ".speedscope.json": OutputFileKind("speedscope", lambda found, lines: json.dumps(
-        graph_files.speedscope_profile(lines, found.name, EXPORTER)), timed=True),
+        graph_files.build_speedscope_profile(lines, found.name, EXPORTER)), timed=True),
     ".explorer.json": OutputFileKind("Model Explorer", lambda found, lines: json.dumps(
-        graph_files.explorer_graphs([found.forms[k] for k in found.shown], lines, found.name), indent=1)),
+        graph_files.build_explorer_graphs([found.forms[k] for k in found.shown], lines, found.name), indent=1)),
     ".node-data.json": OutputFileKind(
-        "Model Explorer", lambda _, lines: json.dumps(graph_files.node_data(lines)), timed=True),
+        "Model Explorer", lambda _, lines: json.dumps(graph_files.build_node_data(lines)), timed=True),
     GRAPH: OutputFileKind("Netron", None),
     ".svg": OutputFileKind("a browser", None, timed=True, rated=True),
     ".png": OutputFileKind("a viewer of images", None, timed=True, rated=True),
@@ -229,7 +223,7 @@ def check_library(name: str) -> None:
 def _draw_roofline(found: FormsResult, path: Path) -> None:
     if found.ceilings is None:
         raise UserError("the chart needs the device's ceilings; profile with roofline=True")
-    figure = draw_roofline(found.forms, found.times, found.graph_of, found.ceilings)
+    figure = draw_roofline(found, found.times, found.ceilings)
     if figure is None:
         raise UserError("no layer multiplies, so a roofline chart has nothing to show")
     if path.suffix == ".png":
@@ -240,7 +234,7 @@ def _draw_roofline(found: FormsResult, path: Path) -> None:
 
 def make_timelines(found: FormsResult) -> list[Timeline]:
     """Return the timelines of the requested forms."""
-    return build_timelines(found.forms, found.graph_of, found.module_of, found.times, found.shown)
+    return build_timelines(found, found.times, found.shown)
 
 
 def _write_graphs(found: FormsResult, lines: Mapping[int, Timeline], path: Path) -> list[Path]:

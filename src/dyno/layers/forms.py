@@ -203,7 +203,7 @@ class FormReader:
         recipe = self._make_recipe(study, trial)
         artifact = self._make_file(recipe, trial) if recipe else None
         if side.choice.name == ONNX:
-            shown = self._add_form(self._graph_form(trial, artifact), artifact.sha256 if artifact else "")
+            shown = self._add_form(self._read_graph_form(trial, artifact), artifact.sha256 if artifact else "")
             self.graphs[shown] = _make_graph_file(trial, artifact)
             return
         self.read_trial(trial, recipe, artifact)
@@ -253,13 +253,13 @@ class FormReader:
     def find_graph(self, trial: Trial, file: Artifact) -> int:
         """Return the index of the form of the engine's graph, which is read once."""
         if file.sha256 not in self._graphs:
-            form = self._graph_form(trial, file)
+            form = self._read_graph_form(trial, file)
             self.graphs[len(self.forms)] = _make_graph_file(trial, file)
             self._graphs[file.sha256] = len(self.forms)
             self.forms.append(replace(form, library=f"{form.library} for {trial.backend}"))
         return self._graphs[file.sha256]
 
-    def _graph_form(self, trial: Trial, file: Artifact | None) -> LayerGraph:
+    def _read_graph_form(self, trial: Trial, file: Artifact | None) -> LayerGraph:
         """Return the form of an ONNX file (None: the trial's model), whichever Python the engine has."""
         return self.give_title(self._launch_job(replace(trial, backend="", runtime=_make_runtime(trial)), file), trial)
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from dyno.formatting import counting
 from dyno.layers import align
-from dyno.layers.align import Flow
-from dyno.layers.tables import MODEL, format_shape, names_cell
+from dyno.layers.align import Flow, FormSet
+from dyno.layers.tables import MODEL, format_names, format_shape
 from dyno.layers.times import Times, find_origins, invert_link
 from dyno.report import export
 from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph, Port
@@ -73,27 +73,17 @@ class Timeline:
         return {name: f"{1e6 * median:.3f}", "share, %": f"{100 * median / total:.2f}"}
 
 
-def build_timelines(
-    forms: Sequence[LayerGraph],
-    graph_of: Mapping[int, int],
-    module_of: Mapping[int, int],
-    times: Mapping[int, Times],
-    shown: Sequence[int],
-) -> list[Timeline]:
-    """Build the timelines of the forms `shown` (indices).
-
-    `times` has the times of the forms that were timed; the other arguments are as in `times.profile_table`.
-    """
-    found = []
+def build_timelines(found: FormSet, times: Mapping[int, Times], shown: Sequence[int]) -> list[Timeline]:
+    """Build the timelines of the forms `shown` (indices); `times` has the times of those that were timed."""
+    timelines = []
     for k in shown:
-        origin = find_origins(forms, k, graph_of.get(k), module_of.get(k))
-        timed = times.get(k)
-        seconds = timed.layers if timed else np.zeros((0, len(forms[k].layers)))
-        ran = [i for i, layer in enumerate(forms[k].layers) if not layer.skipped or seconds[:, i].any()]
-        steps = tuple(_make_step(forms[k], i, origin[i][0]) for i in ran)
+        form, origin, timed = found.forms[k], find_origins(found, k), times.get(k)
+        seconds = timed.layers if timed else np.zeros((0, len(form.layers)))
+        ran = [i for i, layer in enumerate(form.layers) if not layer.skipped or seconds[:, i].any()]
+        steps = tuple(_make_step(form, i, origin[i][0]) for i in ran)
         each = len(timed.profiled) // len(timed.layers) if timed else 1
-        found.append(Timeline(forms[k].library, steps, seconds[:, ran], each, forms[k].form == MODULES))
-    return found
+        timelines.append(Timeline(form.library, steps, seconds[:, ran], each, form.form == MODULES))
+    return timelines
 
 
 def _make_step(form: LayerGraph, index: int, modules: list[str]) -> TimelineStep:
@@ -106,7 +96,7 @@ def _make_step(form: LayerGraph, index: int, modules: list[str]) -> TimelineStep
         return TimelineStep(index, layer, (MODEL, group, layer.name or layer.type))
     label = layer.type
     if len(modules) > 1:
-        label = names_cell("modules")({"modules_names": modules})
+        label = format_names(modules)
     if form.form == LAYERS and len(modules) > 1:
         label = f"{label}: {layer.type}"
     return TimelineStep(index, layer, (MODEL, *around, label), tuple(modules))
@@ -164,7 +154,7 @@ def iter_marks(steps: Sequence[TimelineStep], nanoseconds: Sequence[int], begin:
 GRADIENT = ({"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#e69f00"})  # by the median, from least to most
 
 
-def explorer_graphs(forms: Sequence[LayerGraph], timelines: Sequence[Timeline], name: str) -> dict[str, Any]:
+def build_explorer_graphs(forms: Sequence[LayerGraph], timelines: Sequence[Timeline], name: str) -> dict[str, Any]:
     """Build a collection with a graph for each form; the timeline at the same index belongs to it.
 
     A node is a layer, its namespace the modules around it; an edge is a tensor that one writes and another reads.
@@ -205,7 +195,7 @@ def _list_pairs(about: dict[str, str]) -> list[dict[str, str]]:
     return [{"key": key, "value": value} for key, value in about.items() if value]
 
 
-def node_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
+def build_node_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return each form's layer medians in microseconds, with a colour gradient from none to the most."""
     return {
         timeline.title: {
@@ -309,7 +299,7 @@ def _iter_events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
         begin += sum(lasts)
 
 
-def speedscope_profile(timelines: Sequence[Timeline], name: str, exporter: str) -> dict[str, Any]:
+def build_speedscope_profile(timelines: Sequence[Timeline], name: str, exporter: str) -> dict[str, Any]:
     """Build a speedscope file: a profile for each form, in which every layer is a sample below the modules around it.
 
     A sample's weight is the layer's median in microseconds.

@@ -75,7 +75,7 @@ def _find_return_edges(form: LayerGraph, read: set[int]) -> list[tuple[int, int]
     return [(index, call) for index, call in pairs if call is not None and index not in read and index != call]
 
 
-def graph_figure(graphs: Sequence[Mapping[str, Any]]) -> str:
+def draw_graphs(graphs: Sequence[Mapping[str, Any]]) -> str:
     """Draw the graphs side by side, laid out when they are opened. The page needs `graph_scripts` once."""
     shown = [each for each in graphs if each["nodes"] and len(each["nodes"]) <= MOST]
     if not shown:
@@ -232,11 +232,11 @@ def profile_fragment(timelines: Sequence[Timeline], tables: Sequence[Table]) -> 
 def profile_html(name: str, forms: Sequence[LayerGraph], timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
     """Return the whole page of times by layer: `fragment`, and a graph of the form of each timeline."""
     graphs = [draw_graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
-    figures = "\n".join(graph_figure([each]) for each in graphs)
-    return whole_page(f"Time by layer: {name}", f"{profile_fragment(timelines, tables)}\n{figures}\n{graph_scripts()}")
+    figures = "\n".join(draw_graphs([each]) for each in graphs)
+    return make_page(f"Time by layer: {name}", f"{profile_fragment(timelines, tables)}\n{figures}\n{graph_scripts()}")
 
 
-def whole_page(heading: str, body: str) -> str:
+def make_page(heading: str, body: str) -> str:
     """Return a page with that heading around the HTML of its body."""
     title, style = html.escape(heading), _read_file(PAGE_STYLE)
     return (
@@ -251,21 +251,21 @@ def whole_page(heading: str, body: str) -> str:
 PREFIX = "waterfall"  # of the ids in a chart, which may stand in a page with others
 
 
-def explained_chart(waterfall: Waterfall, prefix: str = PREFIX) -> str:
+def draw_explained_chart(waterfall: Waterfall, prefix: str = PREFIX) -> str:
     """Return the waterfall as an <svg> element."""
     figure = draw_waterfall(waterfall)
     return svg(figure, prefix, laid_out(figure))
 
 
-def explained_fragment(
+def make_explained_fragment(
     waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str], prefix: str = PREFIX
 ) -> str:
     """Return the chart, the tables and the sentences as a part of a page."""
     listed = "".join(f"<li>{html.escape(sentence)}</li>\n" for sentence in sentences)
-    return f"{explained_chart(waterfall, prefix)}\n{export(tables, 'html')}\n<ul>\n{listed}</ul>\n"
+    return f"{draw_explained_chart(waterfall, prefix)}\n{export(tables, 'html')}\n<ul>\n{listed}</ul>\n"
 
 
-def explained_graphs(waterfall: Waterfall) -> str:
+def draw_explained_graphs(waterfall: Waterfall) -> str:
     """Draw the layers of both forms side by side, by their times in the waterfall; selecting one shows its counterpart.
 
     The page needs `graph_scripts` once.
@@ -273,22 +273,21 @@ def explained_graphs(waterfall: Waterfall) -> str:
     sides, estimates = waterfall.pair.sides, (waterfall.a, waterfall.b)
     parts = [{layer: number for number, part in enumerate(waterfall.parts) for layer in (part.a, part.b)[k]}
              for k in range(2)]  # fmt: skip
-    return graph_figure([_build_graph(waterfall, *each) for each in zip(sides, estimates, parts, strict=True)])
+    return draw_graphs([_build_graph(waterfall, *each) for each in zip(sides, estimates, parts, strict=True)])
 
 
 def _build_graph(waterfall: Waterfall, side: PairSide, times: Estimates, parts: dict[int, int]) -> dict[str, object]:
-    modules = {side.form: side.module} if side.module is not None else {}
-    (bare,) = build_timelines(waterfall.pair.forms, waterfall.pair.graph_of, modules, {}, [side.form])
+    (bare,) = build_timelines(waterfall.pair.form_set, {}, [side.form])
     seconds = times.layers[:1, [step.index for step in bare.steps]]
     form = waterfall.pair.forms[side.form]
     return draw_graph(form, replace(bare, seconds=seconds, own=True), parts)
 
 
-def explained_html(waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str]) -> str:
+def make_explained_page(waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str]) -> str:
     """Return the whole page: the fragment and the graphs."""
     a, b = waterfall.pair.titles
-    body = f"{explained_fragment(waterfall, tables, sentences)}\n{explained_graphs(waterfall)}\n{graph_scripts()}"
-    return whole_page(f"From {a} to {b}", body)
+    fragment, graphs = make_explained_fragment(waterfall, tables, sentences), draw_explained_graphs(waterfall)
+    return make_page(f"From {a} to {b}", f"{fragment}\n{graphs}\n{graph_scripts()}")
 
 
 # The pairs of a run that `dyno explain RUN A B` explained, as parts of its page.
@@ -313,6 +312,6 @@ def explained_section(results: Results, prefix: str) -> list[ExplanationSection]
             continue
         sentences = [reason.text for reason in reasons.list_reasons_why(found)]
         shown = list_waterfall_tables(found, TOP)
-        fragment = explained_fragment(found, shown, sentences, f"{prefix}-why{number}")
-        parts.append(ExplanationSection(title, Markup(f"{fragment}\n{explained_graphs(found)}")))
+        fragment = make_explained_fragment(found, shown, sentences, f"{prefix}-why{number}")
+        parts.append(ExplanationSection(title, Markup(f"{fragment}\n{draw_explained_graphs(found)}")))
     return parts

@@ -25,7 +25,7 @@ class InspectionResult(FormsResult):
         """The layers of one form, or several side by side and the conversions that engines put in."""
         if len(self.shown) == 1:
             return [tables.list_layers(self.forms[self.shown[0]])]
-        aligned = tables.align_forms(self.forms, self.shown, self.graph_of)
+        aligned = tables.align_forms(self, self.shown)
         return [table for table in (aligned, tables.describe_conversions(self.forms, self.shown)) if table.rows]
 
 

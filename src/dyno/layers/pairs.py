@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.layers.align import FormSet
 from dyno.layers.times import LaunchTimes, Times
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.record import check_schema, read_json, write_json
@@ -58,9 +59,11 @@ class FormPair:
         return self.forms[self.a.form].library, self.forms[self.b.form].library
 
     @property
-    def graph_of(self) -> dict[int, int]:
-        """The index of each engine's graph."""
-        return {side.form: side.graph for side in self.sides if side.graph is not None}
+    def form_set(self) -> FormSet:
+        """The forms, with the graphs and modules of both sides."""
+        graph_of = {side.form: side.graph for side in self.sides if side.graph is not None}
+        module_of = {side.form: side.module for side in self.sides if side.module is not None}
+        return FormSet(self.forms, graph_of, module_of)
 
 
 def name_file(folder: Path, a: str, b: str) -> Path:

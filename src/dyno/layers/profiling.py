@@ -15,7 +15,7 @@ from dyno.layers import counters as hardware
 from dyno.layers import files, forms, graph_page, times
 from dyno.layers.counters import NcuReport
 from dyno.layers.files import FormsResult
-from dyno.layers.roofline import MEMORY, Ceilings, Rates, data_sheet, list_types
+from dyno.layers.roofline import MEMORY, Ceilings, Rates, list_types, parse_data_sheet
 from dyno.layers.times import ORDERS, Times
 from dyno.results import timeline
 from dyno.results.files import read_npz
@@ -51,13 +51,13 @@ class ProfileResult(FormsResult):
         """The layers of each form with their times, and how much of the latency they explain; on a GPU the critical
         path, if its functions were seen; the ceilings, if they were measured."""
         paths = {self.forms[k].library: each.path for k, each in self.times.items() if each.functions}
-        behind, listed = (self.graph_of, self.module_of), (self.order, self.top)
+        listed = (self.order, self.top)
         return [
-            times.profile_table(self.forms, *behind, self.times, *listed, self.ceilings),
-            times.reconcile(self.forms, self.times, self.graph_of, self.ceilings),
+            times.profile_table(self, self.times, *listed, self.ceilings),
+            times.reconcile(self, self.times, self.ceilings),
             *([times.make_path_table(paths, self.top)] if paths else []),
             *([self.ceilings.table()] if self.ceilings else []),
-            *([hardware.make_counters_table(self.forms, *behind, self.counters, *listed)] if self.counters else []),
+            *([hardware.make_counters_table(self, self.counters, *listed)] if self.counters else []),
         ]
 
     @property
@@ -94,7 +94,7 @@ def profile(
     """
     (batch,), (runs,), (top,) = at_least(1, batch=batch), at_least(5, runs=runs), at_least(0, top=top)
     check_known("order", order, ORDERS)
-    rates = data_sheet(sheet)
+    rates = parse_data_sheet(sheet)
     if sheet and not roofline:
         raise UserError("--data-sheet needs measured ceilings beside it; add --roofline")
     study = one_model(model, settings)

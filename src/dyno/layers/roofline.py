@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dyno.layers import align
+from dyno.layers.align import FormSet
 from dyno.layers.tables import BYTES
 from dyno.report.tables import TableKind
 from dyno.table import PERCENT, TEXT, Column, Row, Table
@@ -86,7 +87,7 @@ class Ceilings:
         return cells
 
 
-def data_sheet(texts: Sequence[str]) -> Rates:
+def parse_data_sheet(texts: Sequence[str]) -> Rates:
     """Parse texts such as `fp16=989` (TFLOPS) and `memory=4800` (GB/s) into rates; UserError for any other."""
     found: dict[str, float] = {}
     for text in texts:
@@ -135,16 +136,16 @@ class LayerWork:
         return max(moving, computing), ARITHMETIC if computing >= moving else MEMORY
 
 
-def count_work(forms: Sequence[LayerGraph], k: int, graph: int | None, precision: str) -> list[LayerWork]:
+def count_work(found: FormSet, k: int, precision: str) -> list[LayerWork]:
     """Count the work of each layer of form `k`; an engine's operations are those of the nodes of its graph."""
-    form = forms[k]
+    form, graph = found.forms[k], found.graph_of.get(k)
     if form.form == MODULES or graph is None:
         counts = [layer.flops for layer in form.layers]
     else:
-        counts = _from_nodes(forms, k, graph)
+        counts = _count_node_flops(found.forms, k, graph)
     written = {port.name: port for layer in form.layers for port in layer.outputs}
     return [
-        LayerWork(count, moved_bytes(layer, written), _find_type(layer, form.form == MODULES, precision))
+        LayerWork(count, count_moved_bytes(layer, written), _find_type(layer, form.form == MODULES, precision))
         for layer, count in zip(form.layers, counts, strict=True)
     ]
 
@@ -154,7 +155,7 @@ def list_types(form: LayerGraph, precision: str) -> set[str]:
     return {_find_type(layer, form.form == MODULES, precision) for layer in form.layers} - {""}
 
 
-def _from_nodes(forms: Sequence[LayerGraph], k: int, graph: int) -> list[int | None]:
+def _count_node_flops(forms: Sequence[LayerGraph], k: int, graph: int) -> list[int | None]:
     """Count the operations of each layer: a node's count once, at the first of its layers with a known computing type.
 
     Where no layer of a node has one, the operations of those layers aren't known, nor those of the computing layers
@@ -174,7 +175,7 @@ def _from_nodes(forms: Sequence[LayerGraph], k: int, graph: int) -> list[int | N
     return [count or None if i in doubtful else count for i, count in enumerate(counts)]
 
 
-def moved_bytes(layer: Layer, written: Mapping[str, Port]) -> int | None:
+def count_moved_bytes(layer: Layer, written: Mapping[str, Port]) -> int | None:
     """Return the bytes of the layer's inputs, weights and outputs, each once; None where a shape is unknown.
 
     `written` are the outputs of all layers by name, which may know more of an input than its reader does.
@@ -283,14 +284,17 @@ class RooflineRating:
 
     def _compute_reached(self, chosen: Collection[int], seconds: float, rates: Rates) -> float | None:
         """Return the sum of the known least times, in percent of the seconds; None where none is known."""
-        least = [each for i in chosen if (each := self.work[i].least(rates)) is not None]
+        least = self._list_least(chosen, rates)
         return 100 * sum(time for time, _ in least) / seconds if least else None
+
+    def _list_least(self, chosen: Collection[int], rates: Rates) -> list[tuple[float, str]]:
+        return [each for i in chosen if (each := self.work[i].least(rates)) is not None]
 
     def _find_bound(self, chosen: Collection[int], reached: float) -> str:
         """Return the ceiling that accounts for most of the least times, if these are near the seconds."""
         if reached < NEAR:
             return NEITHER
-        least = [each for i in chosen if (each := self.work[i].least(self.ceilings.rates)) is not None]
+        least = self._list_least(chosen, self.ceilings.rates)
         return max((ARITHMETIC, MEMORY), key=lambda name: sum(time for time, bound in least if bound == name))
 
     def _explain_excess(self, chosen: Collection[int], bound: str) -> str:
@@ -310,12 +314,10 @@ def _sum_known(values: Iterable[int | None]) -> int | None:
     return None if None in each else sum(value for value in each if value is not None)
 
 
-def rate_layers(
-    forms: Sequence[LayerGraph], k: int, graph: int | None, precision: str, ceilings: Ceilings
-) -> RooflineRating:
-    """Rate form `k` under the ceilings; `graph` is the one that an engine was made from."""
-    flops = _sum_known(layer.flops for layer in forms[k if graph is None else graph].layers)
-    return RooflineRating(count_work(forms, k, graph, precision), ceilings, flops)
+def rate_layers(found: FormSet, k: int, precision: str, ceilings: Ceilings) -> RooflineRating:
+    """Rate form `k` under the ceilings."""
+    flops = _sum_known(layer.flops for layer in found.forms[found.graph_of.get(k, k)].layers)
+    return RooflineRating(count_work(found, k, precision), ceilings, flops)
 
 
 def list_roofline_notes(rows: Iterable[Row]) -> list[str]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from dyno.formatting import counting, significant
 from dyno.layers import align
-from dyno.layers.align import CONSTANT, FLOW, NAMED, Region
+from dyno.layers.align import CONSTANT, FLOW, NAMED, FormSet, Region
 from dyno.report.tables import TableKind
 from dyno.table import COUNT, TEXT, Column, Row, Table
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
@@ -22,7 +22,7 @@ BLOCKED = "nchwc"  # ONNX Runtime's name of the layout
 NORMS = ("BatchNorm", "BatchNormalization")
 
 
-def activation_bytes(layer: Layer) -> int | None:
+def count_activation_bytes(layer: Layer) -> int | None:
     """Return the bytes of the layer's outputs; None where a shape or type is unknown, or known only at run time."""
     if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in layer.outputs):
         return None
@@ -34,22 +34,16 @@ def is_norm(layer: Layer) -> bool:
     return any(name in layer.type for name in NORMS)
 
 
-def describe_totals(
-    forms: Sequence[LayerGraph],
-    shown: Sequence[int],
-    regions: Sequence[Region],
-    graph_of: Mapping[int, int] | None = None,
-) -> list[str]:
-    """Explain why the number of parameters of each form shown differs from that of the one before it.
-
-    `graph_of` has the ONNX graph of each engine, in which batch norms are folded and weights are not padded.
-    """
+def describe_totals(found: FormSet, shown: Sequence[int], regions: Sequence[Region]) -> list[str]:
+    """Explain why the number of parameters of each form shown differs from that of the one before it."""
+    forms = found.forms
     counted = [k for k in shown if forms[k].parameters]
     lines = []
     for first, k in pairwise(counted):
         apart = forms[first].parameters - forms[k].parameters
         if apart:
-            reasons = list(_find_reasons(forms, first, k, regions, (graph_of or {}).get(k, k)))
+            # In an engine's graph batch norms are folded, and weights are not padded.
+            reasons = list(_find_reasons(forms, first, k, regions, found.graph_of.get(k, k)))
             lines.append(
                 f"{forms[k].library} has {abs(apart):,} {'fewer' if apart > 0 else 'more'} parameters than "
                 f"{forms[first].library}: {'; '.join(reasons)}."
@@ -62,13 +56,13 @@ def _find_reasons(
 ) -> Iterator[str]:
     """Yield the reasons: folded batch norms, padded weights, weights shared by layers, and where the rest is."""
     left = forms[first].parameters - forms[other].parameters
-    differences = {id(r): _sum_parameters(forms, r, first) - _sum_parameters(forms, r, other) for r in regions}
+    differences = {id(r): r.sum_added(forms, first) - r.sum_added(forms, other) for r in regions}
     folded = [r for r in regions if r.members[graph] and _is_folded(forms, first, graph, r)]
     if folded:
-        norms = [n for r in folded for n in _list_layers(forms, r, first) if is_norm(n)]
+        norms = [n for r in folded for n in r.list_layers(forms, first) if is_norm(n)]
         before, change = sum(n.added for n in norms), 0
         for r in folded:
-            apart = _sum_parameters(forms, r, first) - _sum_parameters(forms, r, graph)
+            apart = r.sum_added(forms, first) - r.sum_added(forms, graph)
             change, differences[id(r)] = change + apart, differences[id(r)] - apart
         where = "layer before it" if len(norms) == 1 else "layers before them"
         became = f"became {before - change:,} biases" if before != change else "need no further biases"
@@ -83,7 +77,8 @@ def _find_reasons(
     for r in regions:
         name = _choose_name(forms, r, first, other)
         whole[name] += differences.get(id(r), 0)
-        sharing[name] += _count_shared(forms, r, other) - _count_shared(forms, r, first)
+        uses = [sum(layer.shared for layer in r.list_layers(forms, form)) for form in (first, other)]
+        sharing[name] += uses[1] - uses[0]
     alike = [whole.pop(name) for name in [*whole] if whole[name] == sharing[name]]
     once = "are stored once for several layers that have the same values"
     anew = "are stored anew for each layer that has these values"
@@ -113,33 +108,21 @@ def _describe_place(whole: Mapping[str, int]) -> str:
 
 def _is_folded(forms: Sequence[LayerGraph], first: int, other: int, region: Region) -> bool:
     """Return whether the region has a batch norm in the first form and none in the other, which folded it."""
-    before, after = (any(map(is_norm, _list_layers(forms, region, form))) for form in (first, other))
+    before, after = (any(map(is_norm, region.list_layers(forms, form))) for form in (first, other))
     return before and not after
 
 
 def _is_blocked(forms: Sequence[LayerGraph], region: Region, first: int, other: int) -> bool:
     """Return whether one of the forms stores the region's tensors in blocks of channels, which pads the weights."""
-    every = (*_list_layers(forms, region, first), *_list_layers(forms, region, other))
+    every = (*region.list_layers(forms, first), *region.list_layers(forms, other))
     return any(port.format == BLOCKED for layer in every for port in layer.outputs)
-
-
-def _list_layers(forms: Sequence[LayerGraph], region: Region, form: int) -> list[Layer]:
-    return [forms[form].layers[i] for i in region.members[form]]
-
-
-def _sum_parameters(forms: Sequence[LayerGraph], region: Region, form: int) -> int:
-    return sum(layer.added for layer in _list_layers(forms, region, form))
-
-
-def _count_shared(forms: Sequence[LayerGraph], region: Region, form: int) -> int:
-    return sum(layer.shared for layer in _list_layers(forms, region, form))
 
 
 def _choose_name(forms: Sequence[LayerGraph], region: Region, *order: int) -> str:
     """Return the module around the region's parts, else its first layer: a module's name, else that of these forms."""
     order = (*(k for k, each in enumerate(forms) if each.form == MODULES), *order)
-    around = [forms[form].layers[k] for form in order for k in (region.around[form] if region.around else ())]
-    names = (layer.name for layer in (*around, *(each for form in order for each in _list_layers(forms, region, form))))
+    around = [forms[form].layers[k] for form in order for k in region.around[form]]
+    names = (layer.name for layer in (*around, *(each for form in order for each in region.list_layers(forms, form))))
     return next(names, "") or "(model)"
 
 
@@ -193,7 +176,7 @@ def list_layers(form: LayerGraph) -> Table:
         rows.append({
             "name": layer.name or MODEL, "type": layer.type, "output": format_shape(output), "dtype": output.dtype,
             "format": output.format, "parameters": layer.added or None, "flops": layer.flops or None,
-            "bytes": activation_bytes(layer), "computes_in": layer.computes_in, "kernel": layer.tactic,
+            "bytes": count_activation_bytes(layer), "computes_in": layer.computes_in, "kernel": layer.tactic,
             "nodes": " ".join(layer.nodes) if form.form == LAYERS else "",
             "modules": " ".join(layer.modules) if form.form == NODES else "", "remark": _choose_remark(layer),
         })  # fmt: skip
@@ -226,20 +209,17 @@ def format_shape(port: Port) -> str:
     return "x".join(str(n) if n >= 0 else "?" for n in port.shape)
 
 
-def align_forms(forms: Sequence[LayerGraph], shown: Sequence[int], graph_of: Mapping[int, int]) -> Table:
-    """Build a table of the forms `shown` (indices) side by side, a row for each region; the others help to align them.
-
-    `graph_of` has the index of the graph that an engine was made from.
-    """
-    links = align.find_pivots(forms, graph_of)
+def align_forms(found: FormSet, shown: Sequence[int]) -> Table:
+    """Build a table of the forms `shown` (indices), a row for each region; the others help to align them."""
+    forms, links = found.forms, align.find_pivots(found)
     regions = [
         r for r in align.find_regions(forms, links)
-        if any(not layer.skipped or layer.parameters for k in shown for layer in _list_layers(forms, r, k))
+        if any(not layer.skipped or layer.parameters for k in shown for layer in r.list_layers(forms, k))
     ]  # fmt: skip
     rows = [_make_row(forms, shown, region) for region in regions]
     names = [_choose_letter(k) for k in range(len(shown))]
     columns = [
-        Column(name, f"layers of {forms[k].library}", kind=TEXT, title=forms[k].library, cell=names_cell(name))
+        Column(name, f"layers of {forms[k].library}", kind=TEXT, title=forms[k].library, cell=make_names_cell(name))
         for name, k in zip(names, shown, strict=True)
     ]  # fmt: skip
     columns += [
@@ -251,7 +231,7 @@ def align_forms(forms: Sequence[LayerGraph], shown: Sequence[int], graph_of: Map
         Column("remark", "what happened on the way", kind=TEXT, rank=1),
     ]  # fmt: skip
     notes = [summarise_layers(forms[k]) for k in shown]
-    notes += describe_totals(forms, shown, regions, graph_of)
+    notes += describe_totals(found, shown, regions)
     notes += [line for each in links if (line := describe_coverage(forms, each))]
     notes += [note for k in shown for note in forms[k].notes]
     return ALIGNED.of(columns, rows, notes=tuple(dict.fromkeys(notes)))
@@ -261,18 +241,22 @@ def _choose_letter(position: int) -> str:
     return chr(ord("a") + position)
 
 
-def names_cell(name: str) -> Callable[[Row], str]:
-    """Return a function that lists a region's first few names, later ones without the parent shared with the first."""
+def format_names(names: Sequence[str]) -> str:
+    """Return a region's first few names, later ones without the parent shared with the first."""
+    first, *others = names or [""]
+    parent = "" if "/" in first else first.rpartition(".")[0]
+    shown = [each.removeprefix(parent) if parent and each.startswith(f"{parent}.") else each
+             for each in others[: NAMES - 1]]  # fmt: skip
+    more = f" … and {len(others) + 1 - NAMES} more" if len(others) >= NAMES else ""
+    return ", ".join([first, *shown]) + more
 
-    def format_names(row: Row) -> str:
-        first, *others = row[f"{name}_names"] or [""]
-        parent = "" if "/" in first else first.rpartition(".")[0]
-        shown = [each.removeprefix(parent) if parent and each.startswith(f"{parent}.") else each
-                 for each in others[: NAMES - 1]]  # fmt: skip
-        more = f" … and {len(others) + 1 - NAMES} more" if len(others) >= NAMES else ""
-        return ", ".join([first, *shown]) + more
 
-    return format_names
+def make_names_cell(name: str) -> Callable[[Row], str]:
+    """Return a function that formats a row's names in that column."""
+    return lambda row: format_names(row[f"{name}_names"])
+
+
+MODULE_NAMES = make_names_cell("modules")
 
 
 def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region) -> Row:
@@ -282,17 +266,17 @@ def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region)
         name = _choose_letter(position)
         row[f"{name}_names"] = _list_names(forms, region, k)
         row[name] = " ".join(row[f"{name}_names"])
-        row[f"parameters_{name}"] = _sum_parameters(forms, region, k) or None
+        row[f"parameters_{name}"] = region.sum_added(forms, k) or None
         present += [k] if row[name] else []
     last = next((forms[k].layers[region.members[k][-1]] for k in reversed(shown) if region.members[k]), Layer())
     # A graph has each operation where it is; a module around others has its own in one place.
     order = sorted(range(len(forms)), key=lambda k: forms[k].form != NODES)
     counted = next((k for k in order if region.members[k] and forms[k].form != LAYERS), None)
-    flops = sum(forms[counted].layers[i].flops or 0 for i in region.members[counted]) if counted is not None else 0
+    flops = sum(each.flops or 0 for each in region.list_layers(forms, counted)) if counted is not None else 0
     row["output"] = format_shape(last.outputs[0]) if last.outputs else ""
     row["flops"] = flops or None
-    row["bytes"] = activation_bytes(last)
-    row["remark"] = _what_happened(forms, present, shown[-1], region)
+    row["bytes"] = count_activation_bytes(last)
+    row["remark"] = _describe_change(forms, present, shown[-1], region)
     return row
 
 
@@ -306,7 +290,7 @@ def _list_names(forms: Sequence[LayerGraph], region: Region, form: int) -> list[
     return [MODEL] if any(forms[k].layers[i].modules == ("",) for k in graphs for i in region.members[k]) else []
 
 
-def _what_happened(forms: Sequence[LayerGraph], there: Sequence[int], last: int, region: Region) -> str:
+def _describe_change(forms: Sequence[LayerGraph], there: Sequence[int], last: int, region: Region) -> str:
     """Describe fusions, folded batch norms and layers in one form only; `there` are the forms that have the region."""
     before, after = ([forms[k].layers[i] for i in region.shown(k)] for k in (there[0], there[-1]))
     if len(there) == 1:
@@ -368,7 +352,7 @@ def _make_conversion_row(form: LayerGraph, layer: Layer, writers: dict[str, Laye
     return {
         "engine": form.library, "layer": layer.name, "writer": source.name if source else before.name,
         "reader": ", ".join(readers) or "output", "before": _format_type(before),
-        "after": _format_type(written[0]) if written else "", "bytes": activation_bytes(layer),
+        "after": _format_type(written[0]) if written else "", "bytes": count_activation_bytes(layer),
     }  # fmt: skip
 
 

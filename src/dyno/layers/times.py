@@ -10,9 +10,9 @@ import numpy as np
 
 from dyno.formatting import counting, show
 from dyno.layers import align, roofline
-from dyno.layers.align import Flow
+from dyno.layers.align import Flow, FormSet
 from dyno.layers.roofline import Ceilings, RooflineRating
-from dyno.layers.tables import MODEL, format_shape, names_cell
+from dyno.layers.tables import MODEL, MODULE_NAMES, format_shape
 from dyno.report.tables import TableKind
 from dyno.results.remarks import Launch
 from dyno.results.stats import Interval, median_interval
@@ -63,7 +63,7 @@ class LaunchTimes:
     def sentence(self, latency: float) -> str:
         """Describe whether the run is launch-bound; without a record of the kernels the two clocks alone decide."""
         if self.busy.size:
-            return self._by_kernels(latency)
+            return self._describe_kernels(latency)
         if not self.latency.size:
             return ""
         enqueue = float(np.median(self.enqueue)) if self.enqueue.size else None
@@ -73,7 +73,7 @@ class LaunchTimes:
             "first kernel to its last"
         )
 
-    def _by_kernels(self, latency: float) -> str:
+    def _describe_kernels(self, latency: float) -> str:
         idle = self.idle(latency)
         waits = f"the GPU ran no kernel in {100 * idle:.0f} % of the latency"
         if idle >= IDLE:
@@ -171,7 +171,7 @@ RECONCILIATION = TableKind("reconciliation", "Layers and latency", "What of the 
                            command="dyno profile")  # fmt: skip
 COLUMNS = (
     Column("form", "whose layer it is", kind=TEXT, identity=True),
-    Column("modules", "PyTorch modules that the layer came from, else nodes", kind=TEXT, cell=names_cell("modules")),
+    Column("modules", "PyTorch modules that the layer came from, else nodes", kind=TEXT, cell=MODULE_NAMES),
     Column("layer", "the engine's own name of the layer", kind=TEXT, rank=4),
     Column("type", "module's class, operator or kind of layer", kind=TEXT, rank=2),
     Column("time_us", "median over the repeats with its 95 % interval", "µs", title="time, µs", interval=True),
@@ -219,25 +219,17 @@ class Times:
 
 
 def profile_table(
-    forms: Sequence[LayerGraph],
-    graph_of: Mapping[int, int],
-    module_of: Mapping[int, int],
-    times: Mapping[int, Times],
-    order: str,
-    top: int,
-    ceilings: Ceilings | None = None,
+    found: FormSet, times: Mapping[int, Times], order: str, top: int, ceilings: Ceilings | None = None
 ) -> Table:
     """Build rows for the `top` layers (0: all) of each form by time, or as they run (`graph`), and one for the rest.
 
-    A layer's time is its median over the repeats; shares are of the sum of these. `graph_of` and `module_of` have the
-    indices of the graph that an engine was made from, and of the module, where they exist. With `ceilings` each layer
-    is rated by them.
+    A layer's time is its median over the repeats; shares are of the sum of these. With `ceilings` each layer is rated
+    by them.
     """
-    rows, notes = list[Row](), list[str]()
+    forms, rows, notes = found.forms, list[Row](), list[str]()
     for k, each in times.items():
-        names = name_modules(forms, k, graph_of.get(k), module_of.get(k))
-        rated = roofline.rate_layers(forms, k, graph_of.get(k), each.precision, ceilings) if ceilings else None
-        rows += _build_rows(forms[k], names, each, order, top, rated)
+        rated = roofline.rate_layers(found, k, each.precision, ceilings) if ceilings else None
+        rows += _build_rows(forms[k], name_modules(found, k), each, order, top, rated)
         notes += [*forms[k].notes, *(f"{forms[k].library}: {warning}" for warning in each.warnings)]
     notes += roofline.list_roofline_notes(rows) if ceilings else []
     columns = (*COLUMNS, *(roofline.RATED_COLUMNS if ceilings else ()))
@@ -283,21 +275,20 @@ def _build_row(form: LayerGraph, layer: Layer, names: list[str], seconds: np.nda
     }  # fmt: skip
 
 
-def name_modules(forms: Sequence[LayerGraph], k: int, graph: int | None, owner: int | None) -> list[list[str]]:
-    """Return the modules that each layer of the form came from, in the order of their calls.
+def name_modules(found: FormSet, k: int) -> list[list[str]]:
+    """Return the modules that each layer of form `k` came from, in the order of their calls.
 
     Where no module is known these are the nodes of the graph; a conversion that the engine inserted has neither.
     """
-    return [modules or nodes for modules, nodes in find_origins(forms, k, graph, owner)]
+    return [modules or nodes for modules, nodes in find_origins(found, k)]
 
 
-def find_origins(
-    forms: Sequence[LayerGraph], k: int, graph: int | None, owner: int | None
-) -> list[tuple[list[str], list[str]]]:
-    """Return the modules that each layer of the form came from, in the order of their calls, and the graph's nodes.
+def find_origins(found: FormSet, k: int) -> list[tuple[list[str], list[str]]]:
+    """Return the modules that each layer of form `k` came from, in the order of their calls, and the graph's nodes.
 
     Both are empty for a conversion that the engine inserted.
     """
+    forms, graph, owner = found.forms, found.graph_of.get(k), found.module_of.get(k)
     form = forms[k]
     if form.form == MODULES:
         return [([layer.name or MODEL], []) for layer in form.layers]
@@ -332,18 +323,12 @@ def invert_link(link: align.Link) -> dict[int, list[int]]:
     return by_lower
 
 
-def reconcile(
-    forms: Sequence[LayerGraph],
-    times: Mapping[int, Times],
-    graph_of: Mapping[int, int] | None = None,
-    ceilings: Ceilings | None = None,
-) -> Table:
+def reconcile(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings | None = None) -> Table:
     """Build a line for each form: the unwatched latency, the sum of its layers, and the remainder.
 
-    With `ceilings` it also rates the latency under them, for which `graph_of` has an engine's graph.
+    With `ceilings` it also rates the latency under them.
     """
-    rows: list[Row] = []
-    bounds: list[str] = []
+    forms, rows, bounds = found.forms, list[Row](), list[str]()
     for k, each in times.items():
         latency, layers = median_interval(each.unprofiled), float(np.median(each.layers, axis=0).sum())
         rows.append({
@@ -353,7 +338,7 @@ def reconcile(
             **(each.gpu.cells(each.latency) if each.gpu else {}),
         })  # fmt: skip
         if ceilings:
-            rated = roofline.rate_layers(forms, k, (graph_of or {}).get(k), each.precision, ceilings)
+            rated = roofline.rate_layers(found, k, each.precision, ceilings)
             rows[-1] |= rated.of_latency(each.list_ran(forms[k]), each.latency)
             bounds.append(f"{forms[k].library}: {rated.sentence(np.median(each.layers, axis=0))}.")
     columns = (

@@ -20,7 +20,7 @@ from dyno.formatting import counting, short, significant
 from dyno.layers import causes, pairs
 from dyno.layers.causes import BETWEEN, INTERRUPTED, WAITING, WHOLE, Cause, CausePart
 from dyno.layers.pairs import FormPair
-from dyno.layers.tables import names_cell
+from dyno.layers.tables import MODULE_NAMES
 from dyno.layers.times import Times
 from dyno.report.style import INK, WIDTH, styled
 from dyno.report.tables import TableKind
@@ -323,7 +323,7 @@ def by_part(waterfall: Waterfall, top: int) -> Table:
         rows.append({"modules": label, "modules_names": [label], "a_us": 1e6 * a, "b_us": 1e6 * b,
                      "difference_us": 1e6 * (b - a), "share": _compute_share(waterfall, b - a)})  # fmt: skip
     columns = (
-        Column("modules", "the model's own modules, else nodes or layers", kind=TEXT, cell=names_cell("modules")),
+        Column("modules", "the model's own modules, else nodes or layers", kind=TEXT, cell=MODULE_NAMES),
         Column("cause", "why it takes another time", kind=TEXT),
         *(Column(f"layers_{side}", f"kinds of its layers in {side.upper()}, and the type that they compute in",
                  kind=TEXT, title=f"in {side.upper()}", rank=2) for side in "ab"),

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from dyno import data as dyno_data
 from dyno.api import run
+from dyno.data.data_format import ScanRequest
 from dyno.data.folders import scan_folder
 from dyno.jobs.launcher import launch
 from dyno.runner import device_lock
@@ -89,7 +90,7 @@ def _has_classes(root: Path) -> bool:
 
 def _split_images(root: Path, share: float, seed: int) -> dict[str, Path]:
     """Return every image by its path in the split folder: `train/CLASS/…` or `test/CLASS/…`."""
-    listing = scan_folder(root, 0, seed)
+    listing = scan_folder(root, ScanRequest(0, seed))
     rng = np.random.default_rng(seed)
     placed: dict[str, Path] = {}
     for label, name in enumerate(listing.classes):

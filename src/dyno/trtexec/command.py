@@ -31,7 +31,7 @@ def is_rtx(trial: TrialResult) -> bool:
     return "rtx" in trial.backend
 
 
-def graph_flag(trial: TrialResult) -> str:
+def choose_graph_flag(trial: TrialResult) -> str:
     """Return the option that makes trtexec replay a CUDA graph."""
     return "--rtxCudaGraphStrategy=wholeGraph" if is_rtx(trial) else "--useCudaGraph"
 
@@ -91,7 +91,7 @@ def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES)
         arguments.append(f"--shapes={make_spec(read_shapes(trial)) or 'INPUT:NxCxHxW'}")
     arguments.append(f"--device={trial.device.partition(':')[2] or 0}")
     if ran.get("graph", True):
-        arguments.append(graph_flag(trial))
+        arguments.append(choose_graph_flag(trial))
     if boundary == "model":
         arguments.append("--noDataTransfers")
     return [

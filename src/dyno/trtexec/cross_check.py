@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -12,8 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath, PureWindowsPath
-
-import numpy as np
 
 from dyno.jobs.telemetry import Telemetry
 from dyno.results import stats, timeline
@@ -95,19 +94,15 @@ def read_medians(trial: TrialResult) -> TrialMedians:
 
 
 def _find_clock(trial: TrialResult) -> float | None:
-    clocks = []
-    for one in trial.good:
-        window = one.facts.timed.get("model")
-        if one.trace and window and (rate := find_clock(one.trace, window)):
-            clocks.append(rate)
-    return float(np.median(clocks)) if clocks else None
+    clocks = [find_clock(one.trace, one.facts.timed.get("model")) for one in trial.good]
+    known = [clock for clock in clocks if clock]
+    return statistics.median(known) if known else None
 
 
-def find_clock(trace: timeline.Trace, window: timeline.Window) -> float | None:
+def find_clock(trace: timeline.Trace | None, window: timeline.Window | None) -> float | None:
     """Return the median of the GPU's clock in MHz in the window; None where it wasn't sampled there."""
-    samples = trace.column("clock")[trace.inside([window])]
-    samples = samples[np.isfinite(samples)]
-    return float(np.median(samples)) if samples.size else None
+    clock = timeline.summarise_timeline(trace, [window]).clock if trace and window else math.nan
+    return None if math.isnan(clock) else clock
 
 
 def ms(seconds: float) -> str:
@@ -123,13 +118,13 @@ def signed_ms(seconds: float) -> str:
 def explain_terms(trial: TrialResult) -> list[str]:
     """Explain the trial's numbers in trtexec's terms, sentence by sentence, with those that weren't measured."""
     measured = read_medians(trial)
-    flag = command.graph_flag(trial)
+    flag = command.choose_graph_flag(trial)
     return [
         *_explain_terms(measured),
         *_explain_model(measured, flag),
         *_explain_whole(measured),
         *_explain_throughput(measured, trial),
-        _run_mode(measured, flag),
+        _describe_run_mode(measured, flag),
     ]
 
 
@@ -186,7 +181,7 @@ def _explain_throughput(measured: TrialMedians, trial: TrialResult) -> Iterator[
     )
 
 
-def _run_mode(measured: TrialMedians, flag: str) -> str:
+def _describe_run_mode(measured: TrialMedians, flag: str) -> str:
     launches = f"replayed a CUDA graph ({flag})" if measured.graph else f"launched kernel by kernel (no {flag})"
     return (
         f"Dyno {launches} and waited by spinning (--useSpinWait; without it trtexec's host thread sleeps, and waking "
@@ -281,18 +276,18 @@ def list_gaps(mine: TrialMedians, report: TrtexecReport) -> Iterator[Gap]:
     """Yield the gaps of GPU time, latency and throughput, as far as both sides measured them."""
     theirs = report.compute
     if mine.model is not None:
-        parts = _gpu_parts(mine, report, mine.model - theirs)
+        parts = _split_gpu_gap(mine, report, mine.model - theirs)
         yield Gap("GPU time (latency/model against GPU Compute Time)", mine.model, theirs, tuple(parts))
     if report.transfers is not False and report.latency and mine.whole is not None:
         latency = report.latency
-        parts = _latency_parts(mine, report, mine.whole - latency)
+        parts = _split_latency_gap(mine, report, mine.whole - latency)
         yield Gap("Latency (latency/all against Latency)", mine.whole, latency, tuple(parts))
     if report.rate and mine.rate:
         period, its = 1 / mine.rate, 1 / report.rate
-        yield Gap("Time per query at full throughput", period, its, tuple(_rate_parts(mine, report, period - its)))
+        yield Gap("Time per query at full throughput", period, its, tuple(_split_rate_gap(mine, report, period - its)))
 
 
-def _gpu_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
+def _split_gpu_gap(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
     """Split a gap between two GPU times: each cause takes the most that it can account for, in this order."""
     left = gap
     for cause in (_explain_graph, _explain_clocks, _explain_launch):
@@ -338,14 +333,14 @@ def _explain_launch(mine: TrialMedians, report: TrtexecReport, left: float) -> G
     return GapPart("launch", _compute_share(left, mine.enqueue), why)
 
 
-def _latency_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
+def _split_latency_gap(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
     """Yield copies and GPU time as both sides measured them, and the rest, which only the host's clock covers."""
     if mine.copies is None or mine.compute is None or report.h2d is None or report.d2h is None:
         yield GapPart(UNEXPLAINED, gap, "H2D, compute and D2H are not measured on both sides")
         return
     copies, gpu = mine.copies - report.h2d - report.d2h, mine.compute - report.compute
     yield GapPart("copies", copies, "H2D and D2H by the GPU's clock")
-    *causes, unexplained = _gpu_parts(mine, report, gpu)
+    *causes, unexplained = _split_gpu_gap(mine, report, gpu)
     yield from causes
     left = gap - copies - gpu
     if mine.waiting is not None:
@@ -355,7 +350,7 @@ def _latency_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Ite
     yield GapPart(UNEXPLAINED, left + unexplained.seconds, "the host's calls for the copies are in it")
 
 
-def _rate_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
+def _split_rate_gap(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
     """Yield the parts of the time per query: that of the slowest stage (compute, or a copy) and its idle time."""
     compute = min((t for t in (mine.model, mine.compute) if t is not None), default=None)
     if compute is None:
@@ -399,7 +394,7 @@ def cross_check(trials: Sequence[TrialResult], trtexec_file: Path | None = None)
     sentences: list[str] = []
     for trial in trials:
         sentences += [f"{trial.label}:"] if len(trials) > 1 else []
-        sentences += [*explain_terms(trial), *command_lines(trial)]
+        sentences += [*explain_terms(trial), *list_command_lines(trial)]
         sentences += compare_results(trial, report) if report else _run_all(trial)
     return sentences
 
@@ -415,7 +410,7 @@ def list_boundaries(trial: TrialResult) -> list[str]:
     return [b for b in ("model", "all") if b in measured] or ["all"]
 
 
-def command_lines(trial: TrialResult) -> list[str]:
+def list_command_lines(trial: TrialResult) -> list[str]:
     """Return the shell commands that should reproduce the trial's numbers, and its engine if Dyno built it."""
     purposes = [(command.read_timing(trial, boundary), f"latency/{boundary}") for boundary in list_boundaries(trial)]
     if build := command.read_build(trial):
@@ -467,6 +462,5 @@ def measure(trial: TrialResult, boundary: str = "model") -> log.TrtexecReport:
             process.wait()
             telemetry.stop(folder / "telemetry.npz")
         report = log.parse_log(output.decode(errors="replace"), f"{arguments[0]}'s output")
-        trace = timeline.read_timeline(folder)
         timed = ended - float(plan.get("seconds", 3.0)), ended
-        return replace(report, clock=find_clock(trace, timed) if trace else None)
+        return replace(report, clock=find_clock(timeline.read_timeline(folder), timed))

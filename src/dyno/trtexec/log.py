@@ -86,7 +86,7 @@ def _parse_log(text: str, name: str) -> TrtexecReport:
     lines = [match[1].rstrip() for line in text.splitlines() if (match := LINE.search(line))]
     runs = lines.count(SUMMARY)
     if runs != 1:
-        reason = f"holds {runs} runs of trtexec; give the log of one" if runs else _no_summary_reason(text)
+        reason = f"holds {runs} runs of trtexec; give the log of one" if runs else _explain_no_summary(text)
         raise UserError(f"{name} {reason}")
     start = lines.index(SUMMARY)
     medians = dict(_parse_medians(lines[start:], name))
@@ -96,7 +96,7 @@ def _parse_log(text: str, name: str) -> TrtexecReport:
     options = re.findall(r"--(\w+)(?:=(.*?))?(?=\s--|\s*$)", running[2] if running else "")  # values may hold spaces
     flags = {key: (value or "").strip() for key, value in options}
     return TrtexecReport(
-        **{**medians, **_run_options(flags, lines)},
+        **{**medians, **_read_run_options(flags, lines)},
         rate=_find_rate(lines[start:], name),
         engine=next(filter(None, (_find_echo(lines, "Load engine"), *(flags.get(f) for f in ENGINE_FLAGS))), ""),
         onnx=flags.get("onnx") or _find_echo(lines, "Model"),
@@ -107,7 +107,7 @@ def _parse_log(text: str, name: str) -> TrtexecReport:
     )
 
 
-def _no_summary_reason(text: str) -> str:
+def _explain_no_summary(text: str) -> str:
     """Return the reason why a log has no summary, as the end of a sentence."""
     error = re.search(r"^\[.*?\] \[E\] (.*)", text, re.M)
     if error or re.search("^&&&& FAILED", text, re.M):
@@ -148,7 +148,7 @@ def _find_echo(lines: Iterable[str], key: str) -> str:
     return next((line[len(key) + 1 :].strip() for line in lines if line.startswith(key + ":")), "")
 
 
-def _run_options(flags: Mapping[str, str], lines: list[str]) -> dict[str, Any]:
+def _read_run_options(flags: Mapping[str, str], lines: list[str]) -> dict[str, Any]:
     """Return the options of the run: from the log's own list first, then from the command line."""
 
     def is_enabled(key: str, flag: str, with_flag: bool) -> bool | None:
@@ -213,7 +213,7 @@ def _parse_times(text: str, name: str) -> TrtexecReport:
         enqueue=enqueue,
         h2d=h2d,
         d2h=d2h,
-        rate=_exported_rate(rows),
+        rate=_compute_exported_rate(rows),
         transfers=any(values.any() for values in moved) if moved else None,
     )
 
@@ -231,7 +231,7 @@ def _read_column(rows: list[dict[str, Any]], key: str, name: str) -> np.ndarray 
     return np.asarray(values, np.float64) / 1e3
 
 
-def _exported_rate(rows: list[dict[str, Any]]) -> float | None:
+def _compute_exported_rate(rows: list[dict[str, Any]]) -> float | None:
     """Compute queries/s from the first copy in to the last copy out, as trtexec does; None without those times."""
     first, last = rows[0].get("startH2dMs"), rows[-1].get("endD2hMs")
     if not isinstance(first, (int, float)) or not isinstance(last, (int, float)) or last <= first:

@@ -51,6 +51,23 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class StageTimeline:
+    """A stage's pieces of work in the order of their beginning: when each began, ended, and found room behind it, and
+    how many items waited then."""
+
+    name: str
+    began: np.ndarray
+    ended: np.ndarray
+    handed: np.ndarray
+    waiting: np.ndarray
+
+    def find_last(self, times: np.ndarray, limit: float, before: int) -> int:
+        """Return the index below `before` of the latest of these times that is not after the limit; -1 for none."""
+        earlier = np.where(times[:before] <= limit, times[:before], -np.inf)
+        return int(earlier.argmax()) if len(earlier) and np.isfinite(earlier.max()) else -1
+
+
+@dataclass(frozen=True)
 class Bound:
     """An upper limit on frames per second, and its cause."""
 
@@ -161,11 +178,17 @@ class Video:
         count = min(len(began), len(ended))
         return np.asarray(ended[:count] - began[:count])
 
+    def read_timeline(self, name: str) -> StageTimeline:
+        """Return the stage's times that the run stored, sorted by their beginnings."""
+        times = [self.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed", "waiting")]
+        order = np.argsort(times[0], kind="stable")
+        return StageTimeline(name, *(each[order] for each in times))
+
     def _make_stage(self, name: str) -> Stage:
-        began, ended, handed = (self.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
+        found = self.read_timeline(name)
+        began, ended, handed, waiting = found.began, found.ended, found.handed, found.waiting
         frames, whole = max(1, len(self.arrays["frame_known"])), self.facts.seconds
         starved = began[1:] - handed[:-1]
-        waiting = self.arrays[f"{name}_waiting"]
         cpu = self.facts.cpu.get(name, 0.0)
         cpu_under_load = cpu * self.find_crowding(self.facts.processors)
         if name == SHARED and self.facts.cpu_inference:  # which was measured by itself

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from dyno.table import (
     with_limits,
 )
 from dyno.videos import figures, words
-from dyno.videos.figures import PERCENTILES, Video, VideoRun
+from dyno.videos.figures import PERCENTILES, StageTimeline, Video, VideoRun
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 
@@ -45,7 +44,7 @@ def _make_video_table(run: RunData) -> Table | None:
     if len(runs) > 1:
         gains = figures.list_speedups(runs, run.rule)
         rows = [row | compare_cells(gain, gain is None) for row, gain in zip(rows, gains, strict=True)]
-    return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_video_notes(runs)), printed=printed(VIDEO_COLUMNS))
+    return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_write_notes(runs)), printed=printed(VIDEO_COLUMNS))
 
 
 def _make_row(run: VideoRun) -> Row:
@@ -63,7 +62,7 @@ def _make_row(run: VideoRun) -> Row:
     }  # fmt: skip
 
 
-def _video_notes(runs: list[VideoRun]) -> Iterator[str]:
+def _write_notes(runs: list[VideoRun]) -> Iterator[str]:
     yield (
         "fps: end to end, from the first frame's reading to the closed file. inference alone and beside: with nothing "
         "else running, and while the other stages run. bound: the lower of the slowest stage's rate and that of the "
@@ -96,17 +95,17 @@ def _make_stages_table(run: RunData) -> Table | None:
 
 def _make_streams_table(run: RunData) -> Table | None:
     runs = figures.list_runs(run)
-    rows = [_stream_row(f, count) for f in runs for count in sorted({*STREAMS, f.typical.facts.streams})]
+    rows = [_make_stream_row(f, count) for f in runs for count in sorted({*STREAMS, f.typical.facts.streams})]
     videos = {f.trial.label: f for f in runs}
     if not rows:
         return None
     return STREAM_TABLE.of(
         STREAM_COLUMNS, rows, group=("label",), printed=printed(STREAM_COLUMNS),
-        below=lambda part: stream_sentences(videos[part[0]["label"]].typical, part),
+        below=lambda part: describe_streams(videos[part[0]["label"]].typical, part),
     )  # fmt: skip
 
 
-def _stream_row(run: VideoRun, count: int) -> Row:
+def _make_stream_row(run: VideoRun, count: int) -> Row:
     video = run.typical
     predicted = figures.predict_streams(video, count)
     row = {
@@ -119,7 +118,7 @@ def _stream_row(run: VideoRun, count: int) -> Row:
     return row | {"reached_fps": video.rate, "error": error, "reached_p99_s": p99}
 
 
-def stream_sentences(video: Video, rows: list[Row]) -> list[str]:
+def describe_streams(video: Video, rows: list[Row]) -> list[str]:
     """Describe the error of the prediction where it was tried, and how many streams fit at the source's rate."""
     off = next(row["error"] for row in rows if row["streams"] == video.facts.streams) / 100
     sentences = [
@@ -225,9 +224,9 @@ def _draw_panel(axes: Any, run: VideoRun) -> None:
     begin, end = _choose_window(video)
     axes.set_title(run.trial.label, fontsize=9)
     for row, stage in enumerate(video.stages):
-        began, ended, handed = (video.arrays[f"{stage.name}_{key}"] for key in ("began", "ended", "handed"))
-        for k in np.flatnonzero((handed > begin) & (began < end)):
-            at = [1e3 * (times[k] - begin) for times in (began, ended, handed)]
+        found = video.read_timeline(stage.name)
+        for k in np.flatnonzero((found.handed > begin) & (found.began < end)):
+            at = [1e3 * (times[k] - begin) for times in (found.began, found.ended, found.handed)]
             axes.barh(row, at[2] - at[1], HEIGHT, at[1], color=FAINT)
             (bar,) = axes.barh(row, at[1] - at[0], HEIGHT, at[0], color=PALETTE[k % len(PALETTE)])
             tip(bar, f"{stage.name} {k}: {at[1] - at[0]:.3g} ms, then {at[2] - at[1]:.3g} ms without room behind it")
@@ -265,31 +264,9 @@ HAND_OVER = "between stages"
 NO_ROOM_S = 1e-4  # later than this after its end, a piece of work waited for room
 
 
-@dataclass(frozen=True)
-class StageTimeline:
-    """A stage's pieces of work in the order of their beginning: when each began, ended, and found room behind it."""
-
-    name: str
-    began: np.ndarray
-    ended: np.ndarray
-    handed: np.ndarray
-
-    @classmethod
-    def of(cls, video: Video, name: str) -> StageTimeline:
-        """Build the track of a stage from the times that the run stored, sorted by their beginnings."""
-        began, ended, handed = (video.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
-        order = np.argsort(began, kind="stable")
-        return cls(name, began[order], ended[order], handed[order])
-
-    def last(self, times: np.ndarray, limit: float, before: int) -> int:
-        """Return the index below `before` of the latest of these times that is not after the limit; -1 for none."""
-        earlier = np.where(times[:before] <= limit, times[:before], -np.inf)
-        return int(earlier.argmax()) if len(earlier) and np.isfinite(earlier.max()) else -1
-
-
 def compute_critical_path(video: Video) -> dict[str, float]:
     """Return the seconds on the critical path by stage and between stages; they sum to the end of the last work."""
-    tracks = [StageTimeline.of(video, stage.name) for stage in video.stages]
+    tracks = [video.read_timeline(stage.name) for stage in video.stages]
     found = dict.fromkeys((*(track.name for track in tracks), HAND_OVER), 0.0)
     for name, seconds in _walk_path(tracks):
         found[name] += seconds
@@ -304,14 +281,14 @@ def _walk_path(tracks: list[StageTimeline]) -> Iterator[tuple[str, float]]:
         track = tracks[place]
         begin = float(track.began[piece])
         yield track.name, float(track.ended[piece]) - begin
-        place, piece, now = _enabled_by(tracks, place, piece, begin)
+        place, piece, now = _find_enabler(tracks, place, piece, begin)
         if piece < 0:
             yield HAND_OVER, now
             return
         yield HAND_OVER, now - float(tracks[place].ended[piece])
 
 
-def _enabled_by(tracks: list[StageTimeline], place: int, piece: int, begin: float) -> tuple[int, int, float]:
+def _find_enabler(tracks: list[StageTimeline], place: int, piece: int, begin: float) -> tuple[int, int, float]:
     """Find the piece of work whose end let this one begin.
 
     Return its stage, its index (-1: the run's beginning), and until when the path is between stages.
@@ -319,7 +296,7 @@ def _enabled_by(tracks: list[StageTimeline], place: int, piece: int, begin: floa
     now = begin
     while True:
         track = tracks[place]
-        free = track.last(track.handed, begin, piece)
+        free = track.find_last(track.handed, begin, piece)
         came = _find_source(tracks[place - 1], track, piece) if place else -1
         free_at = float(track.handed[free]) if free >= 0 else -1.0
         came_at = min(float(tracks[place - 1].handed[came]), begin) if came >= 0 else -1.0
@@ -332,7 +309,7 @@ def _enabled_by(tracks: list[StageTimeline], place: int, piece: int, begin: floa
             return *earlier, now
         # It waited for room, which the next stage made when it began something: that is what to follow.
         following = tracks[earlier[0] + 1]
-        taker = following.last(following.began, float(own.handed[earlier[1]]), len(following.began))
+        taker = following.find_last(following.began, float(own.handed[earlier[1]]), len(following.began))
         if taker < 0 or float(following.began[taker]) >= begin:
             return *earlier, now
         place, piece, begin = earlier[0] + 1, taker, float(following.began[taker])

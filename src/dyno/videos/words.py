@@ -36,7 +36,7 @@ def list_sentences(video: Video) -> list[str]:
     """Describe how fast it was, the bound, the effect of changing that, and how long a frame takes."""
     return [
         _describe_rates(video),
-        *_set_up(video),
+        *_describe_set_up(video),
         *_describe_bounds(video),
         *_describe_changes(video),
         *_describe_latencies(video),
@@ -57,7 +57,7 @@ def _describe_rates(video: Video) -> str:
     )
 
 
-def _set_up(video: Video) -> Iterator[str]:
+def _describe_set_up(video: Video) -> Iterator[str]:
     """Describe an unusual set-up: threads, and the source of frames."""
     facts = video.facts
     if facts.prepared == DEVICE:
@@ -160,8 +160,7 @@ def _format_share(bound: Bound, video: Video) -> str:
 
 
 def _format_processors(video: Video) -> str:
-    count = video.facts.processors
-    return "1 processor" if count == 1 else f"{count} processors"
+    return counting(video.facts.processors, "processor")
 
 
 # A video's pipeline as a trace for Perfetto: a track for each stage, and one for each frame.
@@ -192,10 +191,10 @@ def _iter_events(run: VideoRun, pid: int) -> Iterator[Event]:
 
 
 def _iter_stage_events(video: Video, name: str, track: Event) -> Iterator[Event]:
-    began, ended, handed = (video.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
-    waiting = video.arrays[f"{name}_waiting"]
-    for number in range(len(began)):
-        about = {"args": {"waiting": int(waiting[number])}}
-        for what, begin, end in ((f"{name} {number}", began, ended), ("no room", ended, handed)):
+    found = video.read_timeline(name)
+    for number in range(len(found.began)):
+        about = {"args": {"waiting": int(found.waiting[number])}}
+        pieces = (f"{name} {number}", found.began, found.ended), ("no room", found.ended, found.handed)
+        for what, begin, end in pieces:
             yield {"ph": "B", "name": what, "cat": "stage", **track, "ts": 1e6 * begin[number], **about}
             yield {"ph": "E", "name": what, "cat": "stage", **track, "ts": 1e6 * end[number]}

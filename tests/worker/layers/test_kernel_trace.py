@@ -1,4 +1,4 @@
-"""Kernels of a trace and the calls that launched them: a trace as a GPU's is, in small, and a real one of the CPU."""
+"""Kernels of a trace and the calls that launched them: a trace as a GPU's is, in small, and real ones."""
 
 import gzip
 import json
@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from dyno.worker.facts import engine
 from dyno.worker.facts.job import Function
-from dyno.worker.layers import kernel_trace, module
+from dyno.worker.layers import kernel_trace
 
 CONV = (
     "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x64_16x6_tn_align4>"
@@ -104,39 +102,6 @@ def test_work_outside_of_runs_is_of_none() -> None:
 )
 def test_a_short_name_of_a_kernel(name: str, short: str) -> None:
     assert engine.shorten_kernel(name) == short
-
-
-class Calls(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.relu = nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.relu(self.relu(self.conv(x)) + x)
-
-
-def test_a_real_trace_tells_whose_an_operator_is_and_no_hook_stays() -> None:
-    """On a CPU there are no kernels: each operator of interest has one put beside it, as a GPU's profiler does."""
-    net, x = Calls().eval(), torch.zeros(1, 4, 8, 8)
-
-    @torch.inference_mode()
-    def once() -> None:
-        net(x)
-
-    with torch.no_grad():
-        inside = module.add_whole(module.read(net, x), net)
-    events, whole = module.trace_kernels(net, once, 3)
-    assert len(whole) == 3 and min(whole) > 0
-    wanted = ("aten::conv2d", "aten::relu", "aten::add")
-    operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"] in wanted]
-    for k, operator in enumerate(operators):
-        events += launched("kernel", operator["name"], 0, 1e6 * k, 5, operator["args"]["External id"], k)
-    runs = kernel_trace.read_runs(events, module.list_modules(inside), len(inside.layers))
-    assert [layer.name for layer in inside.layers] == ["conv", "relu", "relu", ""]
-    assert kernel_trace.list_kernels(runs, 4) == ["aten::conv2d", "aten::relu", "aten::relu", "aten::add"]
-    assert [run.seconds for run in runs] == [pytest.approx([5e-6] * 4)] * 3
-    assert [run.kernels for run in runs] == [4] * 3 and runs[0].busy == pytest.approx(20e-6)
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
 
 
 # Batch 1 in FP16: PyTorch's eager calls, and torch.compile with a CUDA graph; one run of each, its clock from 0.

@@ -243,8 +243,7 @@ def test_every_layer_that_runs_has_its_range(made: Callable[[], tuple[Any, Any]]
     assert ran <= set(owners) and None not in owners
 
 
-NET = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()).eval()
-X = torch.zeros(1, 3, 8, 8)
+NET, X = Calls().eval(), torch.zeros(1, 4, 8, 8)
 
 
 @torch.inference_mode()
@@ -273,13 +272,15 @@ def measure(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, float]) -> Any:
 
 
 def test_layers_have_their_kernels_and_the_gpu_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measure(monkeypatch, {"aten::conv2d": 7.0, "aten::relu": 3.0})
-    assert [layer.name for layer in found.inside.layers[:2]] == ["0", "1"]
-    assert [layer.tactic for layer in found.inside.layers[:2]] == ["k_aten::conv2d", "k_aten::relu"]
-    assert found.layers.shape == (5, len(found.inside.layers)) and found.whole.shape == (5,)
-    assert found.layers[:, :2] == pytest.approx(np.tile([7e-6, 3e-6], (5, 1))) and not found.layers[:, 2:].any()
-    assert found.work.busy == pytest.approx(np.full(5, 10e-6)) and found.work.calls == pytest.approx(np.full(5, 4e-6))
-    assert found.work.kernels.tolist() == [2] * 5
+    found = measure(monkeypatch, {"aten::conv2d": 7.0, "aten::relu": 3.0, "aten::add": 2.0})
+    assert [(layer.name, layer.tactic) for layer in found.inside.layers] == [
+        ("conv", "k_aten::conv2d"), ("relu", "k_aten::relu"), ("relu", "k_aten::relu"), ("unused", ""),
+        ("", "k_aten::add"),
+    ]  # fmt: skip
+    assert found.layers == pytest.approx(np.tile([7e-6, 3e-6, 3e-6, 0, 2e-6], (5, 1))) and found.whole.shape == (5,)
+    assert found.work.busy == pytest.approx(np.full(5, 15e-6)) and found.work.calls == pytest.approx(np.full(5, 8e-6))
+    assert found.work.kernels.tolist() == [4] * 5
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in NET.modules())
 
 
 def test_a_profiler_without_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class Copies(PipelineStage):
     name = "copies"
 
     def __init__(self, batch: int) -> None:
-        self.room = steps.room_for(batch)
+        self.room = steps.count_room(batch)
         self.seen: list[tuple[list[int], np.ndarray]] = []
 
     def work(self, item: Any) -> Iterable[Any]:
@@ -53,7 +53,7 @@ def test_several_threads_make_the_batches_that_one_makes(batch: int, threads: in
     for count in (1, threads):
         preparations = [preparation(batch) for _ in range(count)]
         # As many arrays as wait, are being filled and are being read.
-        total = steps.room_for(batch) + steps.count_filling(batch, count) + 2
+        total = steps.count_room(batch) + steps.count_filling(batch, count) + 2
         last = Copies(batch)
         prepare = steps.PreparationStage(preparations, [preparations[0].new_feed() for _ in range(total)])
         run_pipelines([VideoPipeline("read", iter(frames(31)), [prepare, last])], lambda: None)

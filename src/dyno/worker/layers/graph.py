@@ -159,7 +159,7 @@ def read_optimised_graph(path: str, source: str, profile: Profile, library: str)
         operator = _name_operator(layer)
         moves = operator in MOVES or (operator == "Transpose" and layer.name not in source_names)
         layer = replace(layer, moves=moves, computes_in=profile.computed_in.get(kernel, "") if kernel else "")
-        layer = _as_run(layer, profile.outer[kernel] if kernel else None)
+        layer = _apply_profile(layer, profile.outer[kernel] if kernel else None)
         # Only a reordering ends the layout; an elementwise operator doesn't care for it.
         enters = ".nchwc." in layer.type or any(port.name in blocked for port in layer.inputs)
         if enters and operator != "ReorderOutput":
@@ -198,7 +198,7 @@ def _read_nodes(source: str) -> Sequence[Any]:
     return nodes
 
 
-def _as_run(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
+def _apply_profile(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
     """Return the layer with its entry in the profile; its shapes are the run's own, which the file need not have."""
     layer = replace(layer, flops=None, modules=(), skipped=event is None)
     if event is None:

@@ -247,10 +247,10 @@ class _CriticalPath:
             last[each.stream] = each
         moment, running = end, None
         while moment > begin:
-            moment, running = self._from_work(running, moment) if running else self._from_host(moment)
+            moment, running = self._walk_work(running, moment) if running else self._walk_host(moment)
         for call in calls:
             self._add_piece(CALL, call)
-            if waited := self._waited_for(call, call.end):
+            if waited := self._find_awaited(call, call.end):
                 self.waiting[CALL, call.name] += waited.end - call.begin
         for each in done:
             self._add_piece(GPU, each)
@@ -263,18 +263,18 @@ class _CriticalPath:
         self.calls[where, piece.name] += 1
         self.time[where, piece.name] += piece.end - piece.begin
 
-    def _from_host(self, moment: float) -> tuple[float, _Piece | None]:
+    def _walk_host(self, moment: float) -> tuple[float, _Piece | None]:
         place = bisect_left(self._begins, moment) - 1  # of the last call that begins before
         if place < 0:
             return self._add_part(BETWEEN, OUTSIDE, moment, self._begin), None
         call = self._calls[place]
         if call.end < moment:
             return self._add_part(BETWEEN, OUTSIDE, moment, call.end), None
-        if last := self._waited_for(call, moment):
+        if last := self._find_awaited(call, moment):
             return self._add_part(CALL, call.name, moment, last.end), last
         return self._add_part(CALL, call.name, moment, call.begin), None
 
-    def _from_work(self, running: _Piece, moment: float) -> tuple[float, _Piece | None]:
+    def _walk_work(self, running: _Piece, moment: float) -> tuple[float, _Piece | None]:
         begin = self._add_part(GPU, running.name, moment, max(running.begin, self._begin))
         launch, before = self._launches[running.correlation], self._before.get(id(running))
         if before is not None and before.end >= launch.end:
@@ -286,7 +286,7 @@ class _CriticalPath:
         self.path[where, name] += end - begin
         return begin
 
-    def _waited_for(self, call: _Piece, moment: float) -> _Piece | None:
+    def _find_awaited(self, call: _Piece, moment: float) -> _Piece | None:
         """Return the last work that ended while the call waited for it; its own copy counts if it ended by then."""
         place = bisect_right(self._ends, moment) - 1
         while place >= 0 and self._ends[place] > call.begin:

@@ -47,10 +47,8 @@ def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
         raise UserError(f"it is TorchScript, {UNSEEN}")
     with _make_dispatch_mode() as ran, flops.counting() as counter:
         watch = _ModuleWatch(torch, module, lambda: (counter.get_total_flops(), ran.count))
-        try:
+        with hold_hooks(torch, module, lambda _: watch.enter_part, watch.make_leave_hook):
             run()
-        finally:
-            watch.end()
     if isinstance(module, torch.fx.GraphModule) and not watch.called_parts:
         raise UserError(f"it is a program of torch.export, {UNSEEN}")
     return LayerGraph(
@@ -83,23 +81,41 @@ def _make_dispatch_mode() -> Any:
     return OperatorCounter()
 
 
-def list_parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
-    """Return the module and its parts by name, without pure containers and parts that take no hooks."""
-    return [(name, part) for name, part in _skip_containers(torch, module) if takes_hooks(torch, part)]
-
-
 @contextmanager
 def hold_hooks(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -> Iterator[None]:
-    """Hold hooks before and after the calls of each of `list_parts`, made for its name, while the block runs."""
+    """Hold hooks before and after the calls of the module and its parts, made for their names, while the block runs.
+
+    Pure containers and parts that take no hooks are left out.
+    """
     hooks = []
-    for name, part in list_parts(torch, module):
-        hooks.append(part.register_forward_pre_hook(entering(name)))
-        hooks.append(part.register_forward_hook(leaving(name)))
+    for name, part in _skip_containers(torch, module):
+        if takes_hooks(torch, part):
+            hooks.append(part.register_forward_pre_hook(entering(name)))
+            hooks.append(part.register_forward_hook(leaving(name), with_kwargs=True))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def hold_scopes(torch: Any, module: Any, make_scope: Callable[[str], Any]) -> Iterator[None]:
+    """Have each call of the module and its parts inside a context that `make_scope` makes for its name."""
+    calling: list[Any] = []
+
+    def make_enter_hook(name: str) -> Callable[..., None]:
+        def enter_part(*_: Any) -> None:
+            calling.append(make_scope(name))
+            calling[-1].__enter__()
+
+        return enter_part
+
+    def leave_part(*_: Any) -> None:
+        calling.pop().__exit__(None, None, None)
+
+    with hold_hooks(torch, module, make_enter_hook, lambda _: leave_part):
+        yield
 
 
 def _skip_containers(torch: Any, module: Any) -> list[tuple[str, Any]]:
@@ -118,7 +134,7 @@ class _OpenCall:
 
 
 class _ModuleWatch:
-    """Hooks on every part of a module, and what they saw."""
+    """Hooks for every part of a module, and what they saw."""
 
     def __init__(self, torch: Any, module: Any, so_far: Callable[[], tuple[int, int]]) -> None:
         self._so_far, self._calls, self._open = so_far, list[Layer](), list[_OpenCall]()
@@ -128,15 +144,14 @@ class _ModuleWatch:
         self._names: dict[int, list[str]] = {}  # a part that stands in several places has a name for each
         for name, part in module.named_modules(remove_duplicate=False):
             self._names.setdefault(id(part), []).append(name)
-        self._hooks = []
-        for name, part in list_parts(torch, module):
-            self._hooks.append(part.register_forward_pre_hook(self._enter_part))
-            self._hooks.append(part.register_forward_hook(self._make_leave_hook(name), with_kwargs=True))
 
-    def _enter_part(self, part: Any, args: Any) -> None:
+    def enter_part(self, part: Any, args: Any) -> None:
+        """Note the beginning of a call."""
         self._open.append(_OpenCall(self._so_far(), len(self._calls)))
 
-    def _make_leave_hook(self, name: str) -> Callable[..., None]:
+    def make_leave_hook(self, name: str) -> Callable[..., None]:
+        """Return the hook that notes a call of the part at its end."""
+
         def leave_part(part: Any, args: Any, keywords: Any, result: Any) -> None:
             call, now = self._open.pop(), self._so_far()
             spent, ran = now[0] - call.begin[0], now[1] - call.begin[1]
@@ -157,18 +172,14 @@ class _ModuleWatch:
 
         return leave_part
 
-    def end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
     @property
     def called_parts(self) -> set[str]:
         """The parts with parameters that were called; the module itself is none."""
-        return {call.name for call in self._calls if call.name and self._own_parameters()[call.name]}
+        return {call.name for call in self._calls if call.name and self._count_own_parameters()[call.name]}
 
     def rows(self) -> list[Layer]:
         """Return the calls, then the parts that never ran; later calls share the parameters of their part's first."""
-        fresh, calls = self._own_parameters(), []
+        fresh, calls = self._count_own_parameters(), []
         for call in self._calls:
             own = self._size_of[call.name]
             counted = replace(call, parameters=own, shared=own - fresh.pop(call.name, 0))
@@ -179,7 +190,7 @@ class _ModuleWatch:
         left = [(name, count) for name, count in fresh.items() if count]
         return calls + [Layer(name=n, type=kinds[n], parameters=count, modules=(n,), skipped=True) for n, count in left]
 
-    def _own_parameters(self) -> dict[str, int]:
+    def _count_own_parameters(self) -> dict[str, int]:
         """Return the parameters of each part itself; one that two parts share counts for the first."""
         seen: set[int] = set()
         own: dict[str, int] = {}
@@ -331,21 +342,11 @@ def trace_kernels(
     torch = import_torch()
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    calling: list[Any] = []
-
-    def make_enter_hook(name: str) -> Callable[..., None]:
-        def enter_part(*_: Any) -> None:
-            scope = record_function(f"{kernel_trace.CALL_RANGE}{name}")
-            scope.__enter__()
-            calling.append(scope)
-
-        return enter_part
-
-    def leave_part(*_: Any) -> None:
-        calling.pop().__exit__(None, None, None)
+    def make_scope(name: str) -> Any:
+        return record_function(f"{kernel_trace.CALL_RANGE}{name}")
 
     whole = []
-    with hold_hooks(torch, module, make_enter_hook, lambda _: leave_part), warnings.catch_warnings():
+    with hold_scopes(torch, module, make_scope), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of what other uses of it need
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for _ in range(runs):
@@ -371,15 +372,12 @@ def run_ranges(module: Any, once: Callable[[], None]) -> None:
     torch = import_torch()
     seen: Counter[str] = Counter()
 
-    def make_enter_hook(name: str) -> Callable[..., None]:
-        def enter_part(*_: Any) -> None:
-            seen[name] += 1
-            torch.cuda.nvtx.range_push(range_name(name, seen[name]))
-
-        return enter_part
-
-    def leave_part(*_: Any) -> None:
+    @contextmanager
+    def open_range(name: str) -> Iterator[None]:
+        seen[name] += 1
+        torch.cuda.nvtx.range_push(range_name(name, seen[name]))
+        yield
         torch.cuda.nvtx.range_pop()
 
-    with hold_hooks(torch, module, make_enter_hook, lambda _: leave_part), torch.cuda.profiler.profile():
+    with hold_scopes(torch, module, open_range), torch.cuda.profiler.profile():
         once()

@@ -31,7 +31,7 @@ class VideoSource(Source):
         super().__init__(place if "://" in place else Path(place).name)
         self.place, self.live, self.once, self._device = place, live, "://" in place, ""
         with open_container(place) as container:
-            stream = video_stream(container)
+            stream = find_video_stream(container)
             self._aspect = stream.sample_aspect_ratio or SQUARE
             self.count, self.rate = int(stream.frames or 0), float(stream.average_rate or 0)
             self._note_streams(container, stream)
@@ -56,7 +56,7 @@ class VideoSource(Source):
     def read(self, sound: bool = False) -> Iterator[Frame]:
         self.damaged = 0
         with open_container(self.place, self._device) as container:
-            video = video_stream(container)
+            video = find_video_stream(container)
             video.thread_type, video.codec_context.thread_count = "AUTO", media.codec_threads()
             sound_streams = container.streams.audio[:1] if sound else []
             picture_of, index, packets, began = _Pictures(self._aspect, self.note), 0, [], now()
@@ -120,7 +120,7 @@ def open_container(place: str, device: str = "") -> Any:
         problem += "copy or record it again"
     elif not container.streams.video:
         problem = f"{place} has no pictures, only {', '.join(sorted({s.type for s in container.streams}))}"
-    elif (stream := video_stream(container)) is None:
+    elif (stream := find_video_stream(container)) is None:
         others = ", ".join(sorted({s.type for s in container.streams} - {"video"}))
         problem = f"{place} has no video: its only picture is cover art{f' beside {others}' if others else ''}"
     elif stream.codec_context is None:
@@ -131,7 +131,7 @@ def open_container(place: str, device: str = "") -> Any:
     return container
 
 
-def video_stream(container: Any) -> Any:
+def find_video_stream(container: Any) -> Any:
     """Return the stream that is the video: of several the one that FFmpeg considers best; None where there is none."""
     videos, best = _list_videos(container), container.streams.best("video")
     return next((s for s in videos if s.index == best.index), videos[0] if videos else None)
@@ -182,7 +182,7 @@ class _Pictures:
             surface = media.Surface(decoded, self._convert, self._aspect)
             if turn == UPRIGHT and media.has_known_colours(decoded):
                 return surface
-            decoded = surface.planes().video()
+            decoded = surface.video()
         if turn != UPRIGHT:
             return self._turn_picture(decoded, turn)
         if media.has_plane_format(decoded):

@@ -13,7 +13,7 @@ import numpy as np
 
 from dyno.worker.spec import UserError
 from dyno.worker.video import media
-from dyno.worker.video.decoding import video_stream
+from dyno.worker.video.decoding import find_video_stream
 from dyno.worker.video.media import ITU_601, PIXELS, SQUARE, UNKNOWN, Frame, Picture, Sink, Source
 
 # Quick presets: what is written is to be looked at, and the encoder shares the processors with the network.
@@ -74,7 +74,7 @@ class VideoSink(Sink):
     def _convert_picture(self, picture: Picture) -> Any:
         planes = picture.planes()
         if planes is None or self._stream.pix_fmt != PIXELS or planes.tags != self._tags:
-            return self._of_rgb(picture.rgb())
+            return self._convert_rgb(picture.rgb())
         video, size = planes.video(), (self._stream.width, self._stream.height)
         if (video.width, video.height) != size:
             return self._reformat.reformat(video, *size, interpolation="AREA", threads=1)
@@ -83,7 +83,7 @@ class VideoSink(Sink):
             video.duration = 0  # in the source's time base
         return video
 
-    def _of_rgb(self, image: np.ndarray) -> Any:
+    def _convert_rgb(self, image: np.ndarray) -> Any:
         """Return the image in the codec's pixels; for the usual ones OpenCV takes a quarter of FFmpeg's time."""
         import av
         import cv2
@@ -119,7 +119,7 @@ class VideoSink(Sink):
     def _create_streams(self, picture: Picture) -> None:
         """Create the streams, with the size and the colours of the first picture."""
         self._first = picture.height, picture.width
-        height, width = self._size = self._written_size(picture)
+        height, width = self._size = self._choose_written_size(picture)
         rate = Fraction(self._source.rate or USUAL_RATE).limit_denominator(1001)
         options = {"g": str(max(1, round(PIECE_S * rate))), **FASTEST.get(self._codec, {})}
         self._stream = self._container.add_stream(self._codec, rate=rate, options=options)
@@ -144,13 +144,13 @@ class VideoSink(Sink):
         base = 1 / rate
         self._template = self._source.template()
         if self._template is not None:
-            base = video_stream(self._template).time_base or base
+            base = find_video_stream(self._template).time_base or base
             self._add_sound()
         # MPEG-4's clock has 16 bits; a rate that fits in keeps the times of a constant one.
         self._counts = self._template is None or base.denominator > 65535 or self._codec in ("mpeg4", "mjpeg")
         stream.codec_context.time_base = 1 / rate if self._counts else base
 
-    def _written_size(self, picture: Picture) -> tuple[int, int]:
+    def _choose_written_size(self, picture: Picture) -> tuple[int, int]:
         """Return the picture's height and width, or those in square pixels where the file can't say they aren't."""
         import av
 

@@ -131,16 +131,20 @@ class Planes(Picture):
         self._decoded, self._convert = decoded, convert
         self._own: Any = None  # a frame like the decoded one
 
+    @property
+    def matrix(self) -> int:
+        """FFmpeg's number of the matrix, its default for untagged video; players may choose another."""
+        return ITU_601 if self.tags[0] == UNKNOWN else self.tags[0]
+
     def rgb(self) -> np.ndarray:
-        image = self._convert(self._own or self._decoded)
+        image = self._convert(self._find_frame())
         return image[: self.height, : self.width]
 
     def planes(self) -> Planes:
         return self
 
     def pixels(self) -> Pixels:
-        matrix = self.tags[0]  # FFmpeg's default for untagged video; players may choose another
-        return Pixels(tuple(read_planes(self._own or self._decoded)), ITU_601 if matrix == UNKNOWN else matrix)
+        return Pixels(tuple(read_planes(self._find_frame())), self.matrix)
 
     def layers(self) -> tuple[PicturePlane, ...]:
         if self._own is None:
@@ -155,17 +159,21 @@ class Planes(Picture):
         return made
 
     def again(self) -> Planes:
-        return Planes(self._decoded, self._convert, self.aspect)
+        return type(self)(self._decoded, self._convert, self.aspect)
 
     def video(self) -> Any:
         """Return a frame for an encoder, of even height and width: a missing last row or column is a repeated one."""
         if self._own is None and (self.height % 2 or self.width % 2):
             self._own = self._copy_planes()
+        return self._find_frame()
+
+    def _find_frame(self) -> Any:
+        """Return the frame in the host's memory: that with the drawings, else the decoder's own."""
         return self._own or self._decoded
 
     def _copy_planes(self) -> Any:
-        made, present = make_blank(self.height, self.width), self._own or self._decoded
-        for target, plane in zip(read_planes(made), read_planes(present), strict=True):
+        made = make_blank(self.height, self.width)
+        for target, plane in zip(read_planes(made), read_planes(self._find_frame()), strict=True):
             height, width = plane.shape
             target[:height, :width] = plane
             target[height:] = target[height - 1]
@@ -284,22 +292,11 @@ def suits_accelerator(context: Any) -> bool:
     return usual and not (context.width % 2 or context.height % 2)
 
 
-class Surface(Picture):
+class Surface(Planes):
     """A frame in a GPU's memory: brightness, and both colours side by side at half the height and width (NV12).
 
     It is copied to the host as soon as someone there wants to see it or draws on it.
     """
-
-    def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray], aspect: Fraction = SQUARE) -> None:
-        self.height, self.width, self.aspect = decoded.height, decoded.width, aspect
-        self._tags = read_tags(decoded)
-        self._decoded, self._convert = decoded, convert
-        self._host: Planes | None = None
-
-    @property
-    def matrix(self) -> int:
-        """FFmpeg's number of the matrix; see `Planes.pixels`."""
-        return ITU_601 if self._tags[0] == UNKNOWN else self._tags[0]
 
     def tensors(self) -> list[Any]:
         """Return height x width, and half of that x two, uint8, on the GPU.
@@ -311,31 +308,19 @@ class Surface(Picture):
         # The capsule itself: PyAV has no order of streams, and refuses the one that PyTorch would ask for.
         return [from_dlpack(plane.__dlpack__()) for plane in self._decoded.planes]
 
-    def planes(self) -> Planes:
-        if self._host is None:
+    def layers(self) -> tuple[PicturePlane, ...]:
+        self._find_frame()  # its copy is drawn on
+        return super().layers()
+
+    def _find_frame(self) -> Any:
+        if self._own is None:
             light, colours = (tensor.cpu().numpy() for tensor in self.tensors())
             copied = make_blank(self.height, self.width)
             for target, values in zip(read_planes(copied), (light, colours[..., 0], colours[..., 1]), strict=True):
                 np.copyto(target, values)
             copied.colorspace, copied.color_range = self._decoded.colorspace, self._decoded.color_range
-            self._host = Planes(copied, self._convert, self.aspect)
-            self._host.tags = self._tags
-        return self._host
-
-    def rgb(self) -> np.ndarray:
-        return self.planes().rgb()
-
-    def pixels(self) -> Pixels:
-        return self.planes().pixels()
-
-    def layers(self) -> tuple[PicturePlane, ...]:
-        return self.planes().layers()
-
-    def copy(self) -> Planes:
-        return self.planes().copy()
-
-    def again(self) -> Surface:
-        return Surface(self._decoded, self._convert, self.aspect)
+            self._own = copied
+        return self._own
 
 
 # The ends of the pipeline: a frame, what frames are read from, and what they are written to.

@@ -61,8 +61,6 @@ class RawSource(Source):
 
     def __init__(self, descriptor: int, size: tuple[int, int], rate: float) -> None:
         super().__init__("standard input")
-        if not all(size):
-            raise UserError("raw frames don't say how large they are; give --frame-size WIDTHxHEIGHT")
         self._descriptor, self._shape, self.rate = descriptor, (*size[::-1], 3), rate
         self._seen = deque[np.ndarray]()
         self._readings = 0

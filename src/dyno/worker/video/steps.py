@@ -27,7 +27,7 @@ LARGE = 1 << 20  # bytes of outputs, from which on several threads copy them
 T = TypeVar("T")
 
 
-def room_for(batch: int) -> int:
+def count_room(batch: int) -> int:
     """Return the number of batches that may wait for a stage: as many frames as elsewhere, and at least two batches."""
     return max(2, DEPTH // batch)
 
@@ -58,7 +58,7 @@ class PreparationStage(PipelineStage):
         """
         session = engine.session
         in_flight = AHEAD * engine.lanes if engine.lanes > 1 else session.slots
-        count = room_for(preparation.batch) + in_flight + (count_filling(preparation.batch, threads) + 1) + 1
+        count = count_room(preparation.batch) + in_flight + (count_filling(preparation.batch, threads) + 1) + 1
         return [session.stage(preparation.new_feed()) for _ in range(count)]
 
     def work(self, item: Any) -> Iterable[Batch]:
@@ -215,7 +215,7 @@ class InferenceStage(PipelineStage):
 
     def __init__(self, engine: SessionThread, shares: bool = True, batch: int = 1) -> None:
         self._engine, self._shares, self.lanes = engine, shares, engine.lanes
-        self.room = room_for(batch)
+        self.room = count_room(batch)
         self._flying: deque[tuple[Batch, int]] = deque()
 
     def within(self, loop: Callable[[], None]) -> None:
@@ -285,7 +285,7 @@ class PostprocessingStage(PipelineStage):
         batch: int = 1, lanes: int = 1, read: Callable[[list[np.ndarray]], None] | None = None,
     ) -> None:  # fmt: skip
         self._reader, self._size, self._keep, self._read = reader, size, keep, read
-        self.room, self.lanes = room_for(batch), lanes
+        self.room, self.lanes = count_room(batch), lanes
 
     def work(self, item: Any) -> Iterable[Frame]:
         outputs = dict(zip(item.names, item.outputs, strict=True))
