@@ -519,6 +519,30 @@ def test_a_size_that_nobody_gave_is_a_warning(call: Any) -> None:
     for size, is_warned in ((), True), (("--size", "24x32"), False), (("--shapes", "image:batchx3x24x32"), False):
         _, out, _ = call(*words, *size, "--out", "run" + "".join(size)[2:6], code=0)
         assert ("the file leaves the image's size free; 224 was chosen" in " ".join(out.split())) == is_warned, out
+    weights = np.ones((24, 5), np.float32)
+    saved("(float[1, 3, h, w] x) => (float[1, 3, h, 5] y) { y = MatMul(x, g) }", g=weights)
+    code, out, _ = call("run", "net.onnx", *words[2:], "--out", "failed")
+    assert code == 3 and "the file leaves the image's size free; 224 was chosen" in " ".join(out.split())
+
+
+def test_a_stacked_state_keeps_the_shape_that_is_given(call: Any) -> None:
+    """As in a detector of voice: no axis is named, the state of two layers isn't a batch of two, and 0 is no rate."""
+    stored = {"rate": np.array([16000]), "one": np.ones(1, np.float32), "w": np.ones((2, 3), np.float32)}
+    words = (*SHORT, "--backend", "onnxruntime", "--shapes", "x:1x8", "--shapes", "state:2x1x4")
+    for layers, out in ("2", "fixed"), ("?", "free"):
+        saved(
+            f"""(float[?, ?] x, float[{layers}, ?, 4] state, int64[1] sr) => (float[?, ?] y, float[?, ?, ?] s) {{
+            k = Sub(sr, rate) f = Gather(one, k) y = Mul(x, f) t = Transpose<perm = [1, 2, 0]>(state) s = MatMul(t, w)
+            }}""",
+            **stored,
+        )
+        call("run", "net.onnx", *words, "--input", "sr=16000", "--out", out, code=0)
+        assert [row["status"] for row in rows(Path(out))] == ["ok"]
+    code, out, _ = call("run", "net.onnx", *words, "--out", "unset")
+    assert code == 3 and "sr held random zeros and ones: --input sr=VALUE gives others" in " ".join(out.split())
+    saved("(float[batch, 4] x, float[batch, 4] y) => (float[batch, 4] z) { z = Add(x, y) }")
+    code, _, err = call("run", "net.onnx", *SHORT, "--shapes", "x:1x4", "--shapes", "y:2x4", "--out", "two")
+    assert code == 2 and "the shapes give batches of 1 and 2; give all inputs one batch" in err
 
 
 def test_axes_that_share_a_question_mark_may_differ(call: Any) -> None:

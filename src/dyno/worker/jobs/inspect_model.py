@@ -475,6 +475,16 @@ def _given_shapes(
         given[tensor.name] = shape
     if any(BATCH in shape for shape in given.values()):
         batched |= {name: shape.index(BATCH) if BATCH in shape else None for name, shape in given.items()}
+        return batched, given
+    batch = fixed_batch(inputs, batched, given)
+    for (
+        tensor
+    ) in inputs:  # an assumed batch that contradicts the numbers of another input is none: a state of 2 x 1 x n
+        k, shape = batched[tensor.name], given.get(tensor.name)
+        if shape is not None and k is not None and shape[k] != batch:
+            if names_batch(tensor.shape[k]):
+                raise UserError(f"the shapes give batches of {batch} and {shape[k]}; give all inputs one batch")
+            batched[tensor.name] = None
     return batched, given
 
 
