@@ -545,6 +545,20 @@ def test_a_stacked_state_keeps_the_shape_that_is_given(call: Any) -> None:
     assert code == 2 and "the shapes give batches of 1 and 2; give all inputs one batch" in err
 
 
+@pytest.mark.parametrize(("time", "batch", "last"), [("time", 1, False), (5, 1, False), (5, 4, False), (5, 4, True)])
+def test_the_layers_of_a_state_are_not_its_batch(call: Any, time: str | int, batch: int, last: bool) -> None:
+    """Two layers of state, batch x time or time x batch: a batch of two would double the inputs per second."""
+    shape = f"{batch}, {time}" if last else f"{time}, {batch}"
+    weights = np.ones((8, 8), np.float32)
+    model = saved(
+        f"(float[{shape}, 8] x, float[2, {batch}, 8] h) => (float[{shape}, 8] y, float[2, {batch}, 8] next) "
+        "{ y = MatMul(x, w) next = MatMul(h, w) }",
+        w=weights,
+    )
+    words = ("--shapes", f"x:5x{batch}x8") if time == "time" else ()
+    assert [row["batch"] for row in measured(call, model, *words, backends="onnxruntime")] == [str(batch)]
+
+
 def test_axes_that_share_a_question_mark_may_differ(call: Any) -> None:
     """PaddlePaddle writes `?` for every free axis."""
     found = measured(call, network(["n", 3, "?", "?"]), "--shapes", "image:batchx3x16x24", "--batch", 2)
