@@ -519,6 +519,44 @@ def test_a_size_that_nobody_gave_is_a_warning(call: Any) -> None:
     for size, is_warned in ((), True), (("--size", "24x32"), False), (("--shapes", "image:batchx3x24x32"), False):
         _, out, _ = call(*words, *size, "--out", "run" + "".join(size)[2:6], code=0)
         assert ("the file leaves the image's size free; 224 was chosen" in " ".join(out.split())) == is_warned, out
+    weights = np.ones((24, 5), np.float32)
+    saved("(float[1, 3, h, w] x) => (float[1, 3, h, 5] y) { y = MatMul(x, g) }", g=weights)
+    code, out, _ = call("run", "net.onnx", *words[2:], "--out", "failed")
+    assert code == 3 and "the file leaves the image's size free; 224 was chosen" in " ".join(out.split())
+
+
+def test_a_stacked_state_keeps_the_shape_that_is_given(call: Any) -> None:
+    """As in a detector of voice: no axis is named, the state of two layers isn't a batch of two, and 0 is no rate."""
+    stored = {"rate": np.array([16000]), "one": np.ones(1, np.float32), "w": np.ones((2, 3), np.float32)}
+    words = (*SHORT, "--backend", "onnxruntime", "--shapes", "x:1x8", "--shapes", "state:2x1x4")
+    for layers, out in ("2", "fixed"), ("?", "free"):
+        saved(
+            f"""(float[?, ?] x, float[{layers}, ?, 4] state, int64[1] sr) => (float[?, ?] y, float[?, ?, ?] s) {{
+            k = Sub(sr, rate) f = Gather(one, k) y = Mul(x, f) t = Transpose<perm = [1, 2, 0]>(state) s = MatMul(t, w)
+            }}""",
+            **stored,
+        )
+        call("run", "net.onnx", *words, "--input", "sr=16000", "--out", out, code=0)
+        assert [row["status"] for row in rows(Path(out))] == ["ok"]
+    code, out, _ = call("run", "net.onnx", *words, "--out", "unset")
+    assert code == 3 and "sr held random zeros and ones: --input sr=VALUE gives others" in " ".join(out.split())
+    saved("(float[batch, 4] x, float[batch, 4] y) => (float[batch, 4] z) { z = Add(x, y) }")
+    code, _, err = call("run", "net.onnx", *SHORT, "--shapes", "x:1x4", "--shapes", "y:2x4", "--out", "two")
+    assert code == 2 and "the shapes give batches of 1 and 2; give all inputs one batch" in err
+
+
+@pytest.mark.parametrize(("time", "batch", "last"), [("time", 1, False), (5, 1, False), (5, 4, False), (5, 4, True)])
+def test_the_layers_of_a_state_are_not_its_batch(call: Any, time: str | int, batch: int, last: bool) -> None:
+    """Two layers of state, batch x time or time x batch: a batch of two would double the inputs per second."""
+    shape = f"{batch}, {time}" if last else f"{time}, {batch}"
+    weights = np.ones((8, 8), np.float32)
+    model = saved(
+        f"(float[{shape}, 8] x, float[2, {batch}, 8] h) => (float[{shape}, 8] y, float[2, {batch}, 8] next) "
+        "{ y = MatMul(x, w) next = MatMul(h, w) }",
+        w=weights,
+    )
+    words = ("--shapes", f"x:5x{batch}x8") if time == "time" else ()
+    assert [row["batch"] for row in measured(call, model, *words, backends="onnxruntime")] == [str(batch)]
 
 
 def test_axes_that_share_a_question_mark_may_differ(call: Any) -> None:

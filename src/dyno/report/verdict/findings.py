@@ -232,9 +232,8 @@ def list_weight_findings(results: Results) -> Iterator[Finding]:
 
 def list_pixel_findings(results: Results) -> Iterator[Finding]:
     """Yield a warning for each model whose images have a guessed size, or were normalised by a guess."""
-    sized = {
-        t.given: t.size for t in results if t.good and results.models.get((t.given, t.size), {}).get("size_guessed")
-    }
+    ran = [t for t in results if t.good or t.status == "failed"]  # the guess may be why it failed
+    sized = {t.given: t.size for t in ran if results.models.get((t.given, t.size), {}).get("size_guessed")}
     for model, size in sized.items():
         yield Finding(
             WARNING, f"{model}: the file leaves the image's size free; {size} was chosen: give --size, or --shapes."

@@ -40,6 +40,8 @@ def batch_axes(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str,
     """
     if any(names_batch(axis) for tensor in inputs for axis in tensor.shape):
         return {tensor.name: _named_axis(tensor) for tensor in inputs}
+    if states := _find_state_axes(inputs, outputs):
+        return states
     return {tensor.name: _assumed_axis(tensor, outputs) for tensor in inputs}
 
 
@@ -57,6 +59,20 @@ def _has_no_name(tensor: Tensor, k: int) -> bool:
     """Return whether an axis is free and was not named by a person."""
     axis = tensor.shape[k]
     return isinstance(axis, str) and (axis in ("", "?", f"{tensor.name}_{k}") or bool(MADE_UP.match(axis)))
+
+
+def _find_state_axes(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, int | None]:
+    """Return the batch's axes in a file with a stacked state: layers x batch x features beside a sequence.
+
+    There the first axes differ, and one length is among the first two of every input and output. {} for other files.
+    """
+    firsts = {tensor.shape[0] if tensor.shape else 1 for tensor in inputs}
+    if len(firsts) < 2 or 1 in firsts or any(isinstance(n, str) and not is_length(n) for n in firsts):
+        return {}
+    shared = set.intersection(*({n for n in t.shape[:2] if isinstance(n, int)} for t in (*inputs, *outputs)))
+    if len(shared) != 1 or any(len(tensor.shape) != 3 for tensor in inputs):
+        return {}
+    return {tensor.name: tensor.shape.index(*shared) for tensor in inputs}
 
 
 def _assumed_axis(tensor: Tensor, outputs: Sequence[Tensor]) -> int | None:
@@ -475,6 +491,16 @@ def _given_shapes(
         given[tensor.name] = shape
     if any(BATCH in shape for shape in given.values()):
         batched |= {name: shape.index(BATCH) if BATCH in shape else None for name, shape in given.items()}
+        return batched, given
+    batch = fixed_batch(inputs, batched, given)
+    for (
+        tensor
+    ) in inputs:  # an assumed batch that contradicts the numbers of another input is none: a state of 2 x 1 x n
+        k = batched[tensor.name]
+        if tensor.name in given and k is not None and (rows := given[tensor.name][k]) != batch:
+            if names_batch(tensor.shape[k]):
+                raise UserError(f"the shapes give batches of {batch} and {rows}; give all inputs one batch")
+            batched[tensor.name] = None
     return batched, given
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from dyno.worker.journal import Journal
 from dyno.worker.nets.checkpoint import describe_averaged
 from dyno.worker.record import Measurement, one_line, save_arrays
 from dyno.worker.registry import find
-from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, Plan, Trial, Unavailable, UserError
+from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, ModelSpec, Plan, Trial, Unavailable, UserError
 
 # A session that is slowed down on purpose, by a known share: what the self-test has to see.
 
@@ -160,7 +160,8 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     )
     journal.facts(inputs_sha256=input_data.fingerprint(host_feeds, model.preprocess), threads=trial.runtime.threads)
     feeds = [session.stage(feed) for feed in host_feeds]
-    journal.timed("first_call", "first call", measure.step(session, "model", feeds))
+    with _drawn_inputs_named(model, host_feeds[0]):
+        journal.timed("first_call", "first call", measure.step(session, "model", feeds))
     first = _read_outputs(session) if job.round == 0 else {}
     turns.loaded()
     restore = measure.restoring(session, feeds, journal.warn)
@@ -182,6 +183,24 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     if not any_finite:
         journal.stage("evaluate")
         raise failure()
+
+
+@contextmanager
+def _drawn_inputs_named(model: ModelSpec, feed: Arrays) -> Iterator[None]:
+    """Add to an engine's error which integer inputs have made-up values: the sampling rate of sound can't be 0 or 1."""
+    try:
+        yield
+    except (Unavailable, MemoryError):
+        raise
+    except Exception as e:
+        given = {spec.name for spec in model.inputs if spec.low is not None or spec.feeds}
+        kinds = {name: np.asarray(array).dtype for name, array in feed.items() if name not in given}
+        drawn = [name for name, kind in kinds.items() if kind.kind in "iu" and kind != np.uint8]
+        if not drawn or isinstance(e, UserError):
+            raise
+        traceback.print_exc()
+        advice = f"{', '.join(drawn)} held random zeros and ones: --input {drawn[0]}=VALUE gives others"
+        raise UserError(f"{type(e).__name__}: {one_line(e)}; {advice}") from e
 
 
 def _slow_session(session: Session, share: float, journal: Journal) -> Session:
