@@ -493,9 +493,8 @@ def _given_shapes(
         batched |= {name: shape.index(BATCH) if BATCH in shape else None for name, shape in given.items()}
         return batched, given
     batch = fixed_batch(inputs, batched, given)
-    for (
-        tensor
-    ) in inputs:  # an assumed batch that contradicts the numbers of another input is none: a state of 2 x 1 x n
+    # An assumed batch that contradicts another input's numbers is none: the first axis of a state of 2 x 1 x n.
+    for tensor in inputs:
         k = batched[tensor.name]
         if tensor.name in given and k is not None and (rows := given[tensor.name][k]) != batch:
             if names_batch(tensor.shape[k]):
