@@ -202,3 +202,6 @@ def test_a_networks_own_class_names_count(folders: Path, call: Any, tmp_path: Pa
     photographs(tmp_path / "pets", "a", "b", "c", "d", "e")
     code, _, error = call("run", "vit", "--backend", "pytorch", "--data", "pets", "--dry-run")
     assert code == 2 and "'d' is class 3 of pets and class 4 of vit" in error
+    call("export", "vit", "-o", "vit.onnx", code=0)
+    code, _, error = call("run", "vit.onnx", "--backend", "onnxruntime", "--data", "pets", "--dry-run")
+    assert code == 2 and "'d' is class 3 of pets and class 4 of vit" in error, "the file keeps them"

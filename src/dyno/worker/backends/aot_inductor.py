@@ -193,7 +193,7 @@ class AotMaker(Maker):
         configure(torch, settings, benchmark=False)
         with memory_errors(), compiler_errors(), torch.no_grad(), silenced():
             module = models.load(recipe.model, recipe.dims)
-            weights = models.weights_sha256(module)
+            weights, class_names = models.weights_sha256(module), models.name_classes(module)
             module = cast(module.to(device), TYPES[recipe.precision])
             flat = positional(torch, module, recipe.model.inputs, flat=True)
             examples = [*_examples(torch, recipe, device)]
@@ -201,7 +201,7 @@ class AotMaker(Maker):
             program = _export(torch, flat, examples[0], recipe)
             facts = KeptFacts(
                 _describe_inputs(recipe), _describe_outputs(expected, recipe), recipe.precision, weights,
-                sum(p.numel() for p in module.parameters()), file_facts.make_metadata(recipe.model),
+                sum(p.numel() for p in module.parameters()), file_facts.make_metadata(recipe.model, class_names),
             )  # fmt: skip
             path = _compile(inductor, program, facts, recipe, folder / "model.pt2")
             if _is_free(recipe):

@@ -11,7 +11,7 @@ from dyno.worker import registry, tasks
 from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.inputs.specs import axes, image_of, is_image, is_length, is_side, static_shapes
-from dyno.worker.inspection import Inspection, Purpose, order_class_names
+from dyno.worker.inspection import Inspection, Purpose
 from dyno.worker.nets import file_facts, flops, models, ultralytics_models
 from dyno.worker.nets.file_facts import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import first_line, is_memory_error, named_outputs
@@ -306,7 +306,7 @@ def _inspect_module(
     for number, (height, width) in enumerate(sizes or [own]):
         dims = Dims(inputs.batch, height, width)
         module = models.build(model, dims) if number else module
-        declared = described.facts(module) if described else Purpose(class_names=_name_classes(module))
+        declared = described.facts(module) if described else Purpose(class_names=models.name_classes(module))
         if described:
             ultralytics_models.check_size(model.source, declared.stride or 1, height, width)
         inputs, outputs = _try_inputs(module, model, inputs, dims)
@@ -335,11 +335,6 @@ def _inspect_module(
         batch=1 if one_image else 0 if inputs.free else inputs.batch,
         batch_reason=models.TAKES_ONE_IMAGE if one_image else "",
     )
-
-
-def _name_classes(module: Any) -> tuple[str, ...]:
-    """Return the class names that a network of transformers carries."""
-    return order_class_names(getattr(getattr(module, "config", None), "id2label", ()))
 
 
 def _may_differ(model: ModelSpec, overrides: Mapping[str, Any]) -> bool:

@@ -221,7 +221,6 @@ class OnnxExport(Maker):
         started = time.perf_counter()
         with memory_errors():
             made_by = _export_module(recipe, folder / "model.onnx")
-            file_facts.write_purpose(str(folder / "model.onnx"), recipe.model)
         made_by = replace(made_by, backend=self.name, versions=system.versions(self.requires))
         return artifact(str(folder / "model.onnx"), time.perf_counter() - started, made_by)
 
@@ -273,6 +272,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
                 attempts.append((exporter, LATER))
             continue
         notes += doubtful(checked)
+        file_facts.write_purpose(str(path), recipe.model, models.name_classes(module))
         written = read_model(str(path))
         return replace(
             made_by,

@@ -124,22 +124,23 @@ def read_purpose(metadata: Mapping[str, str]) -> Purpose:
     return purpose
 
 
-def write_purpose(path: str, model: ModelSpec) -> None:
+def write_purpose(path: str, model: ModelSpec, class_names: Sequence[str] = ()) -> None:
     """Write task, classes, preprocessing and inputs into an ONNX file's metadata, so that the file needs no options."""
     import onnx
 
     graph = onnx.load(path, load_external_data=False)
     onnx.helper.set_model_props(
-        graph, {**{entry.key: entry.value for entry in graph.metadata_props}, **make_metadata(model)}
+        graph, {**{entry.key: entry.value for entry in graph.metadata_props}, **make_metadata(model, class_names)}
     )
     onnx.save(graph, path)
 
 
-def make_metadata(model: ModelSpec) -> dict[str, str]:
+def make_metadata(model: ModelSpec, class_names: Sequence[str] = ()) -> dict[str, str]:
     """Return what a model's file says of it: task, classes, preprocessing and inputs, as `read_purpose` reads them."""
     metadata = {"task": model.task, "preprocess": json.dumps(to_json(model.preprocess))}
-    if model.classes is not None:
-        metadata["names"] = str({number: str(number) for number in range(model.classes)})
+    names = class_names if model.classes in (None, len(class_names)) else [*map(str, range(model.classes or 0))]
+    if names:
+        metadata["names"] = str(dict(enumerate(names)))
     if model.keypoints:
         metadata["kpt_shape"] = str(list(model.keypoints))
     if specs := [replace(spec, feeds="", feeds_sha256="") for spec in model.inputs if spec.dtype]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from dyno.worker import tasks
 from dyno.worker.extras import install
+from dyno.worker.inspection import order_class_names
 from dyno.worker.nets import darknet, huggingface, local_code, random_weights, saved_modules, ultralytics_models
 from dyno.worker.nets.checkpoint import apply, by_own_names, head_classes, read_checkpoint
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
@@ -146,6 +147,13 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
         undo_zero_init(_import_library("torch"), module)
         init_batch_norm(_import_library("torch"), module, model.channels, size)
     return module
+
+
+def name_classes(module: Any) -> tuple[str, ...]:
+    """Return the class names that a network of transformers or ultralytics carries; () where it has none."""
+    if type(module).__module__.startswith("ultralytics."):
+        return order_class_names(getattr(module, "names", ()))
+    return order_class_names(getattr(getattr(module, "config", None), "id2label", ()))
 
 
 def is_torchvision_detector(model: ModelSpec) -> bool:
