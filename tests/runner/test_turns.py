@@ -635,7 +635,7 @@ def test_the_command_line_with_engines(dyno: Any, tmp_path: Path) -> None:
     boundaries = "--boundaries model,throughput --threads 1 --turns"
     dyno("run", *words.split(), *boundaries.split(), "--out", tmp_path / "run", cwd=tmp_path, code=0)
     shown = dyno("show", tmp_path / "run", "--format", "json")
-    rows = {row["backend"]: row for row in json.loads(shown.stdout)["rows"]}
+    rows = {row["backend"]: row for row in json.loads(shown.stdout)["tables"]["trials"]["rows"]}
     assert {row["status"] for row in rows.values()} == {"ok"}
     other = rows["openvino"]
     assert other["measured"] == "in turns" and other["speedup_low"] < other["speedup"] < other["speedup_high"]
