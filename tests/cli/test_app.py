@@ -307,5 +307,7 @@ def test_show_prints_every_format(call: Any) -> None:
     assert code == 2 and "unknown table 'size'; did you mean 'sizes'?" in err
     code, out, _ = call("show", "r", "--format", "json")
     found = json.loads(out)
-    assert {"schema", "date", "machine", "study", "verdict", "columns", "rows", "notes"} <= found.keys()
+    assert {"schema", "date", "machine", "study", "verdict", "tables"} <= found.keys() and [*found["tables"]] == [
+        "trials"
+    ]
     assert found["machine"]["cores"] and found["study"]["models"] and found["date"] and found["verdict"]
