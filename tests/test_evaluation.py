@@ -166,7 +166,7 @@ def test_coco_as_roboflow_writes_it(evaluated: Any, tmp_path: Path) -> None:
 def test_csv_and_json_hold_every_column(command: Any, tmp_path: Path) -> None:
     command("--out", tmp_path / "run")
     (row,) = csv.DictReader(io.StringIO(command("--out", tmp_path / "run", "--format", "csv")))
-    (same,) = json.loads(command("--out", tmp_path / "run", "--format", "json"))["rows"]
+    (same,) = json.loads(command("--out", tmp_path / "run", "--format", "json"))["tables"]["trials"]["rows"]
     for name in ("top1", "latency_all_ms_p99", "latency_model_ms_max", "pipeline_ips", "preprocess_ms", "inference_ms"):
         assert float(row[name]) == pytest.approx(same[name])
     assert float(row["pipeline_ips"]) > 0 and row["map50"] == "" and same["throughput_ips"] is None

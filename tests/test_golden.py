@@ -78,7 +78,7 @@ def rows(text: str) -> list[dict[str, Any]]:
 
 
 def json_rows(text: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(text)["rows"]
+    found: list[dict[str, Any]] = json.loads(text)["tables"]["trials"]["rows"]
     return found
 
 

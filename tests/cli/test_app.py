@@ -267,9 +267,11 @@ def test_a_limit_that_nothing_keeps_is_exit_1_and_another_limit_measures_nothing
     assert "within the limit p50=1s after one round is fake@latency_ms=2 fp32, " in out or CROWDED in out
     assert 'limit = {"p50" = "1s"}' in Path("r/study.toml").read_text()
     assert {file: file.stat().st_mtime_ns for file in records} == records
-    rows = json.loads(call("show", "r", "--format", "json", code=0)[1])["rows"]
+    rows = json.loads(call("show", "r", "--format", "json", code=0)[1])["tables"]["trials"]["rows"]
     most = sum(row["latency_ms"] for row in rows) / 2
-    rows = json.loads(call("show", "r", "--limit", f"p50={most}ms", "--format", "json", code=0)[1])["rows"]
+    rows = json.loads(call("show", "r", "--limit", f"p50={most}ms", "--format", "json", code=0)[1])["tables"]["trials"][
+        "rows"
+    ]
     assert {row["options"]: row["limit"] for row in rows} == {"latency_ms=2": "within", "latency_ms=20": "over p50"}
     _, _, err = call("show", "r", "--limit", "energy=1J", code=2)
     assert err.startswith("dyno: no trial can be judged by the limit energy=1J: energy was not measured (--energy ")
@@ -308,5 +310,7 @@ def test_show_prints_every_format(call: Any) -> None:
     assert code == 2 and "unknown table 'size'; did you mean 'sizes'?" in err
     code, out, _ = call("show", "r", "--format", "json")
     found = json.loads(out)
-    assert {"schema", "date", "machine", "study", "verdict", "columns", "rows", "notes"} <= found.keys()
+    assert {"schema", "date", "machine", "study", "verdict", "tables"} <= found.keys() and [*found["tables"]] == [
+        "trials"
+    ]
     assert found["machine"]["cores"] and found["study"]["models"] and found["date"] and found["verdict"]

@@ -49,7 +49,7 @@ def test_each_answer_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(registry, "names", lambda: ["fake"])
     assert doctor.doctor({}, "json") == 0
     said = capsys.readouterr()
-    assert [row["backend"] for row in json.loads(said.out)["rows"]] == ["fake"]
+    assert [row["backend"] for row in json.loads(said.out)["tables"]["doctor"]["rows"]] == ["fake"]
     assert said.err.startswith("1/1 fake: ok, ")
 
 
@@ -60,7 +60,7 @@ def test_a_library_without_byte_code_is_named(
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     assert doctor.doctor({}, "json") == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    (row,) = json.loads(capsys.readouterr().out)["tables"]["doctor"]["rows"]
     assert row["detail"].startswith("scripted; ") and "have no byte-code" in row["detail"]
 
 
@@ -100,7 +100,7 @@ def test_a_broken_entry_point_of_every_documented_group_is_named(
         monkeypatch.setattr(plugins, cached, getattr(plugins, cached).__wrapped__)
     monkeypatch.setattr(registry, "names", lambda: ["fake"])
     assert doctor.doctor({}, "json") == 0
-    rows = {row["backend"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    rows = {row["backend"]: row for row in json.loads(capsys.readouterr().out)["tables"]["doctor"]["rows"]}
     for i, group in enumerate(groups):
         gone, other = rows[f"gone_{i}"], rows[f"other_{i}"]
         assert gone["status"] == other["status"] == "broken"

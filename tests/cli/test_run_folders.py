@@ -42,10 +42,10 @@ def test_runs_are_listed(call: Any, refused: Any, run: Path) -> None:
         (line,) = [each for each in out.splitlines() if "[net]" in each]
         assert line.startswith("runs/time/deep/one") and "[net]" in line
         assert "2 ok, 1 failed, 1 skipped" in line and "fake@latency_ms=0.1 fp32, 0.1" in line
-    (row,) = json.loads(call("runs", "list", "--format", "json")[1])["rows"]
+    (row,) = json.loads(call("runs", "list", "--format", "json")[1])["tables"]["runs"]["rows"]
     assert (row["run"], row["models"], row["trials"]) == ("runs/time/deep/one", "[net]", "2 ok, 1 failed, 1 skipped")
     assert call("runs", "list", "runs/empty") == (0, "no run folder below runs/empty\n", "")
-    assert json.loads(call("runs", "list", "runs/empty", "--format", "json")[1])["rows"] == []
+    assert json.loads(call("runs", "list", "runs/empty", "--format", "json")[1])["tables"]["runs"]["rows"] == []
     assert refused("runs", "list", "nowhere").startswith("there is no folder nowhere; `dyno run` makes runs/")
 
 

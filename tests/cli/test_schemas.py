@@ -37,11 +37,13 @@ def test_a_run_is_as_its_schema_says(call: Any, tmp_path: Path) -> None:
         call(*words, "--format", "json", code=0)
     document = json.loads(call("show", GOLDEN, "--format", "json", code=0)[1])
     schema = schemas.describe_command("show")
+    trials = document["tables"]["trials"]
     for name, wrong in (
         ("decisions", "none"),
-        ("rows", [{"latency_ms": "fast"}]),
-        ("rows", [{"unknown": 1}]),
-        ("x", 1),
+        ("tables", {"trials": {**trials, "rows": [{"latency_ms": "fast"}]}}),
+        ("tables", {"trials": {**trials, "rows": [{"unknown": 1}]}}),
+        ("tables", {"unknown": trials}),
+        ("rows", trials["rows"]),  # a lone table has its name too
     ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**document, name: wrong}, schema)

@@ -37,8 +37,8 @@ def net():
 
 def rows(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     assert done.stdout.strip(), done.stderr
-    shown = json.loads(done.stdout)
-    rows: list[dict[str, Any]] = shown["rows"] if isinstance(shown, dict) else shown
+    first, *_ = json.loads(done.stdout)["tables"].values()
+    rows: list[dict[str, Any]] = first["rows"]
     return rows
 
 

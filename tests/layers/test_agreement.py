@@ -199,6 +199,8 @@ def test_bad_input_is_one_line(refused: Any, net: str, call: Any) -> None:
     assert "is TorchScript, whose modules can't be watched" in said
     assert call("export", net, *SIZE, "-o", "n.onnx")[0] == 0 and call("export", "n.onnx", "-o", "n.xml")[0] == 0
     assert refused("diff", "n.onnx", "n.xml", "--layers").startswith("n.xml is not an ONNX graph, whose tensors")
+    Path("n.tflite").write_bytes(b"TFL3")
+    assert refused("diff", "n.tflite", "n.onnx", "--layers").startswith("litert runs no parts of a graph")
     assert refused("diff", "n.onnx", "none.onnx", "--layers") == "there is no model file none.onnx"
     assert refused("diff", "n.onnx", "onnx", "--layers", "--rtol", "-1") == "rtol is -1.0; it must be at least 0"
     model = onnx.load("n.onnx")

@@ -112,7 +112,7 @@ def test_a_form_that_a_library_refuses_is_left_out(call: Any, refused: Any, half
     code, out, err = call("bench", "cold-start", half_known, "openvino", "onnxruntime", *words, "--format", "json")
     assert code == 3 and "dyno: left out: half openvino fp32: " in err
     assert re.search("OpenVINO (doesn't support Det-17|does not support .* operations: Det)", err)
-    assert [row["form"] for row in json.loads(out)["rows"]] == ["onnxruntime fp32"]
+    assert [row["form"] for row in json.loads(out)["tables"]["cold-start"]["rows"]] == ["onnxruntime fp32"]
     net = "from torch import nn\nclass Never(nn.Module):\n    def forward(self, x):\n        return None\n"
     (half_known.parent / "never.py").write_text(net, encoding="utf-8")
     assert "never.py" in refused("bench", "cold-start", "never.py:nothing", *words)

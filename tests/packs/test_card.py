@@ -40,7 +40,7 @@ def test_a_card_has_the_verdict_and_the_fastest_of_each_batch(call: Any, tmp_pat
     shown = json.loads(call("show", tmp_path / "net", "--format", "json", code=0)[1])
     for decision in shown["decisions"]:
         assert f"- digits at size 64: {decision['text']}" in text.replace("\\", "")
-    rows = {row["batch"]: row for row in shown["rows"] if row["backend"] == "a"}
+    rows = {row["batch"]: row for row in shown["tables"]["trials"]["rows"] if row["backend"] == "a"}
     for (model, batch, fastest, latency, _, gain), row in zip(cells(text), rows.values(), strict=True):
         assert (model, int(batch), fastest) == ("digits at size 64", row["batch"], "a int8")
         assert float(latency.split()[0]) == pytest.approx(row["latency_ms"], rel=5e-3)

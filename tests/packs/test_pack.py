@@ -73,7 +73,7 @@ def test_a_pack_is_verified(call: Any, run: Path, file: Path) -> None:
     shown = json.loads(call("show", run, "--format", "json", code=0)[1])
     stored = json.loads(members(file)["verdict.json"])
     assert [d["candidates"] for d in stored["decisions"]] == [d["candidates"] for d in shown["decisions"]]
-    numbers = [[row["latency_ms"], row["speedup"]] for row in shown["rows"]]
+    numbers = [[row["latency_ms"], row["speedup"]] for row in shown["tables"]["trials"]["rows"]]
     assert [[row["latency_ms"], row["speedup"]] for row in stored["rows"]] == numbers
 
 

@@ -60,7 +60,7 @@ def test_a_site_of_packs_of_strangers(call: Any, packs: Path) -> None:
     ]
     golden = rows["golden.pack.zip"]
     shown = json.loads(call("show", GOLDEN, "--format", "json", code=0)[1])
-    trials = {row["trial"]: row for row in shown["rows"]}
+    trials = {row["trial"]: row for row in shown["tables"]["trials"]["rows"]}
     winners = [trials[id] for id in shown["decisions"][0]["candidates"]]
     assert golden["verified"] == "yes" and golden["certainty"] == shown["decisions"][0]["certainty"]
     assert golden["date"] and all(f"{w['backend']} {w['precision']}" in golden["fastest"] for w in winners)

@@ -437,7 +437,7 @@ def test_every_format_has_every_trial(call: Any, tmp_path: Path, hostile_names: 
     frame = pd.read_csv(io.StringIO(call(a, b, "--format", "csv")[1]), keep_default_na=False)
     assert list(frame.columns) == [column.name for column in COLUMNS]
     assert list(frame["failed"]) == ["slower", ""]
-    rows = json.loads(call(a, b, "--format", "json")[1])["rows"]
+    rows = json.loads(call(a, b, "--format", "json")[1])["tables"]["compare"]["rows"]
     assert rows[0]["verdict"] == "slower" and rows[1]["verdict"] in ALIKE
     assert rows[1]["failed"] is None
     code, out, _ = call(hostile_names.folder, hostile_names.folder, "--format", "markdown")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,6 +144,46 @@ def test_fixed_rounds_answer_before_a_long_build_and_lack_no_pair(
     paired = {ms: len(log_ratios(result[1], result[ms], "model", keep_disturbed=True)) for ms in (2, 3, 4, 5)}
     assert paired == {2: rounds, 3: rounds, 4: rounds, 5: 2 if rounds == 2 else 0}
     assert len(log_ratios(result[5], result[4], "model", keep_disturbed=True)) == rounds
+
+
+def test_each_delay_has_an_answer_before_it(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One trial is ready, one compiles while it loads, one is built slowly: what is ready is shown before each."""
+    events: list[Any] = []
+    monkeypatch.setattr("dyno.runner.execute._compiles", lambda trial: trial.options["latency_ms"] == 2)
+    monkeypatch.setattr("dyno.runner.execute._builds_slowly", lambda trial: trial.options["latency_ms"] == 1)
+    monkeypatch.setattr(Files, "has_file", lambda _, trial: trial.options["latency_ms"] != 1 or 1 in events)
+    monkeypatch.setattr(Files, "make_files", lambda _, trials: events.extend(t.options["latency_ms"] for t in trials))
+    monkeypatch.setattr(Progress, "show_answer", lambda self, title, *_: events.append(title))
+    monkeypatch.setattr(Progress, "note", lambda self, line: events.append(line.partition(":")[0]))
+    study = study("fake@latency_ms=1", FAST, SLOW, rounds=1, reference=SLOW)
+    execute(study, tmp_path / "run", Progress(console=Console(file=StringIO())))
+    assert events == [4, "2 trials still to compile", "in round 1", 2, "1 trial still without a file", "in round 1", 1]
+    result = {t.options["latency_ms"]: t for t in load_run(tmp_path / "run")}
+    pairs = ((1, 2), (1, 4), (2, 4))
+    assert [len(log_ratios(result[a], result[b], "model", keep_disturbed=True)) for a, b in pairs] == [1, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_lone_trial_answers_before_a_slow_build(dyno: Any, tmp_path: Path) -> None:
+    if not shutil.which("g++"):
+        pytest.skip("g++ is not installed")
+    (tmp_path / "own.py").write_text(
+        "import torch\ndef net():\n    return torch.nn.Conv2d(3, 4, 3)\n", encoding="utf-8"
+    )
+    words = ("--backend", "pytorch,aoti", "--precision", "fp32", "--size", 16, "--rounds", 1, "--seconds", 0.1)
+    said = dyno("run", "own.py:net", *words, "--out", "r", "--verbose", cwd=tmp_path, code=0).stderr
+    told = [said.index(text) for text in ("1 trial still without a file", "in round 1: ", "export net aoti")]
+    assert told == sorted(told), said
+
+
+def test_fixed_rounds_measure_a_late_trial_beside_the_fastest_too(study: Any, tmp_path: Path) -> None:
+    """The slowest is neither the reference nor a finalist, and isn't measured again."""
+    before = (SLOW, FAST, "fake@latency_ms=5")
+    for backends in (before, (*before, "fake@latency_ms=1")):
+        run(study(*backends, rounds=2, reference=SLOW), tmp_path / "run")
+    result = {t.options["latency_ms"]: t for t in load_run(tmp_path / "run")}
+    paired = {ms: len(log_ratios(result[1], result[ms], "model", keep_disturbed=True)) for ms in (2, 4, 5)}
+    assert paired == {2: 2, 4: 2, 5: 0}
 
 
 def test_what_compiles_while_it_loads_is_measured_after_the_first_answer(
@@ -635,7 +676,7 @@ def test_the_command_line_with_engines(dyno: Any, tmp_path: Path) -> None:
     boundaries = "--boundaries model,throughput --threads 1 --turns"
     dyno("run", *words.split(), *boundaries.split(), "--out", tmp_path / "run", cwd=tmp_path, code=0)
     shown = dyno("show", tmp_path / "run", "--format", "json")
-    rows = {row["backend"]: row for row in json.loads(shown.stdout)["rows"]}
+    rows = {row["backend"]: row for row in json.loads(shown.stdout)["tables"]["trials"]["rows"]}
     assert {row["status"] for row in rows.values()} == {"ok"}
     other = rows["openvino"]
     assert other["measured"] == "in turns" and other["speedup_low"] < other["speedup"] < other["speedup_high"]

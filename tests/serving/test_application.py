@@ -139,7 +139,7 @@ def test_the_share_is_that_of_the_known_seconds(name: str, net: Path, call: Any)
     words = ("app", f"net.py:{name}", "--backend", "pytorch,onnxruntime", "--rounds", 2, *QUICK, "-o", "run")
     _, out, errors = call("bench", *words, "--format", "json", code=0)
     assert "Traceback" not in errors
-    table = json.loads(out)
+    table = json.loads(out)["tables"]["app"]
     eager, graph = table["rows"]
     assert eager["requests"] == 3 and eager["rounds"] == 2
     assert eager["request_s"] >= 0.1 and eager["model_s"] >= 0.04 and eager["preprocess_s"] >= 0.05

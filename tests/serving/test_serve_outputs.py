@@ -46,7 +46,10 @@ def test_an_engine_with_wrong_outputs_is_never_ranked(call: Any, tmp_path: Path)
     figure = tables.draw_latency_by_rate(run.data)
     labels = {text.get_text().partition(wrong)[2] for text in figure.legends[0].get_texts()}
     assert labels == {"", " fp32 b4 16, p50, wrong outputs"}
-    assert [row["outputs"] for row in json.loads(shown["json"])["rows"]] == ["agree", "wrong outputs"]
+    assert [row["outputs"] for row in json.loads(shown["json"])["tables"]["serve"]["rows"]] == [
+        "agree",
+        "wrong outputs",
+    ]
     assert [float(row["output_error"]) > 0.01 for row in csv.DictReader(io.StringIO(shown["csv"]))] == [False, True]
 
 

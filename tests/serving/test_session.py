@@ -45,7 +45,7 @@ def test_given_rates_are_measured_and_shown_again(call: Any, tmp_path: Path) -> 
     code, shown, _ = call("show", "run")
     assert code == 0 and shown in out, "the same tables and sentences, without what the trials' table makes of it"
     code, out, _ = call("show", "run", "--table", "serve-rates", "--format", "json")
-    rows = json.loads(out)["rows"]
+    rows = json.loads(out)["tables"]["serve-rates"]["rows"]
     assert code == 0 and [row["rate"] for row in rows] == [50, 1000]
     assert rows[0]["p99_s"] is None and rows[0]["p50_s"] >= 0.01 <= rows[0]["compute_s"]
     # The hundred that don't count come first, and are answered within two seconds on a slow machine, too.

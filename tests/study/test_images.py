@@ -165,7 +165,7 @@ def test_a_study_looks_at_the_classes_of_the_model(tmp_path: Path, dyno) -> None
     assert done.stderr.startswith("dyno: pets has 2 class folders, but net has 1000 classes; build it with")
     photos(tmp_path / "loose", "")
     done = dyno("eval", *words, "--data", "loose", "--format", "json", cwd=tmp_path, code=0)
-    assert json.loads(done.stdout)["rows"][0]["top1"] is None
+    assert json.loads(done.stdout)["tables"]["trials"]["rows"][0]["top1"] is None
 
 
 def test_photographs_without_boxes_serve_a_detector(tmp_path: Path) -> None:

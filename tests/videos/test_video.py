@@ -157,7 +157,7 @@ def test_a_run_of_a_video_is_shown_like_any_other(run: Any, call: Any, clip: Pat
         assert all(a["ts"] <= b["ts"] for a, b in itertools.pairwise(own))
     assert list(json.loads(out)["tables"]) == ["video", "video-stages", "video-streams"]
     _, shown, errors = call("show", "run", "--table", "video", "--format", "json", code=0)
-    assert json.loads(shown)["rows"] == json.loads(out)["tables"]["video"]["rows"]
+    assert json.loads(shown)["tables"]["video"]["rows"] == json.loads(out)["tables"]["video"]["rows"]
     assert json.loads(call("show", "run", "--format", "json")[1])["tables"] == json.loads(out)["tables"]
     code, again, errors = run(clip, "-o", "run", "--format", "json")  # nothing is measured twice
     assert (code, again) == (0, out), errors

@@ -110,26 +110,17 @@ def describe_type(kind: Any) -> Schema:
 
 
 def describe_tables(tables: Tables, about: Any = None, *, always: bool = False) -> Schema:
-    """Return the schema of a document of one table, or of several by name, behind what a type says `about` them.
+    """Return the schema of a document of tables by name, behind what a type says `about` them.
 
     Without `always`, the document of some calls is of the tables alone.
     """
     head = describe_type(about) if about else {"properties": {}, "required": []}
     described = {name: _describe_table(columns) for name, columns in tables.items()}
-    alone = [
-        {
-            **each,
-            "properties": {"table": {"const": name}, **each["properties"]},
-            "required": ["table", *each["required"]],
-        }
-        for name, each in described.items()
-    ]
-    several = {"properties": {"tables": {"type": "object", "properties": described, "additionalProperties": False}}}
+    by_name = {"type": "object", "properties": described, "additionalProperties": False}
     return {
         "type": "object",
-        "properties": {"schema": {"const": SCHEMA}, **head["properties"]},
-        "required": ["schema", *(head["required"] if always else ())],
-        "anyOf": [*alone, {**several, "required": ["tables"]}],
+        "properties": {"schema": {"const": SCHEMA}, **head["properties"], "tables": by_name},
+        "required": ["schema", "tables", *(head["required"] if always else ())],
     }
 
 

@@ -145,7 +145,7 @@ class Progress:
         """Show that the job waits for another process; without a terminal as a line, or it would look like a hang."""
         self.stage = f"waiting for process {plain(owner)}, another dyno on this device"
         if self.live is None:
-            self._print_line(Text(f"{self.now}: {self.stage}"))
+            self._print_line(Text(": ".join(filter(None, (self.now, self.stage)))))
 
     def sharing(self, owner: str) -> None:
         """Tell the user once that another process's blocks are interleaved with these."""

@@ -100,16 +100,18 @@ def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
         raise UserError(f"{model_name(side.source)} is a PyTorch module, and layers are compared with those of a "
                         "graph; give a form of the first model, such as openvino, or an ONNX file")  # fmt: skip
     kind = registry.format_of(side.source)
-    if kind is not None and kind.name != forms.ONNX:
+    is_engine = kind is not None and kind.name != forms.ONNX
+    engine = kind.usual(Path(side.source)) if kind is not None and is_engine else side.choice.name
+    if engine not in (forms.ONNX, forms.MODULE) and not registry.find(engine).loads_onnx:
+        able = [name for name in registry.names() if registry.find(name).loads_onnx]
+        raise UserError(f"{engine} runs no parts of a graph, so its layers can't be compared; these do: "
+                        f"{', '.join(able)}")  # fmt: skip
+    if is_engine:
         raise UserError(f"{side.source} is not an ONNX graph, whose tensors are compared; give the ONNX file that it "
-                        f"was made from, and {kind.usual(Path(side.source))} behind it")  # fmt: skip
+                        f"was made from, and {engine} behind it")  # fmt: skip
     if side.choice.name == forms.ONNX:  # a file behind the first runs as ever, a form of the first as it is written
         as_ever = later and not side.named and not side.precision
         return replace(side, choice=Choice(NODE_BY_NODE.name) if as_ever else NODE_BY_NODE)
-    if side.choice.name != forms.MODULE and not registry.find(side.choice.name).loads_onnx:
-        able = [name for name in registry.names() if registry.find(name).loads_onnx]
-        raise UserError(f"{side.choice.name} runs no parts of a graph, so its layers can't be compared; these do: "
-                        f"{', '.join(able)}")  # fmt: skip
     return side
 
 

@@ -39,6 +39,7 @@ def describe_verdict(run: RunData, folder: Path) -> dict[str, Any]:
     for name in (shlex.quote(str(folder)), str(folder)):  # a sentence names the folder in the next command
         text = text.replace(json.dumps(name, ensure_ascii=False)[1:-1], RUN.upper())
     document = parse_json(text)
+    document |= document["tables"]["trials"]
     return {name: document[name] for name in ("visible", "decisions", "verdict", "rows", "notes") if name in document}
 
 

@@ -39,7 +39,7 @@ def export(
 
     `csv`, `json` and `html` hold plain values; csv and json have every column, the others those that are printed (or
     `only` some, or EVERY one in a text too), a part for each of the values of the columns `by`. `about` stands at the
-    beginning of the JSON object, which holds one table's `columns`, `rows` and `notes`, or several `tables` by name.
+    beginning of the JSON object, which holds the `columns`, `rows` and `notes` of each of the `tables` by name.
     UserError for an unknown format or column.
     """
     check_known("format", format, FORMATS)
@@ -96,8 +96,7 @@ def _fill_missing(value: Any) -> Any:
 
 def _format_json(tables: Sequence[Table], about: Mapping[str, Any]) -> str:
     by_name = {table.name: _convert_table(table) for table in tables}
-    content = {"table": tables[0].name, **by_name[tables[0].name]} if len(tables) == 1 else {"tables": by_name}
-    document = {"schema": SCHEMA, **about, **content}
+    document = {"schema": SCHEMA, **about, "tables": by_name}
     return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
 
 

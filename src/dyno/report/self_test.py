@@ -74,38 +74,39 @@ class SelfTestDescription(TypedDict):
     rounds: int
     grade: str
     bound_by: str
-    equal: float
-    equal_low: float
-    equal_high: float
-    spread: float
-    spread_low: float
-    spread_high: float
-    spread_process: float
-    spread_block: float
-    spread_apart: float
-    false_alarms: float
-    false_alarms_at_most: float
-    coverage: float
+    equal: float | None
+    equal_low: float | None
+    equal_high: float | None
+    spread: float | None
+    spread_low: float | None
+    spread_high: float | None
+    spread_process: float | None
+    spread_block: float | None
+    spread_apart: float | None
+    false_alarms: float | None
+    false_alarms_at_most: float | None
+    coverage: float | None
     sentences: list[str]
 
 
-def describe_self_test(test: SelfTest) -> dict[str, Any]:
-    """Return the head of a self-test's tables in JSON; shares and standard deviations of logs, None if unknown."""
+def describe_self_test(test: SelfTest) -> SelfTestDescription:
+    """Return the head of a self-test's tables in JSON; see its type."""
     stored, spread, alarms = test.stored, test.spread, test.false_alarms()
-    figures = {
-        "equal": test.equal.value, "equal_low": test.equal.low, "equal_high": test.equal.high,
-        "spread": spread.value, "spread_low": spread.low, "spread_high": spread.high,
-        "spread_process": math.sqrt(test.levels.process), "spread_block": math.sqrt(test.levels.block),
-        "spread_apart": test.apart, "false_alarms": alarms.interval.value, "false_alarms_at_most": alarms.at_most,
-        "coverage": test.coverage.interval.value,
-    }  # fmt: skip
     return {
         "date": stored.date, "machine": stored.machine, "device": stored.device, "versions": stored.versions,
         "configuration": stored.configuration, "threads": stored.threads, "seconds": stored.seconds,
         "builds": stored.builds, "rounds": len(test.rounds), "grade": test.grade, "bound_by": test.bound_by,
-        **{name: value if math.isfinite(value) else None for name, value in figures.items()},
-        "sentences": list_sentences(test),
+        "equal": _finite(test.equal.value), "equal_low": _finite(test.equal.low),
+        "equal_high": _finite(test.equal.high), "spread": _finite(spread.value), "spread_low": _finite(spread.low),
+        "spread_high": _finite(spread.high), "spread_process": _finite(math.sqrt(test.levels.process)),
+        "spread_block": _finite(math.sqrt(test.levels.block)), "spread_apart": _finite(test.apart),
+        "false_alarms": _finite(alarms.interval.value), "false_alarms_at_most": _finite(alarms.at_most),
+        "coverage": _finite(test.coverage.interval.value), "sentences": list_sentences(test),
     }  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _describe_spread(test: SelfTest) -> str:

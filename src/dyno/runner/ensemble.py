@@ -230,7 +230,7 @@ def measure(
                 progress.done(member.trial, member.record, seconds=member.used_s)
 
         for comparison in comparisons:
-            ids = {trial.id for trial in (*comparison.trials, comparison.reference) if trial}
+            ids = {trial.id for trial in (*comparison.trials, comparison.reference, *comparison.rivals) if trial}
             if len(ids) < 2 or not comparison.trials:
                 alone += comparison.trials
                 continue

@@ -206,10 +206,10 @@ def prepare(study: Study, run: Run, planned: list[PlannedTrial], progress: Progr
 @dataclass(frozen=True)
 class Rounds:
     """Measures rounds of a study's trials; `fits` says which of them is the reference that was requested, and `options`
-    are further ones of the jobs of the planned rounds. After BUILDING_S seconds of making files, or before an engine
-    that builds slowly, the trials that have theirs are measured once, and trials that compile while they load are
-    measured last in the first round: a first answer doesn't wait for the last engine. If the number of rounds
-    `is_fixed`, no pair gets another round in place of one that it lacks."""
+    are further ones of the jobs of the planned rounds. What is ready is measured once, and its answer shown, before
+    anything that takes long: an engine that compiles while it loads, one that builds slowly, or a file after BUILDING_S
+    seconds of making files. If the number of rounds `is_fixed`, no pair gets another round in place of one that it
+    lacks."""
 
     run: Run
     files: Files
@@ -244,7 +244,7 @@ class Rounds:
                         is_new = any(_find_record(self.run, trial, number) is None for trial in incomplete)
                         done = first if not number else []
                         todo = [t for t in same_model if number < t.plan.rounds and t not in done]
-                        self._in_turns(todo, number, [*beside, *done], self.options, done)
+                        self._in_turns(todo, number, beside, self.options, done)
                         if is_new and number < planned - 1:
                             self._show_answer(number, planned)
                     continue
@@ -256,36 +256,41 @@ class Rounds:
 
     def _make_files(self, trials: Sequence[Trial], beside: Sequence[Trial]) -> list[Trial]:
         """Make the trials' files; return the trials that were measured once meanwhile (see the class)."""
+        references = [ensemble.reference(group, self.fits) for group in ensemble.groups(trials)]
+
+        def delay(trial: Trial) -> int:
+            if _builds_slowly(trial) and not self.files.has_file(trial):
+                return 2
+            return 1 if _compiles(trial) and trial not in references else 0
+
         ready: list[Trial] = []
-        first: list[Trial] = []
-        begun = time.monotonic()
-        order = sorted(trials, key=lambda trial: (not self.files.has_file(trial), _builds_slowly(trial)))
+        done: list[Trial] = []
+        begun, delayed = time.monotonic(), 0
+        order = sorted(trials, key=lambda trial: (delay(trial), not self.files.has_file(trial)))
         with self.progress.building():
             for place, trial in enumerate(order):
-                is_late = _builds_slowly(trial) or time.monotonic() - begun > BUILDING_S
-                if is_late and not first and not self.files.has_file(trial):
-                    left = counting(len(trials) - place, "trial")
-                    first = self._measure_first(ready, beside, f"{left} still without a file")
+                needs_file = not self.files.has_file(trial)
+                is_late = not done and needs_file and time.monotonic() - begun > BUILDING_S
+                if delay(trial) > delayed or is_late:
+                    left = counting(len(order) - place, "trial")
+                    missing = "still without a file" if needs_file else "still to compile"
+                    done += self._measure_ready(ready, beside, done, f"{left} {missing}")
+                delayed = max(delayed, delay(trial))
                 self.files.make_files([trial])
                 ready.append(trial)
-        return first or self._measure_first(ready, beside)
+        return done
 
-    def _measure_first(self, ready: Sequence[Trial], beside: Sequence[Trial], reason: str = "") -> list[Trial]:
-        """Measure these trials once and show the answer, but for those whose engines compile while they load.
-
-        Return the measured trials: none if there is neither a `reason` nor a trial that compiles, or if only one trial
-        would be left.
-        """
+    def _measure_ready(
+        self, ready: Sequence[Trial], beside: Sequence[Trial], done: Sequence[Trial], reason: str
+    ) -> list[Trial]:
+        """Measure the first round of these trials, but of those that have it, and show the answer; return them."""
         new = [t for t in ready if t.plan.blocks and t not in beside and _find_record(self.run, t, 0) is None]
-        references = [ensemble.reference(group, self.fits) for group in ensemble.groups(ready)]
-        first = [trial for trial in new if trial in references or not _compiles(trial)]
-        if len(first) < 2 or not (reason or len(first) < len(new)):
-            return []
-        compiling = counting(len(new) - len(first), "trial")
-        self.progress.note(f"{reason or f'{compiling} still to compile'}: what is ready is measured once before")
-        self._in_turns(first, 0, [each for each in ready if each not in new], self.options)
-        self._show_answer(0, is_part=True)
-        return first
+        if new:
+            self.progress.note(f"{reason}: what is ready is measured once before")
+            stored = [trial for trial in ready if trial not in (*new, *beside, *done)]
+            self._in_turns(new, 0, [*beside, *stored], self.options, done)
+            self._show_answer(0, is_part=True)
+        return new
 
     def measure_further_round(self, trials: list[Trial], number: int, boundaries: Sequence[str]) -> None:
         """Measure round `number` of trials of one model, at these boundaries only."""
@@ -324,11 +329,12 @@ class Rounds:
     ) -> None:
         """Measure one round of a model's trials, interleaving those that are compared.
 
-        Of those that are `done`, the fastest measure once more beside trials that were not ready with them; of several
-        rounds whose number is fixed all of them do, so that each pair has as many.
+        Of those that are `done`, the fastest measure once more beside trials that were not ready with them; if no
+        further round can follow, so do the fastest of the others that have this round. All do beside a new reference,
+        and all that are `done` in the first of several rounds whose number is fixed, so that each pair has as many.
         """
         comparisons: list[ensemble.ComparedTrials] = []
-        groups = ensemble.groups([*trials, *others])
+        groups = ensemble.groups([*trials, *others, *done])
         random.Random(number).shuffle(groups)
         for group in groups:
             pending = []
@@ -344,13 +350,14 @@ class Rounds:
             stored = {trial.id: _find_record(self.run, trial, number) for trial in group}
             runnable = [t for t in group if (r := stored[t.id]) is None or r.status == "ok"]
             reference = ensemble.reference(runnable, self.fits)
-            if pending == [reference]:  # what the others measured beside instead
-                reference = ensemble.reference([t for t in runnable if t != reference], self.fits)
-            earlier = [trial for trial in runnable if trial in done and trial != reference]
+            earlier = [t for t in runnable if stored[t.id] and t != reference and (self.is_fixed or t in done)]
             rivals = earlier
-            if earlier and not (self.is_fixed and earlier[0].plan.rounds > 1):
+            if earlier and reference not in pending:
+                every = done if self.is_fixed and earlier[0].plan.rounds > 1 else ()
                 finalists = list_finalists(self.run.folder)
-                rivals = [trial for trial in earlier if trial.id in finalists]
+                rivals = [trial for trial in earlier if trial in every or trial.id in finalists]
+            elif not earlier and pending == [reference]:  # what the others measured beside instead
+                reference = ensemble.reference([t for t in runnable if t != reference], self.fits)
             comparisons.append(ensemble.ComparedTrials(pending, reference, rivals=rivals))
         # A first answer doesn't wait for the other batches and sizes.
         for part in [comparisons] if number else [[comparison] for comparison in comparisons]:

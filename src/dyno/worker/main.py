@@ -49,7 +49,7 @@ from dyno.worker.registry import find
 from dyno.worker.registry import maker as find_maker
 from dyno.worker.spec import CUT, SCHEMA, Artifact, DataSpec, Job, NoRoute, Unavailable, UserError, from_json
 
-AS_THEY_ARE = ("probe", "cold_start")  # jobs that say what the user's own processes find
+AS_THEY_ARE = ("probe", "cold_start")  # jobs that say what byte code the user's own processes find
 LEAST_FILE_B = 1 << 20
 
 
@@ -242,6 +242,7 @@ def main(folder: Path) -> int:
     job = from_json(Job, data)
     if job.kind not in AS_THEY_ARE:
         system.keep_byte_code()
+    if job.kind != "cold_start":
         system.keep_probes()
     journal, turns = Journal(folder, job), conductor()
     os.register_at_fork(after_in_child=end_at_next_sample)

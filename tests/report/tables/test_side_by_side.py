@@ -156,7 +156,7 @@ def test_every_table_is_exported_in_every_format(every: dict[str, Table]) -> Non
         assert lines and "─" in export([table]) and "|" not in export([table]).splitlines()[1]
         read = pd.read_csv(io.StringIO(export([table], "csv")))
         assert list(read.columns) == [column.name for column in table.columns] and len(read) == len(table.rows)
-        assert json.loads(export([table], "json"))["rows"][0].keys() == set(read.columns)
+        assert json.loads(export([table], "json"))["tables"][table.name]["rows"][0].keys() == set(read.columns)
         assert export([table], "html").count("<tr") >= 1 + len(table.rows)
     assert list(json.loads(export(list(every.values()), "json"))["tables"]) == list(every)
     assert " 701,466 |" in export([every["layers"]], "markdown")

@@ -270,10 +270,10 @@ def test_csv_and_json_are_the_table(whole: RunData, frame: pd.DataFrame) -> None
     assert back["speedup"].to_numpy() == pytest.approx(frame["speedup"].to_numpy(), nan_ok=True)
     assert back["layers"].dropna().unique().tolist() == [21]
     found = json.loads(printed.trials(whole, "json"), parse_constant=lambda c: pytest.fail(f"{c} is no JSON"))
-    rows = found["rows"]
+    rows = found["tables"]["trials"]["rows"]
     assert found["schema"] == SCHEMA and len(rows) == len(frame)
-    assert [c["name"] for c in found["columns"]] == list(frame.columns)
-    assert all(c["meaning"] and c["kind"] for c in found["columns"])
+    assert [c["name"] for c in found["tables"]["trials"]["columns"]] == list(frame.columns)
+    assert all(c["meaning"] and c["kind"] for c in found["tables"]["trials"]["columns"])
     failed = next(r for r in rows if r["status"] == "oom")
     assert failed["latency_model_ms_median"] is None
     assert isinstance(rows[0]["batch"], int)

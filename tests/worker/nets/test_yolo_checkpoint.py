@@ -181,7 +181,9 @@ def test_a_checkpoint_runs_from_the_command_line(saved: Any, tmp_path: Path, dyn
     words = ("--backend", "pytorch,onnxruntime", "--size", 64, *short, "--out", "r")
     dyno("run", path, *words, cwd=tmp_path, code=0)
     shown = dyno("show", "r", "--format", "json", cwd=tmp_path)
-    assert [(row["model"], row["status"]) for row in json.loads(shown.stdout)["rows"]] == [("best", "ok")] * 2
+    assert [(row["model"], row["status"]) for row in json.loads(shown.stdout)["tables"]["trials"]["rows"]] == [
+        ("best", "ok")
+    ] * 2
 
 
 def test_the_class_names_of_a_checkpoint_are_read(saved: Any) -> None:

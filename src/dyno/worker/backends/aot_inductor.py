@@ -140,6 +140,7 @@ class AotInductor(PyTorch):
         """Compile a package of one convolution, open it and run it."""
         need_compiler(NAME)
         inductor = _import_inductor()
+        probe_processor()
         module, x = torch.nn.Conv2d(3, 4, 3).eval().to(device), torch.randn(1, 3, 8, 8, device=device)
         with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), silenced(), compiler_errors():
             program, path = torch.export.export(module, (x,), strict=False), Path(scratch) / "probe.pt2"

@@ -105,6 +105,7 @@ class ExecuTorch(Backend):
 
     def probe(self) -> Probe:
         """Lower one layer, and run it."""
+        _import_library()  # a missing one is known before PyTorch is imported, which takes seconds
         torch = torch_support.import_torch()
         with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), torch_support.silenced():
             path, x = Path(scratch) / "relu.pte", torch.tensor([-1.0, 2.0])

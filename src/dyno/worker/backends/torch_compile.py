@@ -44,6 +44,7 @@ class Compile(PyTorch):
 
     def _run_convolution(self, torch: Any, device: str) -> None:
         need_compiler()
+        probe_processor()
         weight = torch.randn(4, 3, 3, 3, device=device)
         compiled = torch.compile(lambda x: torch.nn.functional.conv2d(x, weight).relu(), dynamic=False)
         with torch.inference_mode(), compiler_errors():

@@ -228,8 +228,8 @@ def probe_processor() -> float:
     """Probe what the C++ compiler can build for this processor; return the seconds that the probe took when it ran.
 
     Inductor does so in each process: it compiles a file for each instruction set and starts a Python that imports
-    PyTorch, 27 s on two cores. What can be built is remembered for this PyTorch, compiler and processor, except in jobs
-    that show what the user's own processes find.
+    PyTorch, 27 s on two cores. What can be built is remembered for this PyTorch, compiler and processor, except in cold
+    starts, which show what the user's own processes find.
     """
     try:
         from torch._inductor import cpu_vec_isa
