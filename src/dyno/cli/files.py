@@ -22,6 +22,7 @@ from dyno.table import Table
 from dyno.worker import registry, system
 from dyno.worker.backend import Backend, FileFormat
 from dyno.worker.extras import install
+from dyno.worker.nets import huggingface
 from dyno.worker.option_values import option
 from dyno.worker.record import Record
 from dyno.worker.registry import find
@@ -131,7 +132,8 @@ def export(
     asked = options.take_options(ExportOptions, overrides)
     path = Path(source)
     named = ":" in source or path.exists() or registry.format_of(source)
-    if path.is_dir() or trial or not (out or named):
+    is_run = path.is_dir() and not huggingface.is_folder(source)
+    if is_run or trial or not (out or named):
         _print_export(_export_winner(path, trial, out, given), None, format)
         return
     if out is None:
