@@ -43,7 +43,7 @@ demo: $(if $(wildcard $(READY)),$(READY),$(ENGINES_READY))  ## the whole job on 
 	$(BIN)/dyno demo
 
 # What PYTEST has goes last: another -m there decides.
-test: setup  ## the tests, but for those that take long and rarely fail
+test: setup  ## the tests, but for those that take long
 	@$(MAKE) --no-print-directory test-all PYTEST='$(USUAL) $(PYTEST)'
 
 test-all: setup  ## every test, in three processes in parallel; up to three failures of each run again, alone

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))  # `import yolo_small` works in every import mode of pytest
 
 
+import durations
 import hostile_net
 import onnx_text
 import preloaded as forked
@@ -214,9 +215,13 @@ def _no_gpu() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    taken = durations.read_durations()
     for item in items:
+        seconds = taken.get(item.nodeid.partition("[")[0], 0.0)
+        if seconds >= durations.RARE_S:
+            item.add_marker(pytest.mark.rare)
         runs_studies = "preloaded" in getattr(item, "fixturenames", ())  # or real engines in jobs
-        if runs_studies or item.get_closest_marker("rare"):
+        if runs_studies or seconds >= durations.SLOW_S or item.get_closest_marker("rare"):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and _no_gpu():
             item.add_marker(pytest.mark.skip(reason=_no_gpu()))

@@ -69,7 +69,6 @@ except dyno.UserError as error:
 """
 
 
-@pytest.mark.rare
 def test_programs_pass_a_strict_type_checker(root: Path, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     for page in ("README.md", "docs/python.md"):

@@ -108,7 +108,6 @@ def test_what_is_missing_is_listed() -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
@@ -154,7 +153,6 @@ def test_what_is_missing_is_one_line_with_its_extra(
     assert not (tmp_path / "page").exists()
 
 
-@pytest.mark.slow
 def test_what_needs_no_extra_works(bare: Any, root: Path, tmp_path: Path) -> None:
     golden = root / "tests/golden/run"
     for words in (["show", golden], ["show", golden, "--table", "all"], ["compare", golden, golden], ["--help"]):
@@ -171,7 +169,6 @@ def test_what_needs_no_extra_works(bare: Any, root: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "r/charts").exists()
 
 
-@pytest.mark.slow
 def test_doctor_names_an_extra_for_each(bare: Any) -> None:
     done = bare("doctor", "--format", "csv")
     assert done.returncode == 3 and "Traceback" not in done.stdout + done.stderr

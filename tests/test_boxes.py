@@ -236,7 +236,6 @@ def test_ties_may_come_in_any_order_and_wrong_boxes_are_wrong(run: Path, call: A
         assert shares["one"] == 1 and (shares["separate"] == 1) == (verdict == "agree"), change.__name__
 
 
-@pytest.mark.rare
 @pytest.mark.usefixtures("preloaded")
 def test_torchvision_s_detectors_run_one_image_at_a_time_and_as_onnx(
     call: Any, refused: Any, tmp_path: Path, unreported: None

@@ -110,7 +110,6 @@ def outputs(session: Session, batch: np.ndarray, slot: int = 0) -> np.ndarray:
     return np.array(first)
 
 
-@pytest.mark.slow
 def test_it_says_what_goes_in_and_out(load: Any) -> None:
     _, session = load()
     assert session.inputs == (Tensor("input", session.inputs[0].dtype, (2, 3, SIZE, SIZE)),)
@@ -231,7 +230,6 @@ def test_the_probe_works_where_loading_works(load: Any) -> None:
     assert from_json(Probe, json.loads(json.dumps(to_json(found)))) == found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in registry.names() if registry.find(name).requires])
 def test_its_library_is_imported_before_it_loads(name: str, source: str) -> None:
     if lacks := missing(name):

@@ -370,7 +370,6 @@ def test_rows_of_the_matrix_take_the_place_of_earlier_ones(tmp_path: Path) -> No
     assert "`resnet18` openvino int8: wrong outputs: off by 0.9" in page and "1,230 ms" not in page
 
 
-@pytest.mark.slow
 def test_the_python_example_runs(preloaded: str, tmp_path: Path) -> None:
     short = (
         "import dyno; study = dyno.Study; dyno.Study = lambda **asked: study(**asked | dict(seconds=0.05, warmup=0.02))"

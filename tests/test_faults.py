@@ -198,7 +198,6 @@ def shell(golden: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
     return run
 
 
-@pytest.mark.slow
 def test_a_reader_that_goes_away_costs_nothing(shell: Callable[[str], Any], golden: Path) -> None:
     first = shell("dyno show golden")
     assert first.returncode == 0 and first.stdout
@@ -211,7 +210,6 @@ def test_a_reader_that_goes_away_costs_nothing(shell: Callable[[str], Any], gold
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "disk is full" in done.stderr
 
 
-@pytest.mark.slow
 def test_the_report_is_written_before_anything_is_printed(shell: Callable[[str], Any], golden: Path) -> None:
     run = golden.parent / "closed"
     done = shell(f"dyno {' '.join([*FAKE, *SHORT])} --out {run} >&-")
@@ -252,7 +250,6 @@ def test_a_damaged_record_is_the_same_to_every_command(call: Any, tmp_path: Path
         assert len(archived) == number and text in archived
 
 
-@pytest.mark.rare
 def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("onnx", "torch", "openvino", "safetensors", "av"):
         pytest.importorskip(library)
@@ -437,7 +434,6 @@ def of_no_home(golden: Path) -> list[str]:
     return [*words, "env", f"TMPDIR={golden.parent}"]
 
 
-@pytest.mark.slow
 def test_a_user_without_a_home_and_a_name_can_measure(of_no_home: list[str], golden: Path) -> None:
     """As in a container that was started with --user 12345: everything but --version ended in a traceback."""
     words = [*of_no_home, sys.executable, "-m", "dyno", *FAKE, *SHORT]
@@ -470,7 +466,6 @@ def test_a_temporary_home_of_somebody_else_is_not_used(tmp_path: Path, monkeypat
         system.temporary_home()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("line", "said"), [
     ("dyno show golden 1</dev/null", "standard output: it is not open for writing"),
     ("ulimit -v 300000; dyno show golden", "memory is limited to 292 MiB"),
@@ -480,14 +475,12 @@ def test_what_a_command_is_not_given_is_one_line(shell: Callable[[str], Any], li
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-@pytest.mark.slow
 def test_where_charts_would_be_shown_does_not_matter(shell: Callable[[str], Any], golden: Path) -> None:
     """MPLBACKEND of a screen that isn't there, or of no library at all, ended `dyno run` after its last round."""
     done = shell("MPLBACKEND=nonsense dyno report golden 2</dev/null")
     assert done.returncode == 0 and (golden / "report.html").exists()
 
 
-@pytest.mark.slow
 def test_no_further_process_is_one_line(of_no_home: list[str], golden: Path) -> None:
     words = [*of_no_home, "prlimit", "--nproc=1", sys.executable, "-m", "dyno", *FAKE, "--out", "run"]
     done = subprocess.run(words, cwd=golden.parent, capture_output=True, text=True)
@@ -500,7 +493,6 @@ def _obey_permissions() -> None:
         ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
 
 
-@pytest.mark.slow
 def test_trials_that_may_not_be_read_are_not_called_missing(golden: Path) -> None:
     """It "has no trials yet"."""
     command = [sys.executable, "-m", "dyno", "show", str(golden)]

@@ -65,7 +65,6 @@ def quick() -> dict[str, Any]:
     return {"batches": (2,), "rounds": 1, "seconds": 0.05, "block": 0.01, "warmup": 0.02, "threads": 1}
 
 
-@pytest.mark.slow
 def test_two_pythons_in_one_study(other_python: str, onnx_file: Path, tmp_path: Path, quick: dict[str, Any]) -> None:
     backends = ("onnxruntime", "onnxruntime@runtime=elsewhere")
     tables = {"elsewhere": {"python": other_python}}
@@ -74,7 +73,6 @@ def test_two_pythons_in_one_study(other_python: str, onnx_file: Path, tmp_path: 
     check(tmp_path / "run", other_python)
 
 
-@pytest.mark.slow
 def test_another_python_from_flags(other_python: str, onnx_file: Path, tmp_path: Path, dyno: Any) -> None:
     usual = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --backend onnxruntime".split()
     dyno("run", onnx_file, *usual, "--python", f"onnxruntime={other_python}", "--out", tmp_path / "run", code=0)
@@ -88,7 +86,6 @@ def other_python_version(python: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.mark.slow
 def test_our_environment_does_not_reach_another_python(
     other_python: str, onnx_file: Path, tmp_path: Path, quick: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +177,6 @@ def test_a_stored_job_runs_again_by_hand(fake_study: Any, tmp_path: Path) -> Non
     assert record is not None and record.status == "ok" and record.trial == folder.parent.name
 
 
-@pytest.mark.slow
 def test_a_conversion_on_a_full_disk_is_no_failed_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO says "basic_ios::clear: iostream error" then, and removes what it wrote: another route was tried."""
     pytest.importorskip("onnx")

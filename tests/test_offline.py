@@ -98,7 +98,6 @@ def nothing_is_looked_up(*watches: Watch) -> None:
     assert [watch.hosts("native") for watch in watches] == [[]] * len(watches)
 
 
-@pytest.mark.rare
 def test_a_yolo_network_looks_nothing_up_and_leaves_the_home_alone(
     watched: tuple[str, Watch], watch: Watch, offline: Any, tmp_path: Path
 ) -> None:
@@ -113,7 +112,6 @@ def test_a_yolo_network_looks_nothing_up_and_leaves_the_home_alone(
     nothing_is_looked_up(watch, watched[1])
 
 
-@pytest.mark.rare
 def test_a_study_over_every_backend_looks_nothing_up(
     watched: tuple[str, Watch], watch: Watch, offline: Any, tmp_path: Path
 ) -> None:

@@ -210,7 +210,6 @@ def write_file(block: Block, folder: Path) -> None:
         (folder / name[1]).write_text(smaller(text), encoding="utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [

@@ -52,7 +52,6 @@ def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return call
 
 
-@pytest.mark.slow
 def test_the_description_is_valid_and_the_version_the_same_everywhere(built: Path) -> None:
     done = run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -79,7 +78,6 @@ def test_the_distributions_hold_what_they_need(built: Path) -> None:
     assert {"docker/Dockerfile.gpu", "docker/compose.yaml", "docker/runs/.gitignore", ".dockerignore"} <= inside
 
 
-@pytest.mark.rare
 def test_the_wheel_alone_says_what_to_install(bare: Any) -> None:
     assert bare("--version").split()[-1] == package.__version__
     assert "run" in bare("--help")
@@ -91,7 +89,6 @@ def test_the_wheel_alone_says_what_to_install(bare: Any) -> None:
     assert "inference-dyno[" in bare("demo", code=2)
 
 
-@pytest.mark.rare
 @pytest.mark.parametrize("kind", ["run", "install"])
 def test_uv_runs_and_installs_the_wheel_as_a_tool(kind: str, built: Path, tmp_path: Path) -> None:
     """As `uvx --from WHEEL dyno` and `uv tool install WHEEL` do; hints then name the tool's own environment."""
@@ -267,7 +264,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.rare
 def test_every_page_of_the_documentation_is_in_the_menu(site: Path) -> None:
     pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     menu = set(re.findall(r"[\w/-]+(?=\.md$)", (ROOT / "mkdocs.yml").read_text(), re.M))

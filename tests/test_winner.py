@@ -147,7 +147,6 @@ def test_a_script_answers_as_its_trial_did(run: Result, photos: Path, which: str
                           if line.startswith(("import ", "from "))}  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("which", ["aoti/bf16", "torchao@scheme=static", "torchao@scheme=dynamic"])
 def test_what_was_compiled_is_taken(which: str, photos: Path, tmp_path: Path) -> None:
     if lacks := missing(re.split("[@/]", which)[0]):

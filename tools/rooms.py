@@ -94,7 +94,8 @@ BESIDES = {
     "dyno.layers": f"{BORDER} numerics.closeness",
     "dyno.regression": f"{BORDER} numerics.closeness",
     "dyno.data": "facts.json_values spec record extras plugins inputs.specs",
-    "dyno.cli": f"{BORDER} snippets nets.huggingface",  # `dyno doctor` names what is broken of every kind that a plug-in may bring
+    # `dyno doctor` names what is broken of every kind that a plug-in may bring.
+    "dyno.cli": f"{BORDER} snippets nets.huggingface",
     "dyno.study": f"{BORDER} nets.models nets.saved_modules nets.checkpoint nets.huggingface inputs.specs "
     "inputs.modules sessions.torch_support",
 }

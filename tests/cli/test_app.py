@@ -204,7 +204,6 @@ def test_the_version_is_told_and_the_package_runs(call: Any) -> None:
     assert call("--version")[:2] == (0, done.stdout)
 
 
-@pytest.mark.slow
 def test_it_is_installed_as_a_command(dyno: Any, tmp_path: Path) -> None:
     done = dyno(*FAKE, "--out", tmp_path / "r", code=0)
     assert "fake@latency_ms=0.1 fp32 takes" in done.stdout or CROWDED in done.stdout

@@ -137,7 +137,6 @@ def test_removing_is_confirmed_on_a_terminal(call: Any, run: Path, monkeypatch: 
     assert call("runs", "rm", run)[1] == "removed runs/one\n"
 
 
-@pytest.mark.slow
 def test_a_report_is_opened_on_a_terminal(call: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)

@@ -200,7 +200,6 @@ def test_what_processes_leave_is_decoded_by_threads(photos: list[Path], monkeypa
     assert plain(decode.decode_images(photos, transform)) == expected, "nor do they ever start"
 
 
-@pytest.mark.slow
 def test_a_killed_run_takes_its_processes_along(photos: list[Path], tmp_path: Path) -> None:
     folder, cache = photos[0].parents[1], tmp_path / "cache"
     process = subprocess.Popen([sys.executable, "-c", SLOW, str(folder), str(cache)])

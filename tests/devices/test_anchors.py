@@ -51,7 +51,6 @@ def overlap(a: Sequence[float], b: Sequence[float]) -> bool:
     return a[0] < b[1] and b[0] < a[1]
 
 
-@pytest.mark.slow
 def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_command_goes_on(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +110,6 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
     assert (folder / "cpu0" / "r0" / "record.json").stat().st_mtime_ns == kept, "nothing is measured twice"
 
 
-@pytest.mark.slow
 def test_without_memory_for_all_rounds_one_follows_the_other(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +125,6 @@ def test_without_memory_for_all_rounds_one_follows_the_other(
     assert len(company.places) == 2 and set(alive) == {2}
 
 
-@pytest.mark.slow
 def test_the_study_goes_on_without_a_device_whose_process_dies(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,6 @@ def measure(study: Study, folder: Path, found: list[Place], log: Log) -> one_hos
     return one_host.measure_devices(places.at_one(study, found), folder, found, log)
 
 
-@pytest.mark.slow
 def test_a_device_with_a_host_of_its_own_has_none_beside_it(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +66,6 @@ def test_only_the_host_whose_devices_disturb_each_other_is_named(
     assert measure(fake_study(), tmp_path, found, log).in_turn == {"a"}, "as it is stored"
 
 
-@pytest.mark.slow
 def test_blocks_are_measured_one_at_a_time_on_that_host_only(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares 
 DEVICES = "cpu:0,cpu:1"
 
 
-@pytest.mark.slow
 def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Any, tmp_path: Path) -> None:
     """Also that nothing is measured again, and what is said of the devices."""
     spreading.run_twice(fake_study, tmp_path / "two", device=DEVICES)
@@ -42,7 +41,6 @@ def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Any
         assert trial.placement.card.endswith(f"processors {','.join(map(str, sorted(own)))}")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("undisturbed")
 def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -71,7 +69,6 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
     assert any("it goes to" in line for line in log.said)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("undisturbed")
 def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice(
     fake_study: Any, tmp_path: Path
@@ -96,7 +93,6 @@ def test_what_is_about_one_device_is_refused_on_several(fake_study: Any, tmp_pat
         execute(fake_study(device=DEVICES), tmp_path, Progress(quiet=True))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("undisturbed")
 def test_a_block_whose_device_is_no_longer_there_is_begun_anew(fake_study: Any, tmp_path: Path) -> None:
     """No two rounds of a block are of two devices, and what was measured is kept."""

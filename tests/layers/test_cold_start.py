@@ -43,7 +43,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return onnx_text.write(tmp_path_factory.mktemp("cold") / "small.onnx", text)
 
 
-@pytest.mark.slow
 def test_the_parts_sum_to_the_first_answer(file: Path) -> None:
     started = dyno.bench_cold_start(str(file), "onnxruntime", "openvino", rounds=2, threads=1)
     assert [(one.title, one.files) for one in started.starts] == [
@@ -66,7 +65,6 @@ def test_the_parts_sum_to_the_first_answer(file: Path) -> None:
     assert all("of it is" in sentence for sentence in started.sentences)
 
 
-@pytest.mark.slow
 def test_the_command(file: Path, call: Any) -> None:
     _, out, err = call(
         "bench", "cold-start", file, "--rounds", 1, "--files", "memory", "--threads", 1, "--format", "csv", code=0
@@ -77,7 +75,6 @@ def test_the_command(file: Path, call: Any) -> None:
     assert not err, "off a terminal only what went wrong has a line"
 
 
-@pytest.mark.slow
 def test_libraries_without_byte_code_are_said(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = (str(file), "onnxruntime")
     usual = dyno.bench_cold_start(*asked, rounds=1, threads=1, files="memory")

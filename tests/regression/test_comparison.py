@@ -98,7 +98,6 @@ def test_what_makes_no_sense_is_one_line(refused: Any, words: list[str], said: s
 THREE = (*QUICK, "--rounds", "3")
 
 
-@pytest.mark.slow
 def test_the_first_bad_python(call: Any, chain: Any, script: Any, slow_python: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     model = chain(tmp_path / "m.onnx", 20)
@@ -140,7 +139,6 @@ def other_model(script: Any, tmp_path: Path) -> Any:
     return make
 
 
-@pytest.mark.slow
 def test_the_first_python_that_disagrees(call: Any, chain: Any, other_model: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     model, wrong = chain(tmp_path / "m.onnx", 2), other_model(chain(tmp_path / "odd.onnx", 3))
@@ -153,7 +151,6 @@ def test_the_first_python_that_disagrees(call: Any, chain: Any, other_model: Any
     assert out == "No version disagrees with v1.\n"
 
 
-@pytest.mark.slow
 def test_the_first_python_that_is_less_accurate(call: Any, other_model: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     digits = pytest.importorskip("sklearn.datasets").load_digits()

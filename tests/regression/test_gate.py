@@ -189,7 +189,6 @@ class Runner:
         return codes
 
 
-@pytest.mark.rare
 def test_the_steps_of_the_action(root: Path, chain: Any, tmp_path: Path, git: Any) -> None:
     repository = tmp_path / "repository"
     model = chain(repository / "nets" / "m.onnx", 2)

@@ -210,7 +210,6 @@ def test_each_round_is_in_one_study_and_looks_begin_with_the_first() -> None:
     assert studies(wild, 3, 13) == []
 
 
-@pytest.mark.slow
 def test_looking_again_keeps_its_promise_in_simulation() -> None:
     draw = np.random.default_rng(0)
     equal = studies(draw.normal(0.0, 0.02, 20_000), 3, 60)

@@ -262,7 +262,6 @@ def test_nan_is_not_known_and_not_zero() -> None:
     assert timeline.join_timelines([]) is None
 
 
-@pytest.mark.slow
 def test_the_report_has_the_gpu_over_time(tmp_path: Path) -> None:
     ways = [Way(b, seconds=s, batch=n, card=Card(reasons=HOT, held=(0.5, 0.6), others=1))
             for b, s in (("pytorch", 0.004), ("tensorrt", 0.001), ("a", 0.002), ("b", 0.003), ("c", 0.005))

@@ -51,7 +51,6 @@ def written(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report.write_report([trial_table.read_trials(demo)], tmp_path_factory.mktemp("report"))
 
 
-@pytest.mark.slow
 def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
     page, run = Page(written), trial_table.read_trials(demo)
     parts = re.findall(r'<details class="part[^>]*><summary>([^<:]*)', written.read_text())
@@ -86,7 +85,6 @@ def test_a_library_that_is_missing_is_named_before_anything_is_written(
     assert not (tmp_path / "page").exists()
 
 
-@pytest.mark.slow
 def test_the_card_has_the_winners_figures(written: Path, demo: Results) -> None:
     (card, *_) = verdict.read_verdict(trial_table.read_trials(demo)).decisions
     figures = {f.name: f for f in card.figures}
@@ -135,7 +133,6 @@ def test_charts_and_csv_lie_beside_it(written: Path, demo: Results) -> None:
     assert len(pd.read_csv(written.parent / "results.csv")) == len(demo.trials)
 
 
-@pytest.mark.slow
 def test_every_name_is_escaped(hostile_names: Results, tmp_path: Path) -> None:
     path = report.write_report([trial_table.read_trials(hostile_names)], tmp_path)
     page = Page(path)
@@ -148,7 +145,6 @@ def test_every_name_is_escaped(hostile_names: Results, tmp_path: Path) -> None:
     assert "<img src=x onerror=alert(1)> | нет" in page.text
 
 
-@pytest.mark.slow
 def test_several_runs_are_sections_of_one_page(demo: Results, hostile_names: Results, tmp_path: Path) -> None:
     page = Page(report.write_report([trial_table.read_trials(demo), trial_table.read_trials(hostile_names)], tmp_path))
     ids = [v for name, v in page.attributes if name == "id"]
@@ -160,7 +156,6 @@ def test_several_runs_are_sections_of_one_page(demo: Results, hostile_names: Res
     assert (tmp_path / "charts" / "hostile-latency.png").exists()
 
 
-@pytest.mark.slow
 def test_of_several_models_each_decision_is_a_line_that_unfolds(tmp_path: Path) -> None:
     ways = [
         Way(backend, "fp32", seconds, model=model, spread=spread, statuses=("ok",) * 2, batch=batch)
@@ -245,7 +240,6 @@ def test_columns_tables_and_trials_are_chosen(written: Path, tmp_path: Path) -> 
     assert found["panels"].index(True) == 3 and sum(found["panels"]) == 1
 
 
-@pytest.mark.slow
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [synthetic.write_run(tmp_path / name / "run", [Way("pytorch")], samples=5) for name in ("new", "old")]
     runs = [trial_table.read_trials(folder) for folder in folders]
@@ -258,7 +252,6 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         report.write_report([runs[0], runs[0]], tmp_path / "page")
 
 
-@pytest.mark.slow
 def test_a_run_on_a_gpu_says_on_which(tmp_path: Path) -> None:
     run = synthetic.write_run(tmp_path / "run", [Way("pytorch", card=Card()), Way("tensorrt", card=Card(gap=0.002))])
     assert "Synthetic GPU, driver 1" in sections.about_run(load_run(run))
@@ -266,7 +259,6 @@ def test_a_run_on_a_gpu_says_on_which(tmp_path: Path) -> None:
     assert page.text.count("Synthetic GPU, driver 1") == 2, "under the card, and among the machine's facts"
 
 
-@pytest.mark.slow
 def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
     run = synthetic.write_run(tmp_path / "run", [Way("x", statuses=("failed",), reason="out of luck")])
     (run / "environment.json").unlink()
@@ -282,7 +274,6 @@ def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
     assert "0 more" not in text and "Accuracy and agreement" not in text, "what is empty has no fold"
 
 
-@pytest.mark.slow
 def test_an_unwritable_folder_is_one_line(demo: Results, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"can't be written to .*; give another folder"):
@@ -440,7 +431,6 @@ def dies(demo_run: RunData, folder: Path, prefix: str, name: str, number: int) -
     return DRAW(demo_run, folder, prefix, name, number)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
 def test_processes_draw_what_one_draws(demo_run: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     several = report.draw_charts(demo_run, folder(tmp_path, "several"), "r0", "")

@@ -41,7 +41,6 @@ def check_numbers(logged: dict[str, Any], stored: dict[str, str]) -> None:
             assert logged.get(name) is None, name
 
 
-@pytest.mark.slow
 def test_mlflow_has_a_run_for_each_trial(gold: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason="no MLflow (pip install 'inference-dyno[mlflow]')")
     uri = (gold.parent / "gold-mlflow").as_uri()
@@ -73,7 +72,6 @@ def test_mlflow_has_a_run_for_each_trial(gold: Path, call: Any, monkeypatch: pyt
     assert "fastest within the budget top1=5 is pytorch fp32" in study[0].data.tags["mlflow.note.content"]
 
 
-@pytest.mark.slow
 def test_wandb_has_a_table_and_the_winner(gold: Path, dyno: Any) -> None:
     pytest.importorskip("wandb", reason="no Weights & Biases (pip install 'inference-dyno[wandb]')")
     out = gold.parent / "gold-wandb"
@@ -167,7 +165,6 @@ def test_a_missing_library_is_named_before_anything_is_measured(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
 def test_a_tracker_that_refuses_is_one_line(gold: Path, dyno: Any) -> None:
     pytest.importorskip("wandb", reason="no Weights & Biases (pip install 'inference-dyno[wandb]')")
     out = str(gold.parent)

@@ -112,7 +112,6 @@ def test_the_machine_s_tables_keep_the_numbers(wild: Results) -> None:
         assert table.to_pandas().select_dtypes("number").max().max() > 10
 
 
-@pytest.mark.slow
 def test_the_page_prints_none_either(wild: Results, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")

@@ -344,7 +344,6 @@ def test_wrong_outputs_lead_however_busy_the_machine_was(tmp_path: Path) -> None
     assert "way1" in first and f"gave {WRONG}: off by 1" in first and second.startswith("No winner is named")
 
 
-@pytest.mark.slow
 def test_the_page_leads_with_it(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")

@@ -309,7 +309,6 @@ def test_a_real_disturbance_is_seen_and_a_small_one_counts_as_equal(tmp_path: Pa
     assert "none was measurably slower" in said(tmp_path, none) and "with 95 % confidence" in said(tmp_path, none)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 8])
 def test_noise_is_rarely_taken_for_a_difference(count: int) -> None:
     """Of equal devices 5 % of studies may find one slower, however many there are; also where noise is large."""

@@ -169,7 +169,6 @@ def until(true: Callable[[], bool], within_s: float = 600.0) -> bool:
     return True
 
 
-@pytest.mark.slow
 def test_kill_nine_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     """Killed in the middle of the first job, then later and later; the last run finishes what is left."""
     folder = tmp_path / "run"
@@ -193,7 +192,6 @@ def test_kill_nine_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     assert len(now) == 8 and statuses(folder) == {"fp32": ["ok"] * 8}
 
 
-@pytest.mark.slow
 def test_kill_nine_before_anything_is_settled(tmp_path: Path) -> None:
     dyno = started(tmp_path / "run", "--rounds", "1")
     assert until(lambda: (tmp_path / "run" / "lock").exists())
@@ -205,7 +203,6 @@ def test_kill_nine_before_anything_is_settled(tmp_path: Path) -> None:
     assert statuses(tmp_path / "run") == {"fp32": ["ok"] * 4}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_two_at_once_and_an_interrupt(tmp_path: Path, number: int) -> None:
     first = started(tmp_path, "--rounds", "50")

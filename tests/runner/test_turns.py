@@ -163,7 +163,6 @@ def test_each_delay_has_an_answer_before_it(study: Any, tmp_path: Path, monkeypa
     assert [len(log_ratios(result[a], result[b], "model", keep_disturbed=True)) for a, b in pairs] == [1, 1, 1]
 
 
-@pytest.mark.slow
 def test_a_lone_trial_answers_before_a_slow_build(dyno: Any, tmp_path: Path) -> None:
     if not shutil.which("g++"):
         pytest.skip("g++ is not installed")
@@ -212,7 +211,6 @@ def test_what_compiles_while_it_loads_is_measured_after_the_first_answer(
     assert sets["3", "r0"] == sets["4", "r0"] != sets["2", "r0"]
 
 
-@pytest.mark.slow
 def test_the_same_rows_as_one_after_the_other(study: Any, tmp_path: Path) -> None:
     every = ("model", "all", "throughput")
     run(study(boundaries=every, rounds=2, seconds=0.1), tmp_path / "turns")
@@ -403,7 +401,6 @@ def test_what_is_added_later_takes_turns_with_its_reference(study: Any, tmp_path
     assert len(log_ratios(slow, fast, "model", keep_disturbed=True)) == 2
 
 
-@pytest.mark.slow
 def test_a_hang_is_one_row_and_only_its_own_time_counts(
     study: Any, tmp_path: Path, late: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,6 @@ def trial(url: str, name: str = kserve_server.MODEL) -> Trial:
 
 
 @needs_client
-@pytest.mark.slow
 @pytest.mark.parametrize(("binary", "shape"), [(False, (-1, 3, 4)), (True, (-1, 3, 8, 8))])
 def test_a_server_answers_in_place_of_an_engine(
     binary: bool, shape: tuple[int, ...], bench: Any, tmp_path: Path
@@ -74,7 +73,6 @@ def test_a_server_answers_in_place_of_an_engine(
 
 
 @needs_client
-@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "says"), [(1.0, "agree"), (1.5, "wrong outputs")])
 def test_a_server_s_answers_are_compared_with_its_model_s(factor: float, says: str, bench: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
@@ -158,7 +156,6 @@ def test_what_cannot_be_loaded_is_tried_once() -> None:
 
 
 @needs_client
-@pytest.mark.slow
 def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(bench: Any, tmp_path: Path) -> None:
     with kserve_server.running(most=1, takes=0.05) as (url, _):
         out, _ = bench(url, "--batch", 1, "--instances", 2, "--p50", "9s")
@@ -169,7 +166,6 @@ def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(bench: Any, t
 
 
 @needs_client
-@pytest.mark.slow
 @pytest.mark.parametrize("good", [0, 60])
 def test_a_server_whose_answers_are_not_finite_fails(good: int, bench: Any, tmp_path: Path) -> None:
     with kserve_server.running(binary=True, takes=0.01, good=good) as (url, batches):
@@ -181,7 +177,6 @@ def test_a_server_whose_answers_are_not_finite_fails(good: int, bench: Any, tmp_
 
 
 @needs_client
-@pytest.mark.slow
 def test_rates_before_a_server_s_end_in_a_search_are_kept(call: Any, tmp_path: Path) -> None:
     with kserve_server.running(takes=0.005, alive=200) as (url, _):
         words = ("--endpoint", url, "--batch", 1, "--p50", "9s")
@@ -213,7 +208,6 @@ def test_a_request_in_vain_is_one_line(settings: dict[str, Any], said: str) -> N
 
 
 @needs_client
-@pytest.mark.slow
 def test_a_server_that_is_not_there_ends_as_its_row(bench: Any) -> None:
     with kserve_server.refusing() as url:
         assert f"protocol v2 answers at {url}" in bench(url, model="net", code=3)[1]

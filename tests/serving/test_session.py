@@ -193,7 +193,6 @@ def test_from_python(tmp_path: Path) -> None:
     assert served.sentences[0].startswith("200 requests/s hold p50 <= 1.00 s")
 
 
-@pytest.mark.slow
 def test_the_report_opens_with_the_requests(call: Any, tmp_path: Path) -> None:
     call("bench", "serve", *FAKE, "--backend", "fake@latency_ms=1", "--rate", "200,400", "--duration",
                            "1s", "--p90", "9s", code=0)  # fmt: skip

@@ -293,7 +293,6 @@ def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyP
     assert key("H200 580", "cpu") == key("L4 580", "cpu")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_a_model_that_dies_when_it_is_looked_at_is_rows_and_the_others_run(call: Any, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("import os\ndef dies(): os.kill(os.getpid(), 11)\n")

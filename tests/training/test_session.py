@@ -67,7 +67,6 @@ def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Any, tmp_path: Path) -> None:
     words = ["data", "train", flat, *QUICK, "--epochs", "6", "--out", "run", "--then", "onnxruntime"]
@@ -112,7 +111,6 @@ def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Any, tm
     assert code == 2 and "another split of the images" in said
 
 
-@pytest.mark.slow
 def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, preloaded: str, tmp_path: Path) -> None:
     words = ["data", "train", str(parted), *QUICK, "--epochs", "12"]
 
@@ -139,7 +137,6 @@ def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, preloaded: s
     assert tables[0].equals(tables[1])
 
 
-@pytest.mark.rare
 def test_the_digits_reach_98_percent(tmp_path: Path) -> None:
     result = dyno.train(
         "digits", model=NET, channels=1, size=32, epochs=10, lr=0.005, augment="shift", threads=1, out=tmp_path,
@@ -151,7 +148,6 @@ def test_the_digits_reach_98_percent(tmp_path: Path) -> None:
     assert result.history[result.best_epoch - 1]["top1"] == pytest.approx(result.top1)
 
 
-@pytest.mark.slow
 def test_the_larger_cache_of_a_colour_network(flat: Path, tmp_path: Path) -> None:
     """A torchvision network at a size of its own, cropped out of larger cached images."""
     result = dyno.train(
@@ -310,7 +306,6 @@ def test_all_images_that_can_not_be_read_are_named_at_once(tmp_path: Path) -> No
         session.decode_split(study, model, (8, 8), TrainOptions())
 
 
-@pytest.mark.slow
 def test_a_model_that_can_not_work_is_one_line(flat: Path, tmp_path: Path) -> None:
     def said(data: Any, model: str, **settings: Any) -> str:
         with pytest.raises(UserError) as caught:

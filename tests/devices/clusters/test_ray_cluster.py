@@ -53,7 +53,6 @@ def test_a_study_on_two_nodes_is_that_of_one_host_but_for_its_places(
         spread.run(fake_study(**spreading.TWO_BLOCKS), tmp_path / "two", Log())
 
 
-@pytest.mark.rare
 @pytest.mark.usefixtures("undisturbed")
 def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
     third, gone = cluster.add_node(num_cpus=1), []
@@ -81,7 +80,6 @@ def _anywhere(about: Any, count: int, taken: Any, host: Any) -> Any:
     return ray_cluster.Place(about.host, "cpu", about.card, threads=1, host=host)
 
 
-@pytest.mark.rare
 def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
     third = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes(spreading.PATIENCE_S)
@@ -90,7 +88,6 @@ def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
         assert len(places) == 2
 
 
-@pytest.mark.rare
 @pytest.mark.usefixtures("undisturbed")
 def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
     fake_study: Any, tmp_path: Path, cluster: Any
@@ -104,7 +101,6 @@ def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
     assert not [*folder.glob("blocks/*")]
 
 
-@pytest.mark.rare
 def test_a_terminated_command_says_so_in_one_line(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
     """Ray's own handler prints traces, and ends the process where it is."""
     study = fake_study(on=f"ray={cluster.address}", rounds=50, until="rounds")
@@ -112,7 +108,6 @@ def test_a_terminated_command_says_so_in_one_line(fake_study: Any, tmp_path: Pat
     assert load_run(tmp_path / "run").trials, "what was measured can be read before its block is at its end"
 
 
-@pytest.mark.rare
 def test_a_command_that_is_terminated_while_ray_starts_says_so_in_one_line(fake_study: Any, tmp_path: Path) -> None:
     (tmp_path / "study.toml").write_text(fake_study(on="ray=local").to_toml())
     words = [sys.executable, "-m", "dyno", "run", str(tmp_path / "study.toml"), "--out", str(tmp_path / "run")]

@@ -71,7 +71,6 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return fake
 
 
-@pytest.mark.slow
 @two_cores
 @pytest.mark.usefixtures("undisturbed")
 def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
@@ -88,7 +87,6 @@ def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
     assert not (tmp_path / "two" / "slurm").exists()
 
 
-@pytest.mark.rare
 @two_cores
 @pytest.mark.usefixtures("undisturbed")
 def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
@@ -115,7 +113,6 @@ def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
     assert any("lost with its node: job" in warning for warning in remarks.list_warnings(moved))
 
 
-@pytest.mark.rare
 def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_study: Any, tmp_path: Path) -> None:
     gone: list[str] = []
 
@@ -135,7 +132,6 @@ def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_st
     assert before.items() <= records(tmp_path / "run").items() and len(records(tmp_path / "run")) == 8
 
 
-@pytest.mark.rare
 @two_cores
 @pytest.mark.usefixtures("undisturbed")
 def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(fake_study: Any, tmp_path: Path) -> None:
@@ -151,7 +147,6 @@ def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(fake
     assert not [line for line in log.said if "begun anew" in line]
 
 
-@pytest.mark.rare
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_whole_terminal_is_one_line(fake_study: Any, tmp_path: Path, number: int) -> None:
     """Jobs on this host get it, too, and leave the words to the command, which ends them."""
@@ -185,7 +180,6 @@ def _unfinished(folder: Path) -> dict[str, int]:
     return {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in found}
 
 
-@pytest.mark.rare
 @pytest.mark.usefixtures("undisturbed")
 def test_a_job_that_waits_is_spoken_of_and_one_that_never_starts_is_left_out(
     fake_study: Any, tmp_path: Path, fake_slurm: Path

@@ -109,7 +109,6 @@ def test_one_backend_one_colour_one_precision_one_marker() -> None:
     assert len(set(style.MARKERS.values())) == len(set(style.HATCHES.values())) == len(PRECISIONS)
 
 
-@pytest.mark.slow
 def test_row_labels_do_not_overlap(run: RunData) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -143,7 +142,6 @@ def test_png_and_svg(run: RunData, tmp_path: Path) -> None:
     assert style.svg(charts.draw_speedup(run), "p1") == text
 
 
-@pytest.mark.slow
 def test_a_figure_that_is_laid_out_once_looks_as_if_each_file_did_it(run: RunData, tmp_path: Path) -> None:
     figures = printed.drawn(run)
     for name, other in printed.drawn(run).items():
@@ -180,7 +178,6 @@ def run_of_models(tmp_path_factory: pytest.TempPathFactory) -> RunData:
     return trial_table.read_trials(folder)
 
 
-@pytest.mark.slow
 def test_everything_is_drawn(run_of_models: RunData, tmp_path: Path) -> None:
     drawn = printed.drawn(run_of_models)
     assert {"inference-time", "speedup-size", "speedup-batch", "tflops-batch", "tflops-size"} <= set(drawn)

@@ -177,7 +177,6 @@ def test_every_declared_table_is_listed_with_a_sentence() -> None:
     assert all(row["holds"].endswith(".") and row["command"] for row in listed.values())
 
 
-@pytest.mark.slow
 def test_the_report_writes_and_shows_them(tmp_path: Path) -> None:
     one = trial_table.read_trials(with_peak(study(tmp_path / "pair", models=("one",))))
     page = report.write_report([one], tmp_path).read_text(encoding="utf-8")

@@ -151,7 +151,6 @@ def test_the_jackknife_of_a_mean_is_the_t_interval() -> None:
     assert math.isnan(mean_ap.jackknife_ap(np.array([0.5, 0.5])).low)
 
 
-@pytest.mark.slow
 def test_the_interval_covers_about_as_often_as_it_says() -> None:
     large = detected.truth(1500, seed=5)
     arrays = detected.found(large, shift=0.1, missed=0.3)

@@ -119,7 +119,6 @@ def test_intervals_cover_what_they_should() -> None:
         assert np.mean([row[place].low < truth < row[place].high for row in rows]) > 0.95 - NOISE
 
 
-@pytest.mark.slow
 def test_equal_trials_of_a_table_are_seldom_called_different() -> None:
     """Over a family of eight, two of them really faster: any false claim at all."""
     truths = (1.0,) * 6 + (1.2, 1.5)
@@ -151,7 +150,6 @@ def until_decided(studies: np.ndarray, first: int, rule: stats.Rule) -> list[tup
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", [2, 3, 5])
 def test_twenty_looks_keep_the_error(first: int) -> None:
     rule = stats.Rule(margin=1e-6, first=first)  # so that no study ends as equivalent
@@ -163,7 +161,6 @@ def test_twenty_looks_keep_the_error(first: int) -> None:
     assert share_of([v for v, _ in until_decided(same, first, peeking)], *DIFFERENT) > 0.1, "what it is there for"
 
 
-@pytest.mark.slow
 def test_twenty_looks_keep_the_error_of_an_equivalence_and_of_a_family() -> None:
     margin = in_turns(6, 600, 22, 1.02, process=0.008)[:, 0]
     noise = 3 * math.sqrt(0.05 * 0.95 / 600)

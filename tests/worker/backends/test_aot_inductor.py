@@ -217,7 +217,6 @@ def test_a_package_with_other_outputs_is_refused(difference: float, right: bool)
         check()
 
 
-@pytest.mark.slow
 def test_another_program_s_package_runs(other: Path) -> None:
     path = str(other / "other.pt2")
     contents = aot_inductor.AOTI_FORMAT.read(path, Trial(MODEL, "aoti", "fp32", Dims(2, 16, 16)))

@@ -68,7 +68,6 @@ def test_weights_in_constant_nodes_and_unfused_batch_norms_become_int8(
     assert np.abs(after - before).mean() < 0.1 * np.abs(before).mean()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
 def test_such_a_file_runs_in_int8(digits: Any, tmp_path: Path, backend: str) -> None:
     pytest.importorskip(backend)

@@ -55,7 +55,6 @@ def test_raw_pixels_and_a_lower_precision_build(digits: Any, made: Any, precisio
 
 
 @needs_builder
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "size", "convolutions", "products"),
     [
@@ -83,7 +82,6 @@ def grown(data: DataSpec, size: int, folder: Path) -> DataSpec:
     return replace(data, folder=str(place))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("source", ["timm:test_resnet", "timm:test_efficientnet"])
 def test_networks_come_in_the_opset_that_8_6_reads(noise: DataSpec, made: Any, source: str, exporter: str) -> None:

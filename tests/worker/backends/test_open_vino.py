@@ -142,7 +142,6 @@ def test_16_bits_run_in_16_bits_or_are_unavailable(
     assert digits.accuracy(session, 1) > 0.95
 
 
-@pytest.mark.slow
 def test_int8_runs_in_int8_and_is_as_accurate_within_a_point(digits: Any, fp32: Artifact, int8: Artifact) -> None:
     session = load(digits, int8, "int8")
     facts = session.facts()
@@ -153,7 +152,6 @@ def test_int8_runs_in_int8_and_is_as_accurate_within_a_point(digits: Any, fp32: 
     assert int8.made_by.scheme.startswith("U8S8")
 
 
-@pytest.mark.slow
 def test_int8_is_right_on_a_network_that_asymmetric_activations_break(digits: Any, tmp_path: Path) -> None:
     """With zero points that aren't 0, OpenVINO's outputs for this network are more than 100 % off."""
     import torch
@@ -290,7 +288,6 @@ print(asked)
 """
 
 
-@pytest.mark.slow
 def test_no_host_is_looked_up_and_nothing_written_at_home(digits: Any, root: Path, tmp_path: Path) -> None:
     home, out = tmp_path / "home", tmp_path / "out"
     home.mkdir()

@@ -241,7 +241,6 @@ def test_facts_of_a_module_with_a_scripted_part(nets):
     assert facts.layers_by_type == {"float32": 1} and facts.parameters == 3 * 4 * 9 + 4 + 4 * 2 + 2
 
 
-@pytest.mark.slow
 def test_what_the_model_refuses_is_one_line_in_its_own_words():
     session = find("pytorch").load(trial(ModelSpec("vit", "torchvision:vit_b_16"), size=8), None)
     with pytest.raises(UserError, match="vit refuses 2x3x8x8 in fp32: Wrong image height! Expected 224 but got 8!"):
@@ -311,7 +310,6 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "inductor"
 
 
-@pytest.mark.slow
 @needs_compiler
 def test_compiled_code_agrees_and_says_what_it_took(cache, nets):
     asked = trial(ModelSpec("few", f"{nets}:few"), backend="compile", size=16)
@@ -328,14 +326,12 @@ def test_compiled_code_agrees_and_says_what_it_took(cache, nets):
     assert again.build_s < facts.build_s
 
 
-@pytest.mark.slow
 @needs_compiler
 def test_graph_breaks_are_counted(cache, nets):
     asked = trial(ModelSpec("broken", f"{nets}:broken"), backend="compile", size=8, freeze=False)
     assert find("compile").load(asked, None).facts().graph_breaks == 1
 
 
-@pytest.mark.slow
 @needs_compiler
 def test_compile_refuses_in_the_models_words(cache):
     with pytest.raises(UserError, match="vit refuses 2x3x8x8 in fp32: Wrong image height"):

@@ -112,7 +112,6 @@ def test_what_a_run_called_is_counted_once_in_its_type() -> None:
     assert torch_ao.count_types(calls) == {"float32": 3, "int8": 2}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "kinds"), [("static", {"int8"}), ("weights", {"float32"})])
 def test_what_ran_in_int8_is_seen(scheme: str, kinds: set[str], asked: Any, tmp_path: Path) -> None:
     if lacks := missing("torchao"):

@@ -97,7 +97,6 @@ def test_without_values_or_for_one_bare_image_it_is_still_refused(file: Path, ba
     assert recipe.data is not None and not recipe.data.folder
 
 
-@pytest.mark.slow
 def test_the_row_of_a_run_says_what_it_was_calibrated_on(call: Any, file: Path) -> None:
     pytest.importorskip("openvino")
     short = ("--seconds", 0.02, "--block", 0.01)

@@ -113,7 +113,6 @@ def test_a_gpu_that_is_not_there_is_unavailable() -> None:
         dict(stress_job.measure_peak(Runtime(device="cuda:0")))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NVIDIA GPU")
 def test_as_a_job_it_leaves_a_record_with_a_reason(tmp_path: Path) -> None:
     record = launch(Job("peak", Runtime(device="cuda:0")), tmp_path / "peak", 1200)

@@ -89,14 +89,12 @@ def test_no_graph_is_written_of_one_way_of_several(dyno: Any, nets: Path, functi
     assert not out.exists() and len(done.stderr.strip().splitlines()) <= 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("function", ["shape", "chosen"])
 def test_what_shapes_or_where_decide_is_exported(dyno: Any, nets: Path, function: str) -> None:
     out = nets.with_name("m.onnx")
     dyno("export", f"{nets}:{function}", "-o", out, "--size", 33, code=0)
 
 
-@pytest.mark.slow
 def test_a_branch_on_values_is_measured_in_pytorch_and_crowned_nowhere_else(dyno: Any, nets: Path) -> None:
     photos = nets.with_name("photos")
     photos.mkdir()
@@ -133,7 +131,6 @@ def test_a_shortcut_that_an_export_does_not_take_may_read_values(asks: bool) -> 
             check_control_flow(torch, Masked(), example)
 
 
-@pytest.mark.slow
 def test_packed_sequences_of_any_lengths_are_exported(dyno: Any, tmp_path: Path) -> None:
     import onnxruntime
 

@@ -133,7 +133,6 @@ def test_the_recipe_is_pure_and_keeps_only_what_shapes_the_file():
     assert "onnx_export" not in names()
 
 
-@pytest.mark.slow
 def test_a_free_batch_serves_every_batch(tmp_path, capfd):
     artifact = make(tmp_path)
     assert capfd.readouterr().out == ""
@@ -159,7 +158,6 @@ def test_a_fixed_batch_stays_fixed(tmp_path):
     same(artifact, DIGITS, 4, 64)
 
 
-@pytest.mark.slow
 def test_the_other_exporter_takes_over(tmp_path, nets):
     model = ModelSpec("branch", f"{nets}:branch")
     artifact = make(tmp_path, model, Dims(0, 4, 4))
@@ -168,14 +166,12 @@ def test_the_other_exporter_takes_over(tmp_path, nets):
     same(artifact, model, 7, 4)
 
 
-@pytest.mark.slow
 def test_a_graph_with_the_batch_written_into_it_is_refused(tmp_path, nets):
     with pytest.raises(UserError, match=r"fixed batch \(--batch 1\).*torchscript exporter: wrote") as caught:
         make(tmp_path, ModelSpec("baked", f"{nets}:baked"), Dims(0, 4, 4))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_outputs_in_dicts_and_lists_get_names(tmp_path, nets):
     artifact = make(tmp_path, ModelSpec("several", f"{nets}:several"), Dims(0, 8, 8))
     assert [(t.name, t.shape) for t in artifact.outputs] == [
@@ -202,7 +198,6 @@ def test_a_size_or_option_that_does_not_work_is_one_line(tmp_path):
             ONNX.recipe(Trial(DIGITS, "onnx", "fp32", FREE, options))
 
 
-@pytest.mark.slow
 def test_dynamo_is_brought_down_to_an_opset_it_does_not_write(tmp_path) -> None:
     artifact = make(tmp_path, exporter="dynamo", opset=17)
     assert (artifact.made_by.exporter, artifact.made_by.opset) == ("dynamo", 17)
@@ -256,7 +251,6 @@ def test_weights_beside_the_graph_belong_to_the_file(tmp_path):
         make(tmp_path, spec)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "size"), [("torchvision:resnet18", 64), ("timm:test_efficientnet", 64), ("timm:test_vit", 160)]
 )
@@ -274,14 +268,12 @@ def test_a_result_per_image_has_no_free_batch(tmp_path, nets):
     assert make(tmp_path, model, Dims(1, 8, 8), exporter="torchscript").outputs == (Tensor("output", "float32", ()),)
 
 
-@pytest.mark.slow
 def test_a_module_that_changes_from_call_to_call_is_said_to(tmp_path, nets):
     line = "counting gives other outputs at each call on one input, so no graph can be compared with it; let its"
     with pytest.raises(UserError, match=line):
         make(tmp_path, ModelSpec("counting", f"{nets}:counting"), Dims(0, 8, 8))
 
 
-@pytest.mark.slow
 def test_a_module_may_write_into_its_input_but_not_return_bfloat16(tmp_path, nets):
     size = Dims(0, 8, 8)
     assert make(tmp_path, ModelSpec("shifting", f"{nets}:shifting"), size).made_by.verified
@@ -289,7 +281,6 @@ def test_a_module_may_write_into_its_input_but_not_return_bfloat16(tmp_path, net
         make(tmp_path, ModelSpec("halved", f"{nets}:halved"), size)
 
 
-@pytest.mark.slow
 def test_an_operator_of_a_later_opset_is_exported_in_that(tmp_path, nets):
     model = ModelSpec("bent", f"{nets}:bent")
     made = make(tmp_path, model, Dims(0, 8, 8))
@@ -357,7 +348,6 @@ def test_raw_pixels_give_what_normalised_ones_give(digits: Any, tmp_path: Path, 
     assert parent.made_by.set_fields().keys() - {"steps"} <= made.made_by.set_fields().keys()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
 def test_every_class_is_the_same_on_real_digits_fed_as_a_quarter_of_the_bytes(
     digits: Any, tmp_path: Path, backend: str

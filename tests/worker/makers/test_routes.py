@@ -80,7 +80,6 @@ def test_a_named_route_has_no_other_behind_it(net: str) -> None:
     assert recipe is not None and recipe.fallback is None and recipe.dims.batch == 2
 
 
-@pytest.mark.slow
 def test_attention_with_a_free_batch_folds_to_a_graph_that_no_shape_is_computed_in(net: str) -> None:
     made = _file(registry.find("onnxruntime").recipe(_trial(net, fold=True, exporter="dynamo")))
     kinds = {node.op_type for node in onnx.load(made.path).graph.node}
@@ -100,7 +99,6 @@ def test_keys_are_swapped_by_one_transpose(net: str) -> None:
     assert back.op_type == "Transpose" and [*back.attribute[0].ints] == [0, 1, 3, 2]
 
 
-@pytest.mark.slow
 def test_where_a_route_fails_the_next_one_is_taken_and_said(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     good = registry.find("onnxruntime").recipe(_trial(net, exporter="torchscript"))
     assert good is not None
@@ -115,7 +113,6 @@ def test_where_a_route_fails_the_next_one_is_taken_and_said(net: str, monkeypatc
     assert isinstance(again, Artifact) and again.sha256 == made.sha256
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch_size", "said"), [("x.shape[0]", "up to batch 4"), ("len(x)", "right with few images and not with 17")]
 )
@@ -182,7 +179,6 @@ def test_routes_by_name() -> None:
         options_of("tracing")
 
 
-@pytest.mark.slow
 def test_a_transformer_in_half_precision_runs_on_a_cpu(dyno: Any, net: str, tmp_path: Path) -> None:
     words = ("--precision", "fp16", "--size", 32, "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02)
     dyno("run", net, *words, "--backend", "onnxruntime", "--out", tmp_path / "run", code=0)

@@ -34,7 +34,6 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.Conv2d(64, 96, 1), nn.BatchNorm2d(96))
 
 
-@pytest.mark.slow
 def test_a_deep_random_network_fits_float16():
     deep = ModelSpec("r", "torchvision:resnet101")
     assert largest(models.build(deep)) > LARGEST
@@ -82,7 +81,6 @@ class Block(nn.Module):
         return x.relu_()
 
 
-@pytest.mark.slow
 def test_a_small_error_stays_small_through_residual_branches(monkeypatch):
     def settled() -> nn.Sequential:
         torch.manual_seed(0)
@@ -169,7 +167,6 @@ def test_zero_and_tiny_values_are_given_weight_and_others_are_left():
     assert torch.equal(again.head.weight, net.head.weight), "the same on every machine"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "layer"),
     [
@@ -191,7 +188,6 @@ def test_a_change_in_any_block_changes_the_outputs(source, layer):
     assert changed > 1e-3, f"a wrong layer moves the outputs by {changed:.1e}: no tolerance could see it"
 
 
-@pytest.mark.slow
 def test_what_a_network_keeps_of_its_first_run_does_not_outlive_it():
     net = models.load(ModelSpec("m", "timm:efficientformer_l1"), Dims(1, 224, 224))
     for module in net.modules():

@@ -100,7 +100,6 @@ def test_a_checkpoint_of_the_library_is_read(tmp_path: Path) -> None:
         models.load(spec(str(tmp_path / "cut.pt")))
 
 
-@pytest.mark.slow
 def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     code = f"""
 import os, torch
@@ -170,7 +169,6 @@ def test_sizes_that_do_not_fit_are_refused_with_the_nearest() -> None:
     assert facts(spec("yolov8n-cls.yaml"), 50).task == "classify"
 
 
-@pytest.mark.slow
 def test_the_library_is_silent_and_leaves_nothing_behind(tmp_path: Path) -> None:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("YOLO_", "XDG_"))}
     home = {"HOME": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)}

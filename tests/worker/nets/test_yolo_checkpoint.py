@@ -56,7 +56,6 @@ def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "task", "classes"),
     [("yolov8n", "detect", 80), ("yolo11n-seg", "segment", 80), ("yolov8n-pose", "pose", 1), ("yolo11n-cls", "classify",
@@ -174,7 +173,6 @@ def test_a_torchscript_program_is_a_model_whatever_its_suffix(tmp_path: Path) ->
         torch.testing.assert_close(models.load(model)(image := torch.rand(2, 3, 2, 2)), net(image))
 
 
-@pytest.mark.slow
 def test_a_checkpoint_runs_from_the_command_line(saved: Any, tmp_path: Path, dyno: Any) -> None:
     path = saved("yolov8n", 3)
     short = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --routes usual".split()

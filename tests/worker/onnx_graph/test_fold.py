@@ -160,7 +160,6 @@ def ran(model: Any, feed: np.ndarray, scratch: Path) -> tuple[np.ndarray, Counte
     return output, Counter(node.op_type for node in onnx.load(scratch / "optimised.onnx").graph.node)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "gone", "there"),
     [
@@ -178,7 +177,6 @@ def test_what_engines_fuse(module: nn.Module, gone: str, there: str, tmp_path: P
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_another_function_with_an_erf_stays_as_it_is(tmp_path: Path) -> None:
     class Other(nn.Module):
         def forward(self, x: Any) -> Any:

@@ -43,7 +43,6 @@ def at(*times: float) -> Arrivals:
     return Arrivals(np.array(times))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
 def test_the_mean_wait_is_that_of_an_m_d_1_queue(load: float) -> None:
     """Pollaczek and Khinchine: with service time s and load r the mean wait is r s / (2 (1 - r))."""

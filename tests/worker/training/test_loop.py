@@ -124,7 +124,6 @@ def test_a_training_that_was_stopped_ends_with_the_same_bytes(settings, digits, 
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-@pytest.mark.slow
 def test_a_network_with_batch_norm_goes_on_too(digits, tmp_path):
     whole = fit(digits, tmp_path / "whole", epochs=2)
     with pytest.raises(KeyboardInterrupt):

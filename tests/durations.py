@@ -1,0 +1,39 @@
+"""How long each test takes, which decides where it runs: `make check`, `make test`, or `make test-all` alone.
+
+    PYTEST='--durations=0 --durations-min=0.1' make test-all > LOG; python tests/durations.py LOG
+
+writes durations.csv: the seconds of each function from LEAST_S on, all its cases together, as three groups share two
+cores.
+"""
+
+import csv
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+FILE = Path(__file__).with_suffix(".csv")
+LEAST_S = 0.5
+SLOW_S, RARE_S = 0.7, 6.0  # from where on `make check` leaves a test out, and `make test` too
+LINE = re.compile(r"^([\d.]+)s (?:call|setup|teardown) +(tests/[^\s:]+::\w+)", re.MULTILINE)
+
+
+def read_durations() -> dict[str, float]:
+    """Seconds by the test's name, `tests/test_x.py::test_y`."""
+    with FILE.open(newline="") as file:
+        return {row["test"]: float(row["seconds"]) for row in csv.DictReader(file)}
+
+
+def write_durations(log: str) -> None:
+    """Sum the lines that pytest writes of the slowest durations."""
+    found: dict[str, float] = defaultdict(float)
+    for seconds, name in LINE.findall(log):
+        found[name] += float(seconds)
+    with FILE.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("test", "seconds"))
+        writer.writerows((name, f"{found[name]:.1f}") for name in sorted(found) if found[name] >= LEAST_S)
+
+
+if __name__ == "__main__":
+    write_durations(Path(sys.argv[1]).read_text(errors="replace"))
