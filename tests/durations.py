@@ -14,7 +14,7 @@ from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".csv")
 LEAST_S = 0.5
-SLOW_S, RARE_S = 0.7, 6.0  # from where on `make check` leaves a test out, and `make test` too
+SLOW_S, RARE_S = 0.7, 4.0  # from where on `make check` leaves a test out, and `make test` too
 LINE = re.compile(r"^([\d.]+)s (?:call|setup|teardown) +(tests/[^\s:]+::\w+)", re.MULTILINE)
 
 
