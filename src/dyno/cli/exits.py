@@ -47,7 +47,7 @@ def replace_renamed(words: Sequence[str]) -> list[str]:
 
 
 def no_command(name: str, commands: Iterable[str], group: str) -> str:
-    """Return the error message for an unknown command of a group: the new name of an old one, or a suggestion."""
+    """Return the error message for an unknown command of a group, with a suggestion."""
     from dyno.worker import registry  # with NumPy, which `dyno --help` has no use for
 
     if name in ("help", "version"):

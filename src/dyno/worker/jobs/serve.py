@@ -252,10 +252,8 @@ class _ServeJob:
         facts, duration, seed = self._facts, self._options.duration_s, self._fresh_seed()
         if not self._options.loadgen:
             return self._try_arrivals(draw_arrivals(rate, facts.least, duration, seed), rate)
-        count, folder = (
-            count_requests(rate, facts.least, duration),
-            self._journal.folder / f"loadgen-{len(facts.steps)}",
-        )
+        count = count_requests(rate, facts.least, duration)
+        folder = self._journal.folder / f"loadgen-{len(facts.steps)}"
         scenario = ServerScenario(rate, count, facts.percentile, facts.bound_s, seed, folder)
         return self._answer(QueryQueue(self._rules, Clock(), import_loadgen()), rate, count / rate, scenario=scenario)
 

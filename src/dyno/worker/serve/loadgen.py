@@ -37,6 +37,7 @@ class QueryQueue:
         self._times: list[float] = []
         self._records: dict[int, tuple[float, float, int]] = {}
         self._unanswered: set[int] = set()
+        self._told: set[int] = set()
         self._waiting: deque[int] = deque()
         self._changed = threading.Condition()
         self._is_over = self._is_stopped = False
@@ -129,12 +130,15 @@ class QueryQueue:
         """Hand out no further batches; LoadGen takes what is left as answered, and ends."""
         with self._changed:
             self._is_stopped = True
-            left = [number for number in range(len(self._ids)) if np.isnan(self._records.get(number, NOTHING)[1])]
             self._changed.notify_all()
-        self._tell([number for number in left if number not in self._unanswered])
+        self._tell(range(len(self._ids)))
 
     def _tell(self, numbers: Sequence[int]) -> None:
-        self._library.QuerySamplesComplete([self._library.QuerySampleResponse(self._ids[n], 0, 0) for n in numbers])
+        """Complete those queries; each once, as LoadGen forgets it then and another instance may still answer it."""
+        with self._changed:
+            new = [number for number in numbers if number not in self._told]
+            self._told |= {*new}
+        self._library.QuerySamplesComplete([self._library.QuerySampleResponse(self._ids[n], 0, 0) for n in new])
 
 
 @dataclass(frozen=True)
