@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -279,7 +278,10 @@ def test_cpu_contention_is_a_warning(fake_trial: Any, tmp_path: Path, monkeypatc
     monkeypatch.setattr(main.system.CpuContention, "busy", lambda _: 1.5)
     record = done(Job("run", trial=fake_trial()), tmp_path)
     assert record.facts.others_busy == {"model": 1.5, "all": 1.5}
-    assert record.warnings[-1] == f"all: other programs kept 1.5 of {os.cpu_count()} processors busy meanwhile"
+    assert (
+        record.warnings[-1]
+        == f"all: other programs kept 1.5 of {len(main.system.shared_processors())} processors busy meanwhile"
+    )
 
 
 def test_outputs_that_do_not_depend_on_the_input_are_a_warning(
@@ -295,7 +297,7 @@ def test_outputs_that_do_not_depend_on_the_input_are_a_warning(
 
 
 def test_beside_a_gpu_half_of_the_processors_may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main.system.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(main.system, "shared_processors", lambda: {*range(64)})
     assert (main.system.contention_threshold("cpu"), main.system.contention_threshold("cuda:1")) == (0.2, 32)
 
 

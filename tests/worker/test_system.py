@@ -263,10 +263,33 @@ def test_no_more_processors_are_busy_than_there_are(
     others: float, busy: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system counts in ticks of 10 ms, so that in a short time more seem to be."""
-    monkeypatch.setattr(system.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(system, "shared_processors", lambda: {0, 1, 2, 3})
     contention = system.CpuContention()
     monkeypatch.setattr(contention, "_measure_interval", lambda: (others, 0.0, 1.0))
     assert contention.busy() == busy
+
+
+def test_work_on_processors_that_a_job_may_not_use_does_not_disturb_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job on processor 0, which shares a core with 2: in a second they were busy for 0.5 and 0.3 s, and 1 for all."""
+    for cpu, text in {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}.items():
+        (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(text + "\n")
+    clock = iter((0.0, 1.0, 1.0))
+    monkeypatch.setattr(system, "CPUS", tmp_path)
+    monkeypatch.setattr(system, "STATISTICS", tmp_path / "stat")
+    monkeypatch.setattr(system, "_own_seconds", lambda: 0.0)
+    monkeypatch.setattr(system.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(system.os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(system.time, "monotonic", lambda: next(clock))
+    tick = os.sysconf("SC_CLK_TCK")
+    line = "cpu{} 7 0 {} 900 5 0 0 0 0 0\n"
+    (tmp_path / "stat").write_text("cpu  28 0 0 3600 20 0 0 0 0 0\n" + "".join(line.format(n, 0) for n in range(4)))
+    contention = system.CpuContention()
+    busy = (tick // 2, tick, 3 * tick // 10, 0)
+    (tmp_path / "stat").write_text("cpu  9 9 9 9\n" + "".join(line.format(n, more) for n, more in enumerate(busy)))
+    assert contention.busy() == pytest.approx(0.8)
 
 
 def test_waiting_for_a_processor_is_counted() -> None:

@@ -121,7 +121,8 @@ class Journal:
         busy_by_boundary = {**self.record.facts.others_busy, boundary: round(busy, 3)}
         self.facts(others_busy=busy_by_boundary, contention_threshold=threshold)
         if busy > threshold:
-            self.warn(f"{boundary}: other programs kept {busy:.1f} of {os.cpu_count()} processors busy meanwhile")
+            count = len(system.shared_processors())
+            self.warn(f"{boundary}: other programs kept {busy:.1f} of {count} processors busy meanwhile")
         if withheld > WITHHELD:
             limit = f"the limit of {system.cpu_quota():g} processors (a container's --cpus, or a control group's)"
             self.warn(f"{boundary}: {limit} stopped the engine's threads meanwhile; give fewer --threads or raise it")

@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from importlib.machinery import ModuleSpec
@@ -230,7 +230,7 @@ def last_cache() -> int:
     return max(found)
 
 
-def _find_siblings(cpu: int, allowed: list[int]) -> list[int]:
+def _find_siblings(cpu: int, allowed: Container[int]) -> list[int]:
     try:
         text = (CPUS / f"cpu{cpu}/topology/thread_siblings_list").read_text()
     except OSError:
@@ -248,6 +248,7 @@ def pin(threads: int) -> list[int]:
 
 
 CPUS = Path("/sys/devices/system/cpu")
+STATISTICS = Path("/proc/stat")
 ALIKE = 0.9  # of the fastest core's capacity: the best cores of one kind boost a little further than the others
 CGROUPS, CGROUP_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -311,26 +312,32 @@ def end(code: int) -> NoReturn:
 def contention_threshold(device: str) -> float:
     """Return the number of processors that other programs may keep busy before a timing carries a warning.
 
-    For a GPU that is half of them: its host has little to do, and work on idle processors doesn't slow it down.
+    For a GPU that is half of this job's: its host has little to do, and work on idle processors doesn't slow it down.
     """
-    return 0.2 if device == "cpu" else (os.cpu_count() or 1) / 2
+    return 0.2 if device == "cpu" else len(shared_processors()) / 2
+
+
+def shared_processors() -> set[int]:
+    """Return the processors this process may use, and those that share a physical core with one of them."""
+    return {n for cpu in os.sched_getaffinity(0) for n in _find_siblings(cpu, range(os.cpu_count() or 1))}
 
 
 class CpuContention:
-    """CPU contention: how many processors other programs and the hypervisor's other guests have kept busy since now,
-    and how many the limits of control groups have withheld.
+    """CPU contention: how many of this process's processors, and of those that share a core with them, other programs
+    and the hypervisor's other guests have kept busy since now, and how many the limits of control groups have withheld.
 
     The process that launched this one doesn't count: its sampling of the GPU and of this process is part of every job.
     """
 
     def __init__(self) -> None:
+        self._processors = shared_processors()
         self._kept: tuple[float, float, float] | None = None
         self._is_limited = cpu_quota() < math.inf
         self._overheated = count_overheating()
         self._start_interval()
 
     def _start_interval(self) -> None:
-        self._since, self._all, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
+        self._since, self._all, self._own = time.monotonic(), _busy_seconds(self._processors), _own_seconds()
         self._throttled = throttled_seconds() if self._is_limited else 0.0
 
     def during(self, blocks: Iterable[int]) -> Iterator[int]:
@@ -350,8 +357,8 @@ class CpuContention:
         """Return the processors kept busy by others, on average; 0 if the system has no such figures."""
         others, _, span = self._kept or self._measure_interval()
         # The system counts in ticks: in a short time others may seem to have been busy for less than 0 s, or for more
-        # than all processors have.
-        return min(max(0.0, others / span), float(os.cpu_count() or 1)) if span > 0 else 0.0
+        # than their processors have.
+        return min(max(0.0, others / span), float(len(self._processors))) if span > 0 else 0.0
 
     def withheld(self) -> float:
         """Return the processors that this process wanted and a limit withheld, on average; 0 without a limit."""
@@ -363,7 +370,7 @@ class CpuContention:
         return count_overheating() - self._overheated
 
     def _measure_interval(self) -> tuple[float, float, float]:
-        others = (_busy_seconds() - self._all) - (_own_seconds() - self._own)
+        others = (_busy_seconds(self._processors) - self._all) - (_own_seconds() - self._own)
         throttled = throttled_seconds() - self._throttled if self._is_limited else 0.0
         return others, throttled, time.monotonic() - self._since
 
@@ -375,10 +382,15 @@ def run_delay() -> float:
     return sum(int(fields[1]) for fields in threads if len(fields) > 1) / 1e9
 
 
-def _busy_seconds() -> float:
-    # user, nice, system, irq, softirq and steal of all processors; idle, iowait and guests (counted in user) left out.
-    fields = _first_line("/proc/stat").split()
-    ticks = [int(fields[i]) for i in (1, 2, 3, 6, 7, 8) if i < len(fields)]
+def _busy_seconds(processors: set[int]) -> float:
+    """Return the seconds for which these processors have been busy so far, in sum; 0 where unknown."""
+    names = {f"cpu{n}" for n in processors}
+    try:
+        lines = [line.split() for line in STATISTICS.read_text().splitlines() if line.startswith("cpu")]
+    except OSError:
+        return 0.0
+    # user, nice, system, irq, softirq and steal; idle, iowait and guests (counted in user) left out.
+    ticks = [int(line[i]) for line in lines if line[0] in names for i in (1, 2, 3, 6, 7, 8) if i < len(line)]
     return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
