@@ -50,6 +50,8 @@ SHORT = {
 SMALL = {
     "--size": {"224": "32", "320": "64", "96": "32", "64": "32", "64,96": "32"},
     "--precision": {"fp32,bf16": "fp32"},
+    "--seconds": {"0.5": "0.05"},
+    "--minutes": {"2": "0.1"},
     "--batch": {"1,8": "1"},  # "1,4" stays, as the best of one is no table
 }
 # Part of a word, and what stands there instead: a network of its kind with fewer layers, and its run folder.
@@ -125,7 +127,7 @@ def shortened(words: list[str]) -> list[str]:
     kept, name = [smaller(word) for word in words], name_of(words)
     for flag, (value, commands) in SHORT.items():
         if flag in kept:
-            kept[kept.index(flag) + 1] = value
+            kept[kept.index(flag) + 1] = "2" if flag == "--rounds" and "--until" in kept else value
         elif name in commands:
             kept += [flag, value]
     for flag, values in SMALL.items():

@@ -77,6 +77,16 @@ def test_a_pack_is_verified(call: Any, run: Path, file: Path) -> None:
     assert [[row["latency_ms"], row["speedup"]] for row in stored["rows"]] == numbers
 
 
+@pytest.mark.parametrize("name", ["b", "fake", "tables"])
+def test_a_folder_may_have_the_name_of_any_word(
+    call: Any, run: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run, name)
+    call("pack", name, "-o", "any.zip")
+    assert TOLD in call("verify", "any.zip")
+
+
 def test_a_changed_sample_is_seen(call: Any, file: Path, tmp_path: Path) -> None:
     content, name, arrays = samples(file)
     arrays["latency_model"] = arrays["latency_model"] * 0.5

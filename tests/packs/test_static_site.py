@@ -92,9 +92,12 @@ def test_the_site_in_a_browser(call: Any, packs: Path, tmp_path: Path) -> None:
             shutil.copy(path, few)
     call("site", few, "-o", "site", code=3)
     script = (
-        'say([document.querySelectorAll("tbody tr").length, document.querySelectorAll("main script, td b").length])'
+        'say([document.querySelectorAll("tbody tr").length, document.querySelectorAll("main script, td b").length, '
+        'document.querySelector(".box").scrollWidth - document.querySelector(".box").clientWidth])'
     )
-    assert browser.ask(Path("site/index.html").resolve(), script, tmp_path / "site" / "probe.html") == [4, 0]
+    for width in (1400, 800):
+        window, probe = f"--window-size={width},1000", tmp_path / "site" / "probe.html"
+        assert browser.ask(Path("site/index.html").resolve(), script, probe, window) == [4, 0, 0]
 
 
 def test_what_makes_no_site(refused: Any, tmp_path: Path, packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

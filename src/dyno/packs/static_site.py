@@ -64,7 +64,7 @@ def write_site(packs: str | Path, out: str | Path) -> Table:
     rows = [_read_pack(file, out / REPORTS / name) for file, name in zip(files, _name_reports(files), strict=True)]
     table = Table("site", "Results", "A row for each pack.", COLUMNS, rows, notes=(NOTE,))
     body = "".join(page_part(table, part, heading="") for part in table.parts())
-    write_text(out / INDEX, make_page(table.title, body))
+    write_text(out / INDEX, make_page(table.title, f'<div class="folded">{body}</div>'))
     return table
 
 

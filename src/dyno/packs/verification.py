@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import math
 import shlex
 from collections.abc import Iterator
@@ -37,7 +38,8 @@ def describe_verdict(run: RunData, folder: Path) -> dict[str, Any]:
 
     text = export([TRIALS.table(run)], "json", about=about(run))
     for name in (shlex.quote(str(folder)), str(folder)):  # a sentence names the folder in the next command
-        text = text.replace(json.dumps(name, ensure_ascii=False)[1:-1], RUN.upper())
+        written = re.escape(json.dumps(name, ensure_ascii=False)[1:-1])  # in a command alone: it may be any word
+        text = re.sub(rf"(dyno [^;:]* ){written}(?![\w./-])", rf"\1{RUN.upper()}", text)
     document = parse_json(text)
     document |= document["tables"]["trials"]
     return {name: document[name] for name in ("visible", "decisions", "verdict", "rows", "notes") if name in document}

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import binomtest
 
+import detected
 import printed
 import synthetic
+from detected import Arrays
 from dyno.formatting import UNLIMITED, width, wrapped
 from dyno.report import tables
 from dyno.report.charts import charts
@@ -83,6 +86,45 @@ def test_images_that_flip_are_listed_and_drawn(tmp_path: Path) -> None:
     write_json(data / "meta.json", {"sha256": "e" * 64})
     assert charts.draw_flips(run) is None
     assert [r["file"] for r in accuracy_tables.FLIPS.table(run).rows] == ["", ""]
+
+
+def test_images_whose_detections_differ_are_listed_and_drawn(tmp_path: Path) -> None:
+    """Of three objects in images of 100 x 50 the trial loses one, renames one and shifts one; one it has alone."""
+    sides = np.array([[0, 0, 20, 20], [50, 0, 70, 20], [0, 20, 20, 40], [60, 20, 90, 50]], np.float32)
+
+    def detections(rows: list[int], images: list[int], classes: list[int], scores: list[float], shift: float) -> Arrays:
+        return {"sample": np.arange(5), "detection_image": np.array(images), "detection_box": sides[rows] + shift,
+                "detection_class": np.array(classes), "detection_score": np.float32(scores)}  # fmt: skip
+
+    ways = {
+        "pytorch": detections([0, 1, 2, 3], [1, 1, 3, 4], [0, 1, 2, 0], [0.9, 0.8, 0.7, 0.26], 0),
+        "openvino": detections([1, 2, 3, 3, 3], [1, 3, 2, 4, 0], [2, 2, 0, 0, 1], [0.8, 0.7, 0.6, 0.2, 0.24], 3),
+    }
+    folder = detected.write_run(tmp_path / "run", "detect", ways, detected.truth(5))
+    data = tmp_path / "data"
+    data.mkdir()
+    np.save(data / "images.npy", np.full((5, 3, 64, 64), 90, np.uint8))
+    np.save(data / "sizes.npy", np.tile([50, 100], (5, 1)))
+    write_json(data / "meta.json", {"sha256": detected.SHA})
+    write_json(data / "names.json", {"names": [f"{k}.jpg" for k in range(5)]})
+    for path in folder.glob("trials/*/r0/job.json"):
+        job = read_json(path)
+        job["trial"]["data"]["folder"] = str(data)
+        write_json(path, job)
+    run = trial_table.read_trials(folder)
+    table = accuracy_tables.BOX_FLIPS.table(run)
+    assert [[row[k] for k in ("image", "file", "lost", "gained", "renamed")] for row in table.rows] == [
+        [1, "1.jpg", 1, 0, 1], [2, "2.jpg", 0, 1, 0]]  # fmt: skip
+    low, high = (100 * limit for limit in binomtest(2, 5).proportion_ci(method="wilson"))
+    counts = f"2 of 5 images differ, 40.0 % [{low:.1f}, {high:.1f}]: 1 lost, 1 gained, 1 of another class"
+    assert table.notes[1].endswith(f": {counts}.")
+    (part,) = charts.draw_flips(run).subfigs
+    assert part.get_suptitle().endswith(counts)
+    first, second = part.axes
+    assert (first.get_title("left"), first.get_xlabel()) == ("1.jpg", "1 lost\n1 other class")
+    assert [line.get_linestyle() for line in (*first.lines, *second.lines)] == ["-", "-", "--", "--"]
+    corner = first.lines[0].get_xydata()[0]  # (0, 0) of 100 x 50 lies 16 pixels down in 64 x 64
+    np.testing.assert_allclose(corner, (-0.5, 15.5))
 
 
 def made(path: Path, *ways: Way) -> pd.DataFrame:

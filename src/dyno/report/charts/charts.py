@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dyno.formatting import NO_IMAGE, bounded, limits, name_items, ratio, short, short_bound, show, significant, sized
-from dyno.report.style import HATCHES, INK, LINES, WIDTH, Chart, color, logarithmic, marker, styled, tip
+from dyno.report.style import HATCHES, INK, LINES, PAPER, WIDTH, Chart, color, logarithmic, marker, styled, tip
 from dyno.results import ranking
 from dyno.results.limits import Limit
-from dyno.results.metrics import accuracy
-from dyno.results.metrics.accuracy import Confusion, Flip
+from dyno.results.metrics import accuracy, agreement
+from dyno.results.metrics.accuracy import Confusion
 from dyno.results.metrics.metric import Metric
 from dyno.results.ranking import LATENCY, THROUGHPUT, configuration_of, rank_goals, winners
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import TrialResult
+from dyno.worker.tasks.postprocess import ImagePlacement
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -694,11 +696,23 @@ CONFUSION = Chart(
 MOST_STRIPS, MOST_PICTURES = 4, 8  # configurations, and images of each
 PICTURE_SIDE = 96  # pixels at most, so that a page stays small
 LONGEST_ANSWER = 14
+BOX = "#ff9d00"  # bright on dark and on light pictures
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image, uint8 [H, W, C], with words above and below it, and in its pixels the boxes (n x 4) that the reference
+    and the configuration have alone."""
+
+    pixels: np.ndarray
+    above: str
+    below: str
+    boxes: tuple[np.ndarray, ...] = ()
 
 
 def draw_flips(run: RunData) -> Any:
     """Draw the first images that each configuration lost or gained against its reference; None without any."""
-    strips = list(_find_strips(run))[:MOST_STRIPS]
+    strips = [*_find_strips(run), *_find_box_strips(run)][:MOST_STRIPS]
     if not strips:
         return None
     with styled() as figure_class:
@@ -708,15 +722,15 @@ def draw_flips(run: RunData) -> Any:
         ):
             part.suptitle(title, fontsize=9)
             places = part.subplots(1, MOST_PICTURES)
-            for axes, (flip, pixels) in zip(places, pictures, strict=False):
-                _draw_picture(axes, flip, pixels)
+            for axes, picture in zip(places, pictures, strict=False):
+                _draw_picture(axes, picture)
             for axes in places[len(pictures) :]:
                 axes.remove()
     return figure
 
 
-def _find_strips(run: RunData) -> Iterator[tuple[str, list[tuple[Flip, np.ndarray]]]]:
-    """Yield a title and the pictures, uint8 [H, W, C], of each configuration whose flips are in the cache."""
+def _find_strips(run: RunData) -> Iterator[tuple[str, list[Picture]]]:
+    """Yield a title and the pictures of each classifier whose flips are in the cache."""
     for t in accuracy.choose_trials(run.records):
         reference = run.references.get(t.id)
         flips = accuracy.list_flips(t, reference) if reference is not None and reference is not t else []
@@ -725,31 +739,61 @@ def _find_strips(run: RunData) -> Iterator[tuple[str, list[tuple[Flip, np.ndarra
             continue
         lost = sum(flip.is_lost for flip in flips)
         shown = [*flips[: min(lost, max(MOST_PICTURES // 2, MOST_PICTURES - (len(flips) - lost)))], *flips[lost:]]
-        pixels = photographs[1]
-        pictures = [(flip, pixels[flip.image].transpose(1, 2, 0)) for flip in shown[:MOST_PICTURES]
-                    if flip.image < len(pixels)]  # fmt: skip
+        pictures = []
+        for flip in shown[:MOST_PICTURES]:
+            before, after = (short(name, LONGEST_ANSWER) for name in (flip.reference, flip.answer))
+            if flip.image < len(photographs.pixels):
+                pixels = photographs.pixels[flip.image].transpose(1, 2, 0)
+                pictures.append(Picture(pixels, "lost" if flip.is_lost else "gained", f"{before}\n→ {after}"))
         if pictures:
             title = f"{short(t.label, 2 * LONGEST_CLASS)}: {lost} lost, {len(flips) - lost} gained"
             yield f"{title} against {reference.configuration}", pictures
 
 
-def _draw_picture(axes: Any, flip: Flip, pixels: np.ndarray) -> None:
-    step = max(1, math.ceil(max(pixels.shape[:2]) / PICTURE_SIDE))
-    small = pixels[::step, ::step]
+def _find_box_strips(run: RunData) -> Iterator[tuple[str, list[Picture]]]:
+    """Yield a title and the pictures of each detector whose images are in the cache."""
+    for t in accuracy.choose_trials(run.records, "objects"):
+        reference = run.references.get(t.id)
+        found = agreement.list_box_flips(t, reference) if reference is not None and reference is not t else None
+        photographs = accuracy.open_photographs(t) if found and found.flips else None
+        if found is None or photographs is None or reference is None or photographs.sizes is None:
+            continue
+        pictures = []
+        for flip in found.flips[:MOST_PICTURES]:
+            if flip.image < min(len(photographs.pixels), len(photographs.sizes)):
+                pixels = photographs.pixels[flip.image].transpose(1, 2, 0)
+                place = ImagePlacement(*photographs.sizes[flip.image].tolist(), *pixels.shape[:2])
+                scale, margin = np.tile([place.across, place.down], 2), np.tile([place.left, place.top], 2)
+                boxes = tuple(each * scale + margin for each in (flip.reference, flip.own))
+                counts = (flip.lost, "lost"), (flip.gained, "gained"), (flip.renamed, "other class")
+                below = "\n".join(f"{count} {name}" for count, name in counts if count)
+                pictures.append(Picture(pixels, photographs.name(flip.image)[-LONGEST_ANSWER:], below, boxes))
+        if pictures:
+            title = f"{short(t.label, LONGEST)} against {reference.configuration}"
+            yield f"{title}: {found.describe()}", pictures
+
+
+def _draw_picture(axes: Any, picture: Picture) -> None:
+    step = max(1, math.ceil(max(picture.pixels.shape[:2]) / PICTURE_SIDE))
+    small = picture.pixels[::step, ::step]
     grey = small.shape[2] != 3
     axes.imshow(small[..., 0] if grey else small, cmap="gray" if grey else None, vmin=0, vmax=255)
+    for boxes, ink, line in zip(picture.boxes, (PAPER, BOX), ("-", "--"), strict=False):
+        for left, top, right, bottom in ((boxes / step) - 0.5).tolist():
+            corners = [left, right, right, left, left], [top, top, bottom, bottom, top]
+            axes.plot(*corners, color=ink, linestyle=line, linewidth=1.2)
     axes.grid(False)
     axes.set_xticks([])
     axes.set_yticks([])
-    before, after = (short(name, LONGEST_ANSWER) for name in (flip.reference, flip.answer))
-    axes.set_title("lost" if flip.is_lost else "gained", fontsize=7)
-    axes.set_xlabel(f"{before}\n→ {after}", fontsize=6)
+    axes.set_title(picture.above, fontsize=7)
+    axes.set_xlabel(picture.below, fontsize=6)
 
 
 FLIPS = Chart(
     "flips",
     "Images that flip: lost ones the reference alone has right, gained ones the configuration alone. Below each the "
-    "reference's answer, then the configuration's.",
+    "reference's answer, then the configuration's. Of detectors the images that differ most: boxes that the reference "
+    "alone has are solid and white, those that the configuration alone has dashed and orange.",
     draw_flips,
     15,
 )

@@ -116,11 +116,10 @@ def _make_flips_table(run: RunData) -> Table | None:
     rows: list[Row] = []
     for t, reference in _list_pairs(run, accuracy.choose_trials(run.records)):
         photographs = accuracy.open_photographs(t)
-        names = photographs[0] if photographs else []
         rows += [
             {
                 "label": t.label, "trial": t.id, "change": "lost" if flip.is_lost else "gained", "image": flip.image,
-                "file": names[flip.image] if flip.image < len(names) else "", "class": flip.label,
+                "file": photographs.name(flip.image) if photographs else "", "class": flip.label,
                 "reference": flip.reference, "reference_score": flip.reference_score, "answer": flip.answer,
                 "score": flip.score,
             }
@@ -129,6 +128,26 @@ def _make_flips_table(run: RunData) -> Table | None:
     note = f"At most {MOST_FLIPS} images of a configuration, the lost ones first, each by the reference's score."
     columns = FLIP_COLUMNS
     return FLIPS.of(columns, rows, group=("label",), notes=(note,), printed=printed(columns)) if rows else None
+
+
+def _make_box_flips_table(run: RunData) -> Table | None:
+    """Build rows of the images in which a detector and its reference differ."""
+    rows: list[Row] = []
+    notes = [f"Of detections with a score of {agreement.SURE:g} or more; at most {MOST_FLIPS} images of a trial."]
+    for t, reference in _list_pairs(run, accuracy.choose_trials(run.records, "objects")):
+        if (found := agreement.list_box_flips(t, reference)) is None:
+            continue
+        photographs = accuracy.open_photographs(t)
+        notes.append(f"{t.label}: {found.describe()}.")
+        rows += [
+            {
+                "label": t.label, "trial": t.id, "image": flip.image, "lost": flip.lost, "gained": flip.gained,
+                "file": photographs.name(flip.image) if photographs else "", "renamed": flip.renamed,
+            }
+            for flip in found.flips[:MOST_FLIPS]
+        ]  # fmt: skip
+    columns = BOX_FLIP_COLUMNS
+    return BOX_FLIPS.of(columns, rows, group=("label",), notes=notes, printed=printed(columns)) if rows else None
 
 
 def _average_precision(run: RunData) -> Table | None:
@@ -199,6 +218,16 @@ FLIP_COLUMNS = (
 FLIPS = TableKind(
     "flips", "Images that flip", "A row per image that a configuration alone, or its reference alone, has right.",
     _make_flips_table, "no image is right in one trial alone", "accuracy", 2,
+)  # fmt: skip
+BOX_FLIP_COLUMNS = (
+    *(column for column in FLIP_COLUMNS if column.name in ("label", "trial", "image", "file")),
+    Column("lost", "detections of the reference that this trial lacks, matched at an overlap of 0.5", kind=COUNT),
+    Column("gained", "detections of this trial that the reference lacks", kind=COUNT),
+    Column("renamed", "objects that both find, in different classes", kind=COUNT, title="of another class"),
+)
+BOX_FLIPS = TableKind(
+    "box-flips", "Images whose detections differ", "A row per image in which a detector and its reference differ.",
+    _make_box_flips_table, "no detections differ from the reference's", "accuracy", 4,
 )  # fmt: skip
 AVERAGE_PRECISION = TableKind(
     "average-precision", "AP50-95 by class, %", "A row per class: average precision of each configuration.",

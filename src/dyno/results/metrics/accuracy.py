@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -322,8 +322,20 @@ def compute_score_shift(trial: TrialResult, reference: TrialResult) -> Interval 
     return Interval(mean, mean - reach, mean + reach)
 
 
-def open_photographs(trial: TrialResult) -> tuple[list[str], np.ndarray] | None:
-    """Return the names ([] where they aren't known) and the pixels, uint8 [N, C, H, W], of the trial's decoded data.
+class Photographs(NamedTuple):
+    """Decoded images: their `names` ([] where they aren't known), `pixels` uint8 [N, C, H, W], and, where they have
+    objects, the height and width of the originals that were letterboxed, [N, 2]."""
+
+    names: list[str]
+    pixels: np.ndarray
+    sizes: np.ndarray | None
+
+    def name(self, image: int) -> str:
+        return self.names[image] if image < len(self.names) else ""
+
+
+def open_photographs(trial: TrialResult) -> Photographs | None:
+    """Return the images of the trial's decoded data.
 
     None where the cache has it no more, or something else in its place.
     """
@@ -335,7 +347,9 @@ def open_photographs(trial: TrialResult) -> tuple[list[str], np.ndarray] | None:
         if read_json(folder / "meta.json").get("sha256") != data.get("sha256"):
             return None
         names = read_json(folder / "names.json")["names"] if (folder / "names.json").is_file() else []
-        return [*map(str, names)], np.load(folder / "images.npy", mmap_mode="r", allow_pickle=False)
+        pixels = np.load(folder / "images.npy", mmap_mode="r", allow_pickle=False)
+        sizes = np.load(folder / "sizes.npy", allow_pickle=False) if (folder / "sizes.npy").is_file() else None
+        return Photographs([*map(str, names)], pixels, sizes)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -413,11 +427,14 @@ def _number_duplicates(names: list[str], classes: np.ndarray) -> list[str]:
     return [f"{n} ({c})" if names.count(n) > 1 else n for n, c in zip(names, classes.tolist(), strict=True)]
 
 
-def choose_trials(results: Results) -> list[TrialResult]:
-    """Return one trial of each configuration and size: the batch changes no answer."""
+def choose_trials(results: Results, labels: str = "classes") -> list[TrialResult]:
+    """Return one trial that answered labelled images of each configuration and size: the batch changes no answer.
+
+    `labels` are "classes" or "objects".
+    """
     first: dict[tuple[str, str, str], TrialResult] = {}
     for t in results:
-        if t.good and "label" in t.answers:
+        if t.good and ("label" in t.answers if labels == "classes" else t.task.labels == labels):
             first.setdefault((t.model, t.size, t.configuration), t)
     return list(first.values())
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dyno.results.metrics.accuracy import match_images, same_photographs
+from dyno.results.stats import wilson
 from dyno.results.trial_result import TrialResult
 from dyno.worker.facts.job import is_labels
 from dyno.worker.numerics.closeness import ATOL, RTOL, Closeness, closeness
@@ -193,7 +194,8 @@ def judge_boxes(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarra
     expected, own_sure = int((b.scores >= SURE).sum()), int((a.scores >= SURE).sum())
     if not expected:
         return None
-    return BoxAgreement(expected, _matched_count(b, a), own_sure, _matched_count(a, b))
+    found, confirmed = (int((partners >= 0).sum()) for partners in (_match_sure(b, a), _match_sure(a, b)))
+    return BoxAgreement(expected, found, own_sure, confirmed)
 
 
 def compare_boxes(trial: TrialResult, reference: TrialResult) -> BoxAgreement | None:
@@ -235,22 +237,82 @@ def _choose_confident(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _
     )
 
 
-def _matched_count(detections: _ConfidentDetections, others: _ConfidentDetections) -> int:
-    """Count the sure detections that the other has too."""
+def _match_sure(detections: _ConfidentDetections, others: _ConfidentDetections) -> np.ndarray:
+    """Return the row of the other's detection that each sure one is found again in, -1 without one."""
     free: dict[tuple[int, ...], list[int]] = {}
     for row, place in enumerate(map(tuple, others.places.tolist())):
         free.setdefault(place, []).append(row)
-    count = 0
-    for row in np.flatnonzero(detections.scores >= SURE).tolist():
+    partners = np.full(int((detections.scores >= SURE).sum()), -1)  # the surest come first
+    for row in range(len(partners)):
         candidates = free.get(tuple(detections.places[row].tolist()))
         if not candidates:
             continue
         overlaps = _compute_overlap(detections.boxes[row], others.boxes[candidates])
         best = int(overlaps.argmax())
         if overlaps[best] >= OVERLAP:
-            candidates.pop(best)
-            count += 1
-    return count
+            partners[row] = candidates.pop(best)
+    return partners
+
+
+@dataclass(frozen=True)
+class BoxFlip:
+    """An image whose sure detections differ: its row in the decoded data, and the boxes (float64 n x 4) that the
+    reference or the trial has alone; `renamed` pairs of these are of one object in different classes."""
+
+    image: int
+    reference: np.ndarray
+    own: np.ndarray
+    renamed: int
+
+    @property
+    def lost(self) -> int:
+        return len(self.reference) - self.renamed
+
+    @property
+    def gained(self) -> int:
+        return len(self.own) - self.renamed
+
+
+@dataclass(frozen=True)
+class BoxFlips:
+    """The images that a trial and its reference have both seen, and those of them that differ, the most first."""
+
+    images: int
+    flips: list[BoxFlip]
+
+    def describe(self) -> str:
+        """Return the counts in words, with Wilson's 95 % interval of the share of images."""
+        share = wilson(len(self.flips), self.images)
+        lost, gained, renamed = (sum(getattr(f, name) for f in self.flips) for name in ("lost", "gained", "renamed"))
+        percent = f"{100 * share.value:.1f} % [{100 * share.low:.1f}, {100 * share.high:.1f}]"
+        return (f"{len(self.flips)} of {self.images} images differ, {percent}: "
+                f"{lost} lost, {gained} gained, {renamed} of another class")  # fmt: skip
+
+
+def list_box_flips(trial: TrialResult, reference: TrialResult) -> BoxFlips | None:
+    """Match the sure detections of both as `judge_boxes` does; None without detections or on other photographs."""
+    own, other = _read_detections(trial), _read_detections(reference)
+    if not own or not other or not same_photographs(trial, reference):
+        return None
+    images = _list_images(own, other)
+    if not len(images):
+        return None
+    a, b = _choose_confident(own, images), _choose_confident(other, images)
+    extra, lost = (np.flatnonzero(partners < 0) for partners in (_match_sure(a, b), _match_sure(b, a)))
+    flips = []
+    for image in np.union1d(a.places[extra, 0], b.places[lost, 0]).tolist():
+        ours, theirs = extra[a.places[extra, 0] == image], lost[b.places[lost, 0] == image]
+        flips.append(BoxFlip(image, b.boxes[theirs], a.boxes[ours], _count_renamed(a, ours, b, theirs)))
+    return BoxFlips(len(images), sorted(flips, key=lambda f: f.renamed - len(f.reference) - len(f.own)))
+
+
+def _count_renamed(a: _ConfidentDetections, own: np.ndarray, b: _ConfidentDetections, others: np.ndarray) -> int:
+    """Count the pairs of these rows that overlap by half and differ in class, as many as can be formed."""
+    from scipy.optimize import linear_sum_assignment
+
+    overlaps = np.array([_compute_overlap(a.boxes[row], b.boxes[others]) for row in own]).reshape(len(own), len(others))
+    pairs = (overlaps >= OVERLAP) & (a.places[own, 1][:, None] != b.places[others, 1])
+    return int(pairs[linear_sum_assignment(pairs, maximize=True)].sum())
 
 
 def _compute_overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
