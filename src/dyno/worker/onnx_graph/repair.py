@@ -60,7 +60,7 @@ def warn_training(model: Any) -> list[str]:
         return flag is not None and bool(to_array(flag).any())
 
     found = sorted({node.op_type for node in every if is_training(node)})
-    remedy = "its outputs are random or depend on the rest of the batch; export it after model.eval()"
+    remedy = "its outputs may be random or depend on the rest of the batch; export it after model.eval()"
     return [f"the graph runs {' and '.join(found)} as in training: {remedy}"] if found else []
 
 
