@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import tifffile
 from PIL import Image
 
 from dyno import data
@@ -20,7 +21,7 @@ from dyno.data import cache, decode
 from dyno.data.decode import Transform
 from dyno.data.rows import DecodedRow
 from dyno.worker.inputs.specs import geometry
-from dyno.worker.spec import Preprocess
+from dyno.worker.spec import Preprocess, UserError
 
 BOX = Preprocess(letterbox=True)
 
@@ -63,6 +64,47 @@ def test_sixteen_bit_images_of_fewer_bits_have_a_warning(tmp_path: Path) -> None
     (line,) = warnings("twelve", 4095)
     assert line.startswith("16-bit images have values up to 4,095 alone")
     assert warnings("sixteen", 60_000) == []
+
+
+def test_what_is_read_in_part_has_a_warning_and_what_would_be_misread_is_refused(tmp_path: Path) -> None:
+    """Tags as in TIFF 6.0: 262 photometric, 338 extra samples, 339 sample format (2: signed)."""
+
+    def load(name: str, values: np.ndarray, **tags: Any) -> list[str]:
+        (tmp_path / name).mkdir()
+        tifffile.imwrite(tmp_path / name / "a.tif", values, **tags)
+        return data.meta(data.load(tmp_path / name, tmp_path / "cache", (8, 8), Preprocess())).get("warnings", [])
+
+    grey = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    assert load("bands", np.dstack([grey] * 5), photometric="rgb") == [
+        "images such as a.tif are read in part: the first three bands alone"
+    ]
+    assert load("pages", np.stack([grey] * 3), photometric="minisblack") == [
+        "images such as a.tif are read in part: the first page alone"
+    ]
+    assert load("alpha", np.dstack([grey] * 4), photometric="rgb", extrasamples=["unassalpha"]) == []
+    (dark,) = load("colour", np.dstack([grey.astype(np.uint16) * 65] * 3), photometric="rgb")
+    assert dark.startswith("16-bit images have values up to 4,095 alone")
+    for name, values, tags, reason in (
+        ("signed", grey.astype(np.int8) - 32, {}, "signed numbers"),
+        ("inverted", grey.astype(np.uint16) * 1000, {"photometric": "miniswhite"}, "WhiteIsZero"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            load(name, values, **tags)
+
+
+def test_images_are_decoded_again_when_the_code_that_reads_them_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (9, 9)).save(tmp_path / "photos" / "a.png")
+
+    def folder() -> str:
+        return data.load(tmp_path / "photos", tmp_path / "cache", (8, 8), Preprocess()).folder
+
+    before = folder()
+    assert folder() == before
+    monkeypatch.setattr(cache, "hash_code", lambda: "of another version")
+    assert folder() != before
 
 
 def test_grey_lies_evenly_around() -> None:

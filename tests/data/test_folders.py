@@ -160,6 +160,10 @@ def test_images_of_formats_that_are_not_read_are_counted(tmp_path: Path) -> None
     assert data.count == before.count + 1
     (warning,) = dyno_data.meta(data)["warnings"]
     assert warning == "2 images are left out, of formats that aren't read (.gif, .heic), e.g. a/moving.gif"
+    picture.save(folder / "loose.jpg")
+    assert dyno_data.meta(load(folder))["warnings"][1:] == [
+        "1 image is left out: it is in no class folder, e.g. loose.jpg"
+    ]
     plain = tmp_path / "plain"
     plain.mkdir()
     shutil.copy(folder / "a" / "0.jpg", plain)

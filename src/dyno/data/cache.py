@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -57,6 +58,13 @@ class Content:
 def make_key(*parts: Any) -> str:
     """Return the key of the data set with these parts: a sha256 over their JSON."""
     return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def hash_code() -> str:
+    """Return the sha256 of Dyno's readers of images and labels: others may read the same files otherwise."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def find_folder(cache: Path, key: str) -> Path | None:

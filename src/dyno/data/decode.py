@@ -114,6 +114,8 @@ FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 IN_FLIGHT_BYTES = 64 << 20
 EXIF_ORIENTATION = 0x0112
+PHOTOMETRIC, EXTRA_SAMPLES, SAMPLE_FORMAT = 262, 338, 339  # tags of a TIFF
+WHITE_IS_ZERO = 0
 SIDEWAYS = (5, 6, 7, 8)  # orientations in which the stored image lies on its side
 REASON_CHARACTERS = 300  # of a file that can't be read: in JSON that is less than a pipe takes whole
 MOST_THREADS = 8  # sixteen were slower than eight: they wait for each other at the interpreter's lock
@@ -200,9 +202,10 @@ class Transform:
             if not path.is_file():
                 return "not a file"
             with Image.open(path, formats=FORMATS) as image:
+                _check_samples(image)
                 return self.pixels(ImageOps.exif_transpose(image) if self._upright else image)
         except UnidentifiedImageError:
-            return "not an image of a known format"
+            return "not an image of a known format and type of pixels"
         except Exception as e:  # decoders raise nearly everything (OSError, SyntaxError, struct.error…) on bad data
             return (str(e).replace(str(path), path.name) or type(e).__name__)[:REASON_CHARACTERS]
 
@@ -216,6 +219,15 @@ class Transform:
                 return (image.width, image.height) if sideways else (image.height, image.width)
         except Exception:  # as above; `read` gives the reason
             return None
+
+
+def _check_samples(image: Any) -> None:
+    """Raise ValueError for a TIFF of which Pillow would show other values."""
+    tags = getattr(image, "tag_v2", {})
+    if 2 in np.atleast_1d(tags.get(SAMPLE_FORMAT, 1)) and image.mode == "L":
+        raise ValueError("pixels are signed numbers, which have no known range")
+    if image.mode.startswith("I;16") and tags.get(PHOTOMETRIC) == WHITE_IS_ZERO:
+        raise ValueError("16-bit pixels are inverted (WhiteIsZero); save it with BlackIsZero")
 
 
 def _convert_mode(image: Any, channels: int) -> Any:
@@ -297,24 +309,43 @@ def read_sizes(paths: list[Path], transform: Transform) -> list[tuple[int, int] 
         return list(pool.map(transform.read_size, paths))
 
 
-def warn_low_depth(paths: list[Path]) -> list[str]:
-    """Return a warning if 16-bit images, of which a few are looked at, don't use their two upper bits.
+def warn_left_out(paths: list[Path]) -> list[str]:
+    """Return warnings on what is read of images in part: the upper bits of 16, the first page, three bands of more.
 
-    They are of 10 to 14 bits, as scanners and cameras have them, and their upper eight bits are dark.
+    A few images of each suffix are looked at. 16-bit images of 10 to 14 bits, as scanners and cameras have them, are
+    dark; a single bright pixel doesn't change that.
     """
     from PIL import Image
 
-    highest = 0
-    for path in paths[:: max(1, len(paths) // EXAMINED)]:
+    examined: dict[str, list[Path]] = {}
+    for path in paths:
+        examined.setdefault(path.suffix.lower(), []).append(path)
+    highest, notes = 0, dict[str, str]()
+    for path in [path for found in examined.values() for path in found[:: max(1, len(found) // EXAMINED)]]:
         with suppress(Exception), Image.open(path, formats=FORMATS) as image:  # `read` gives the reason
-            if image.mode.startswith("I;16"):
-                highest = max(highest, int(np.asarray(image).max()))
-    if not 0 < highest < 1 << 14:
-        return []
-    return [
-        f"16-bit images have values up to {highest:,} alone, and their upper 8 bits are read, so they are dark: scale "
-        "them to 65,535, or as the network was trained"
-    ]
+            is_deep = ";16" in f"{image.mode} {image.tile}"
+            for part in _find_unread(image):
+                notes.setdefault(part, f"images such as {path.name} are read in part: {part} alone")
+            if is_deep:
+                is_whole = image.mode.startswith("I;16")
+                values = np.asarray(image) if is_whole else np.asarray(image.convert("RGB")).astype(int) * 256 + 255
+                highest = max(highest, int(np.percentile(values, 99.9, method="higher")))
+    if 0 < highest < 1 << 14:
+        dark = f"16-bit images have values up to {highest:,} alone, and their upper 8 bits are read, so they are dark: "
+        notes["dark"] = f"{dark}scale them to 65,535, or as the network was trained"
+    return list(notes.values())
+
+
+def _find_unread(image: Any) -> list[str]:
+    """Name the part that is read of an image with further bands, or pages of the same size (others are previews)."""
+    extra, size = np.atleast_1d(getattr(image, "tag_v2", {}).get(EXTRA_SAMPLES, ())), image.size
+    bands = "first band" if image.getbands()[0] == "L" else "first three bands"
+    found = [f"the {bands}"] if len(extra) > 1 or 0 in extra else []
+    if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
+        image.seek(1)
+        found += ["the first page"] * (image.size == size)
+        image.seek(0)
+    return found
 
 
 def register_formats() -> None:

@@ -17,6 +17,7 @@ from dyno.data.photos import (
     are_known_synsets,
     describe_synset,
     find_images,
+    is_image,
     is_system,
     list_calibration_photos,
     list_synsets,
@@ -125,8 +126,16 @@ def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: lis
 
 def _describe_labels(labels: str, folder: Path) -> dict[str, Any]:
     warnings = warn_unread_formats(folder)
-    warnings += warn_labels(folder) if labels != "none" else []
+    warnings += [*warn_labels(folder), *_warn_loose(folder)] if labels != "none" else []
     return {"label_source": labels, **({"warnings": warnings} if warnings else {})}
+
+
+def _warn_loose(folder: Path) -> list[str]:
+    """Return a warning if images lie beside the class folders."""
+    loose = [path for root in {folder, *filter(None, _find_roots(folder))} for path in root.iterdir()]
+    loose = sorted(path for path in loose if is_image(path.name) and not is_system(path.name) and path.is_file())
+    are = "1 image is left out: it is" if len(loose) == 1 else f"{len(loose):,} images are left out: they are"
+    return [f"{are} in no class folder, e.g. {name_below(loose[0], folder)}"] if loose else []
 
 
 def _find_roots(folder: Path) -> tuple[Path, Path | None]:

@@ -14,12 +14,15 @@ from typing import Any, Literal
 import numpy as np
 
 from dyno.data import cache as store
-from dyno.data.decode import Progress, Transform, decode_images, find_library_version, read_sizes, warn_low_depth
+from dyno.data.decode import Progress, Transform, decode_images, find_library_version, read_sizes, warn_left_out
 from dyno.worker.extras import install
 from dyno.worker.spec import DataSpec, Unavailable, UserError, absolute
 
 EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
-UNREAD = {".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".svg", ".dng"}  # images too, of formats that aren't read
+# Images too, of formats that aren't read.
+UNREAD = {
+    ".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".svg", ".dng", ".dcm", ".tga", ".exr", ".hdr", ".psd", ".pbm",
+}  # fmt: skip
 SYSTEM = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "__pycache__"}
 SEEN = 20  # images that decide which folder all are in
 WORD = re.compile(r"[a-z]{2,}")
@@ -101,7 +104,14 @@ def decode_listing(listing: Listing, folder: Path, options: DecodeOptions) -> Da
     # Only where there are some: other data sets keep their key.
     marks = [*([aside] if aside else []), *listing.about.get("warnings", [])]
     key = store.make_key(
-        listing.classes, identity, hashes[count:], options.transform.identity, made_by, options.seed, *marks
+        listing.classes,
+        identity,
+        hashes[count:],
+        options.transform.identity,
+        made_by,
+        options.seed,
+        store.hash_code(),
+        *marks,
     )
     data_folder = store.find_folder(options.cache, key)
     if data_folder is None:
@@ -315,8 +325,8 @@ def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptio
     if listing.annotate:
         annotations = listing.annotate(photos, sizes)
         about = {**about, **annotations.about, "truth": TRUTH}
-    if dark := warn_low_depth(paths):
-        about = {**about, "warnings": [*about.get("warnings", ()), *dark]}
+    if left_out := warn_left_out(paths):
+        about = {**about, "warnings": [*about.get("warnings", ()), *left_out]}
 
     def further_files(kept: np.ndarray) -> dict[str, Any]:
         return {TRUTH: annotations.truth(kept)} if annotations else {}

@@ -151,8 +151,8 @@ class InputSpec:
     `shape` holds a number per fixed axis, and `batch`, `height` or `width` where a trial's dims decide. Values lie
     between `low` and `high`, both included, or are the rows of the array of that name in `feeds`, an .npz file; without
     either, images are random pixels, other floating-point inputs standard normal, masks begin with ones and end with
-    zeros, and integers are 0 or 1. `dtype` "" isn't a tensor but the Python value `value`. `keyword` says how forward
-    takes it.
+    zeros, those of 8 bits take every value, and other integers are 0 or 1. `dtype` "" isn't a tensor but the Python
+    value `value`. `keyword` says how forward takes it.
     """
 
     name: str

@@ -114,6 +114,15 @@ def test_float_activations_and_int8_weights_run_in_int8(library: Any, tmp_path: 
     assert load(trial_of(path, "int8", "int8"), tmp_path).facts().layers_by_type == {"int8": 1}
 
 
+def test_a_file_that_mixes_types_ran_in_its_own(library: Any, tmp_path: Path) -> None:
+    """A float file of which fewer than half of the layers have weights in int8 (here its only one)."""
+    trial = trial_of(tflite(library, tmp_path / "net.tflite", "float32", "int8"), "int8", "int8")
+    made = registry.maker("litert").make(LITERT.recipe(trial), None, tmp_path)
+    truth = LITERT.load(replace(trial, precision="fp32", model=replace(trial.model, precision="fp32")), made).facts()
+    assert truth.precision_truth.ok and not truth.precision_truth.refuted
+    assert truth.precision_truth.sentence == "the file mixes types, and they were kept: 1 in int8"
+
+
 def test_a_file_runs_is_taken_and_runs_without_dyno(library: Any, call: Any, tmp_path: Path) -> None:
     tflite(library, tmp_path / "net.tflite")
     code, out, err = call("run", "net.tflite", "--quick", "--seconds", 0.05, "--warmup", 0.02, "--out", "runs/net")

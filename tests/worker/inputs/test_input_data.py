@@ -57,6 +57,12 @@ def test_random_inputs_are_never_zeros_and_always_the_same() -> None:
     assert fingerprint(first) == fingerprint(again) != fingerprint(other)
 
 
+def test_an_int8_input_gets_every_value_unless_it_is_a_mask() -> None:
+    tensors = [Tensor(name, "int8", (1, 5000)) for name in ("x", "mask")]
+    (fed,) = batches(DataSpec(), PREPROCESS, tensors, DIMS, 1)
+    assert [(int(v.min()), int(v.max())) for v in (fed["x"], fed["mask"])] == [(-128, 127), (0, 1)]
+
+
 def test_a_float_and_a_uint8_input_see_the_same_random_picture() -> None:
     raw = list(batches(DataSpec(), PREPROCESS, [replace(IMAGE, dtype="uint8")], DIMS, 2))
     ready = list(batches(DataSpec(), PREPROCESS, [IMAGE], DIMS, 2))

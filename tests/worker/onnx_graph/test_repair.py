@@ -91,6 +91,21 @@ def test_half_precision_is_cast_up_with_its_values_kept() -> None:
     np.testing.assert_allclose(output(model), FEEDS @ (np.arange(12).reshape(4, 3) / 8), rtol=1e-5)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_what_runs_as_in_training_has_a_warning(tmp_path: Path, training: bool) -> None:
+    model, flags = linear(), {"share": np.float32(0.5), "on": np.bool_(training)}
+    model.graph.node[0].output[0] = "made"
+    model.graph.node.extend([
+        h.make_node("BatchNormalization", ["made", *"bbbb"], ["n", *(["m", "v"] * training)], training_mode=training),
+        h.make_node("Dropout", ["n", "share", "on"], ["y"]),
+    ])  # fmt: skip
+    values = {"b": np.ones(3, np.float32), **flags}
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(v), name) for name, v in values.items())
+    _, warnings = prepared(model, tmp_path)
+    said = "the graph runs BatchNormalization and Dropout as in training"
+    assert [w.partition(":")[0] for w in warnings] == [said] * training
+
+
 def test_weights_that_are_gone_and_broken_graphs_are_one_line(tmp_path: Path) -> None:
     place = tmp_path / "sub"
     place.mkdir()
@@ -98,6 +113,12 @@ def test_weights_that_are_gone_and_broken_graphs_are_one_line(tmp_path: Path) ->
     check(str(tmp_path / "m.onnx"))
     (place / "w.bin").unlink()
     with pytest.raises(UserError, match=r"keeps weights in .*sub/w.bin, which doesn't exist; put it back"):
+        check(str(tmp_path / "m.onnx"))
+    outside = onnx.load(tmp_path / "m.onnx", load_external_data=False)
+    outside.graph.initializer[0].external_data[0].value = "../w.bin"
+    (tmp_path.parent / "w.bin").write_bytes(bytes(48))
+    (tmp_path / "m.onnx").write_bytes(outside.SerializeToString())
+    with pytest.raises(UserError, match=r"keeps weights in \.\./w\.bin, outside its folder"):
         check(str(tmp_path / "m.onnx"))
     model = linear()
     model.graph.node[0].input[1] = "nowhere"

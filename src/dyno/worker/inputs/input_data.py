@@ -142,8 +142,8 @@ def batches(
 
     Images, real or random, are fed in the input's form: raw to one in uint8, else normalised, so that both get the same
     picture. Random images are uniform pixels; other random numbers are standard normal for floating-point inputs,
-    0..255 for uint8 and 0..1 for other integers (token ids and masks that every vocabulary has). With `specs`, all
-    described inputs are fed with their values, including inputs that an engine dropped as unused.
+    0..255 for uint8, -128..127 for int8 and 0..1 for other integers (token ids and masks that every vocabulary has).
+    With `specs`, all described inputs are fed with their values, including inputs that an engine dropped as unused.
     """
     shapes = static_shapes(tensors, dims)
     if data.folder:
@@ -204,6 +204,8 @@ def _make_random_values(rng: np.random.Generator, tensor: Tensor, preprocess: Pr
         return rng.standard_normal(shape, dtype=np.float32)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
+    if dtype == "int8" and "mask" not in tensor.name.lower():
+        return rng.integers(-128, 128, shape).astype(dtype)
     return rng.integers(0, 256 if dtype == "uint8" else 2, shape).astype(dtype)
 
 

@@ -94,6 +94,7 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
         onnx.load_external_data_for_model(repaired, str(Path(path).parent))
         repair.save(repaired, copy)
         model, path = repaired, str(copy)
+    warnings += repair.warn_training(model)
     if isinstance(wanted, int) and repair.read_opset(model) > wanted and not list_files_beside(Path(path)):
         try:
             onnx.save(repair.convert_opset(model, wanted), copy)

@@ -406,6 +406,9 @@ def check_files_beside(path: str) -> None:
     """Raise a `UserError` if a file with the graph's external weights is missing, or ends before they do."""
     files = list_files_beside(Path(path))
     for file in files:
+        name = file.relative_to(Path(path).parent) if file.is_relative_to(Path(path).parent) else file
+        if name.is_absolute() or ".." in name.parts:
+            raise UserError(f"{path} keeps weights in {name}, outside its folder; save it with its weights beside it")
         if not file.is_file():
             raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
     for tensor in tensors_in(_load_graph(Path(path))) if files else ():

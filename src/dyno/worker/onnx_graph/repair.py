@@ -45,6 +45,25 @@ def repaired(model: Any) -> tuple[Any, list[str]]:
     ]
 
 
+def warn_training(model: Any) -> list[str]:
+    """Return a warning if nodes run as in training: what they return is random or depends on the rest of the batch."""
+    from onnx.numpy_helper import to_array
+
+    stored = {tensor.name: tensor for graph in graphs_in(model.graph) for tensor in graph.initializer}
+    every = [node for graph in graphs_in(model.graph) for node in graph.node]
+    stored |= {n.output[0]: a.t for n in every if n.op_type == "Constant" for a in n.attribute if a.HasField("t")}
+
+    def is_training(node: Any) -> bool:
+        if node.op_type == "BatchNormalization":
+            return any(a.name == "training_mode" and a.i for a in node.attribute)
+        flag = stored.get(node.input[2]) if node.op_type == "Dropout" and len(node.input) > 2 else None
+        return flag is not None and bool(to_array(flag).any())
+
+    found = sorted({node.op_type for node in every if is_training(node)})
+    remedy = "its outputs may be random or depend on the rest of the batch; export it after model.eval()"
+    return [f"the graph runs {' and '.join(found)} as in training: {remedy}"] if found else []
+
+
 def order(model: Any) -> str:
     """Sort the nodes of each graph, as ONNX asks and ONNX Runtime's conversion to FP16 doesn't do; those that wait for
     each other stay as they are."""
