@@ -70,7 +70,7 @@ import pytest
         ),
         (["export", "fake:n", "-o", "m.onnx", "--size", "8,16"], "a file is for one image size, not for 8, 16"),
         (["export", "none.onnx", "-o", "m.xml", "--max", "4", "--shapes", "x:1x3"], "--shapes and --min, --opt, --max"),
-        (["export", "none.onnx", "-o", "m.xml", "--option", "sreams=1"], "unknown option of openvino 'sreams'"),
+        (["export", "none.onnx", "-o", "m.xml", "--option", "sreams=1"], "unknown option 'sreams' of openvino"),
         (["export", "none.onnx", "-o", "m.xml", "--repeat", "2"], "openvino makes the same file every time"),
         (["time", "fake:net", "--trtexec", "nope.log"], "nope.log can't be read"),
         (["time", "none.onnx"], "there is no model file none.onnx"),
@@ -87,7 +87,7 @@ def test_bad_words(refused: Any, words: list[str], line: str) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("models = ['fake:n']\nbackend = ['fake']", "unknown key in s.toml 'backend'; did you mean 'backends'?"),
+        ("models = ['fake:n']\nbackend = ['fake']", "unknown key 'backend' in s.toml; did you mean 'backends'?"),
         ("models = ['fake:n'\n", "s.toml is not valid TOML: "),
         ("rounds = 3", "s.toml names no models; write models = "),
         ("models = ['fake:n']\nrounds = 'three'", "rounds is 'three'; it must be a whole number"),

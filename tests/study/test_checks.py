@@ -154,7 +154,7 @@ def test_a_run_folder_is_told_how_it_is_shown(refused: Any, tmp_path: Path) -> N
 
 def test_a_misspelt_key_is_told_before_what_is_missing(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text("modelz = ['fake:n']")
-    assert refused("run", "s.toml") == "unknown key in s.toml 'modelz'; did you mean 'models'?"
+    assert refused("run", "s.toml") == "unknown key 'modelz' in s.toml; did you mean 'models'?"
 
 
 @pytest.mark.usefixtures("no_gpu")

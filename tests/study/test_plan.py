@@ -34,7 +34,7 @@ def test_every_combination_in_a_fixed_order(fake_study: Any) -> None:
 
 
 def test_an_unknown_option_stops_the_study(fake_study: Any) -> None:
-    with pytest.raises(UserError, match=r"unknown option of fake 'latency'; did you mean 'latency_ms'\?"):
+    with pytest.raises(UserError, match=r"unknown option 'latency' of fake; did you mean 'latency_ms'\?"):
         expand(fake_study(backends=("fake@latency=3",)))
 
 

@@ -236,7 +236,7 @@ def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: 
         ({"holdout": "0.2"}, "holdout is '0.2'; it must be a number"),
         ({"threads": "2"}, "threads is '2'; it must be a whole number"),
         ({"mean": 0.5}, "mean and std go together"),
-        ({"model": 5}, "models is 5; it must be one or several of: text"),
+        ({"model": 5}, "models is 5; it must be text, or a list of such"),
         ({"weights": None}, "weights is None; it must be text"),
         ({"out": 5}, "out is 5; it must be text"),
         ({"then": "openvin"}, "unknown backend 'openvin'; did you mean 'openvino'?"),

@@ -69,7 +69,7 @@ class LongHelp:
         count = len([each for each in parameters if each.name in rare])
         if count:
             formatter.write_paragraph()
-            formatter.write_text(f"{ALL} shows {count} more options.")
+            formatter.write_text(f"{ALL} shows {count} more option{'s' * (count > 1)}.")
 
 
 class Command(LongHelp, typer.core.TyperCommand):

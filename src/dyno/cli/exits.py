@@ -72,13 +72,15 @@ def hint_usage(error: Any, command: str) -> str:
     for reason in getattr(error.__cause__, "errors", list)():  # of pydantic, which checks what typer is given
         if kind := KINDS.get(reason["type"]):
             error.message = f"{reason['input']!r} is not {kind}"
-    similar = difflib.get_close_matches(option, getattr(error, "possibilities", None) or (), 1)
-    text = f"{error.message}; did you mean {similar[0]}?" if similar else error.format_message()
-    line = " ".join(text.split()).removesuffix(".")
-    return f"{line[:1].lower()}{line[1:]}; see {command} --help"
+    nearby = getattr(error, "possibilities", None)
+    similar = difflib.get_close_matches(option, nearby or (), 1, LEAST_SIMILAR)
+    line = " ".join((error.message if nearby else error.format_message()).split()).removesuffix(".")
+    hint = f"did you mean {similar[0]}? See" if similar else "see"
+    return f"{line[:1].lower()}{line[1:]}; {hint} {command} --help"
 
 
 INTERRUPTED = 130
+LEAST_SIMILAR = 0.7  # of an option to a misspelt one: --engines is not --minutes
 CONTINUES = (["run"], ["demo"], ["data", "train"])  # commands that go on in the folder of the time before
 BAD_INPUT, UNFINISHED = 2, 3
 LEAST_MEMORY_B = 1 << 29

@@ -244,7 +244,7 @@ class RuntimeOptions:
     """Where it runs."""
 
     device: str = option(
-        "cpu", "Device: cpu, or cuda:0; several share the work of `dyno run`: cuda:0,cuda:1.", common=True
+        "cpu", "Device: cpu, or cuda:0. Only `dyno run` takes several, and shares the work: cuda:0,cuda:1.", common=True
     )
     threads: int = option(0, "CPU threads of every backend.", usual="one per physical core")
     runtime: dict[str, dict[str, Any]] = option(

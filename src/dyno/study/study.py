@@ -265,7 +265,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
         except IsADirectoryError:
             raise UserError(f"{path} is a folder, not a study file") from None
         for key in table:
-            check_known(f"key in {path.name}", key, tuple(f.name for f in dataclasses.fields(cls)))
+            check_known("key", key, tuple(f.name for f in dataclasses.fields(cls)), f" in {path.name}")
         if not (table.keys() | changes.keys()) >= {"models"}:
             raise UserError(f'{path} names no models; write models = ["torchvision:resnet18"], or the like')
         try:

@@ -185,7 +185,7 @@ class Backend(ABC):
     def check_options(self, options: Mapping[str, Option]) -> None:
         """Raise a `UserError` for an option that this backend lacks, or a value that is never valid."""
         for name in options:
-            check_known(f"option of {self.name}", name, self.options)
+            check_known("option", name, self.options, f" of {self.name}")
         check_values(self.name, options, self.values)
 
     def refuse(self, trial: Trial) -> str:

@@ -173,7 +173,7 @@ def _describe_kind(kind: Any) -> str:
     """Return an annotation in words."""
     args = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
-        return f"one or several of: {_describe_kind(args[0])}"
+        return f"{_describe_kind(args[0])}, or a list of such"
     if typing.get_origin(kind) is dict:
         return f"a table of: {_describe_kind(args[1])}"
     if args:

@@ -86,13 +86,13 @@ def usual_name(name: str) -> str:
     return OTHER_NAMES.get(name, name)
 
 
-def check_known(what: str, name: str, known: Iterable[str]) -> None:
+def check_known(what: str, name: str, known: Iterable[str], where: str = "") -> None:
     """Raise a `UserError` with the nearest spelling if the name is not known."""
     known = tuple(known)
     if name not in known:
         similar = difflib.get_close_matches(str(name), known, 1)
         hint = f"did you mean {similar[0]!r}?" if similar else f"known: {', '.join(known) or 'none'}"
-        raise UserError(f"unknown {what} {name!r}; {hint}")
+        raise UserError(f"unknown {what} {name!r}{where}; {hint}")
 
 
 def plain(text: object) -> str:

@@ -108,7 +108,7 @@ def test_a_value_that_no_trial_can_have_is_told_before_anything_runs(options: di
 
 
 def test_an_unknown_option_is_named() -> None:
-    with pytest.raises(UserError, match="unknown option of torch_tensorrt 'channels_last'"):
+    with pytest.raises(UserError, match="unknown option 'channels_last' of torch_tensorrt"):
         find("torch_tensorrt").load(trial(channels_last=True), None)
 
 

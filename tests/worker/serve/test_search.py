@@ -74,7 +74,7 @@ def test_what_held_by_luck_alone_is_not_the_result() -> None:
         ({"p99": "1s", "engine_batches": (0,)}, "engine_batches"),
         ({"p99": 20}, "p99 is 20; write a number with its unit"),
         ({"p99": "1s", "max_wait": None}, "max_wait is None; write a number with its unit"),
-        ({"rate": "50"}, "rate is '50'; it must be one or several of: a number"),
+        ({"rate": "50"}, "rate is '50'; it must be a number, or a list of such"),
         ({"p99": "1s", "instances": 1.5}, "instances is 1.5; it must be a whole number"),
     ],
 )

@@ -700,7 +700,7 @@ BOX = "#ff9d00"  # bright on dark and on light pictures
 
 
 @dataclass(frozen=True)
-class Picture:
+class FlipPicture:
     """An image, uint8 [H, W, C], with words above and below it, and in its pixels the boxes (n x 4) that the reference
     and the configuration have alone."""
 
@@ -729,7 +729,7 @@ def draw_flips(run: RunData) -> Any:
     return figure
 
 
-def _find_strips(run: RunData) -> Iterator[tuple[str, list[Picture]]]:
+def _find_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
     """Yield a title and the pictures of each classifier whose flips are in the cache."""
     for t in accuracy.choose_trials(run.records):
         reference = run.references.get(t.id)
@@ -744,13 +744,13 @@ def _find_strips(run: RunData) -> Iterator[tuple[str, list[Picture]]]:
             before, after = (short(name, LONGEST_ANSWER) for name in (flip.reference, flip.answer))
             if flip.image < len(photographs.pixels):
                 pixels = photographs.pixels[flip.image].transpose(1, 2, 0)
-                pictures.append(Picture(pixels, "lost" if flip.is_lost else "gained", f"{before}\n→ {after}"))
+                pictures.append(FlipPicture(pixels, "lost" if flip.is_lost else "gained", f"{before}\n→ {after}"))
         if pictures:
             title = f"{short(t.label, 2 * LONGEST_CLASS)}: {lost} lost, {len(flips) - lost} gained"
             yield f"{title} against {reference.configuration}", pictures
 
 
-def _find_box_strips(run: RunData) -> Iterator[tuple[str, list[Picture]]]:
+def _find_box_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
     """Yield a title and the pictures of each detector whose images are in the cache."""
     for t in accuracy.choose_trials(run.records, "objects"):
         reference = run.references.get(t.id)
@@ -767,13 +767,13 @@ def _find_box_strips(run: RunData) -> Iterator[tuple[str, list[Picture]]]:
                 boxes = tuple(each * scale + margin for each in (flip.reference, flip.own))
                 counts = (flip.lost, "lost"), (flip.gained, "gained"), (flip.renamed, "other class")
                 below = "\n".join(f"{count} {name}" for count, name in counts if count)
-                pictures.append(Picture(pixels, photographs.name(flip.image)[-LONGEST_ANSWER:], below, boxes))
+                pictures.append(FlipPicture(pixels, photographs.name(flip.image)[-LONGEST_ANSWER:], below, boxes))
         if pictures:
             title = f"{short(t.label, LONGEST)} against {reference.configuration}"
             yield f"{title}: {found.describe()}", pictures
 
 
-def _draw_picture(axes: Any, picture: Picture) -> None:
+def _draw_picture(axes: Any, picture: FlipPicture) -> None:
     step = max(1, math.ceil(max(picture.pixels.shape[:2]) / PICTURE_SIDE))
     small = picture.pixels[::step, ::step]
     grey = small.shape[2] != 3
