@@ -82,7 +82,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["export", "fake:n"], "give the file to write fake:n to: -o FILE, which ends in .onnx, "),
         (["export", "nowhere"], "nowhere does not exist"),
         (["run", "fake:n", "--on", "ray"], "--on is now --cluster; see dyno run --help-all"),
-        (["run", "fake:n", "--presicion", "int8"], "no such option: --presicion; did you mean --precision?"),
+        (
+            ["run", "fake:n", "--presicion", "int8"],
+            "no such option: --presicion; did you mean --precision? See dyno run --help",
+        ),
+        (["run", "fake:n", "--engines", "fake"], "no such option: --engines; see dyno run --help"),
         (
             ["run", "fake:n", "--rounds", "many"],
             "invalid value for '--rounds': 'many' is not a",

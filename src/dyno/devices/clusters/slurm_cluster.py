@@ -67,12 +67,12 @@ def parse(spec: str) -> SlurmRequest:
         name, _, value = (part.strip() for part in item.partition("="))
         if not value:
             raise UserError(f"{item!r} of --cluster slurm is not NAME=VALUE; write e.g. {EXAMPLE}")
-        check_known("option of --cluster slurm", name, ("cluster", *MINUTES, *OF_SBATCH))
+        check_known("option", name, ("cluster", *MINUTES, *OF_SBATCH), " of --cluster slurm")
         if name in given:
             raise UserError(f"{name} is given twice for --cluster slurm; give it once")
         given[name] = value
     cluster = given.pop("cluster", CLUSTERS[0])
-    check_known("cluster of --cluster slurm", cluster, CLUSTERS)
+    check_known("cluster", cluster, CLUSTERS, " of --cluster slurm")
     minutes = {}
     for name, usual in MINUTES.items():
         if not _is_count(value := given.pop(name, str(usual))):
