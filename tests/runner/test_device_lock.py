@@ -121,7 +121,8 @@ def test_two_studies_measure_in_turns_on_the_same_processors() -> None:
     assert all(a != b for a, b in pairwise(both)), "the one that waits is next"
     for lines, other in zip(ended, reversed(holders), strict=True):
         assert lines[-1] in (str(other.pid), ""), "the process that is waited for"
-    assert any(lines[-1] for lines in ended)
+    if begins[0] < begins[1]:  # else a busy machine let one end before the other began
+        assert any(lines[-1] for lines in ended)
 
 
 def test_studies_on_processors_apart_do_not_wait() -> None:

@@ -271,7 +271,7 @@ def test_refusals_need_no_library(backend):
     onnx = replace(DIGITS, source="file:m.onnx")
     assert refuse(trial(onnx)) == "there is no PyTorch module in an ONNX file"
     assert "can't run on xpu" in refuse(trial(runtime=Runtime(device="xpu")))
-    with pytest.raises(UserError, match="'chanels_last'; did you mean 'channels_last'"):
+    with pytest.raises(UserError, match=f"'chanels_last' of {backend}; did you mean 'channels_last'"):
         find(backend).load(trial(backend=backend, chanels_last=True), None)
 
 
