@@ -278,10 +278,8 @@ def test_cpu_contention_is_a_warning(fake_trial: Any, tmp_path: Path, monkeypatc
     monkeypatch.setattr(main.system.CpuContention, "busy", lambda _: 1.5)
     record = done(Job("run", trial=fake_trial()), tmp_path)
     assert record.facts.others_busy == {"model": 1.5, "all": 1.5}
-    assert (
-        record.warnings[-1]
-        == f"all: other programs kept 1.5 of {len(main.system.shared_processors())} processors busy meanwhile"
-    )
+    count = len(main.system.shared_processors())
+    assert record.warnings[-1] == f"all: other programs kept 1.5 of {count} processors busy meanwhile"
 
 
 def test_outputs_that_do_not_depend_on_the_input_are_a_warning(

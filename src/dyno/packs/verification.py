@@ -38,8 +38,10 @@ def describe_verdict(run: RunData, folder: Path) -> dict[str, Any]:
 
     text = export([TRIALS.table(run)], "json", about=about(run))
     for name in (shlex.quote(str(folder)), str(folder)):  # a sentence names the folder in the next command
-        written = re.escape(json.dumps(name, ensure_ascii=False)[1:-1])  # in a command alone: it may be any word
-        text = re.sub(rf"(dyno [^;:]* ){written}(?![\w./-])", rf"\1{RUN.upper()}", text)
+        written = re.escape(json.dumps(name, ensure_ascii=False)[1:-1])
+        if "/" not in name:  # it may be any word of the verdict: in a command alone
+            written = rf"(?P<command>dyno [^;:]* ){written}(?![\w./-])"
+        text = re.sub(written, lambda found: found.groupdict().get("command", "") + RUN.upper(), text)
     document = parse_json(text)
     document |= document["tables"]["trials"]
     return {name: document[name] for name in ("visible", "decisions", "verdict", "rows", "notes") if name in document}
