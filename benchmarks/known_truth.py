@@ -1,14 +1,14 @@
 """Is a whole default study right? Seven rows whose speeds are known, disturbed rounds, rounds until decided.
 
-    python benchmarks/known_truth.py [--studies 400] [--spread 0.003,0.01,0.02] [--calm] [--csv FILE --run NAME]
+    python benchmarks/known_truth.py [--studies 400] [--spread 0.003,0.01,0.02] [--calm] [--short]
     python benchmarks/known_truth.py --real --minutes 4 --store FOLDER [--beside]
 
 Latencies are drawn; all that follows is the code of `dyno run`: which rows need further rounds, whether those fit into
 the default number of minutes, speed-ups with their intervals, what is fastest, and the difference that a run says it
 can see. In a tenth of the rounds another program slows one row down, and the counters of the system don't show it
-(--calm: in none). Each rate has its exact 95 % limits (Clopper and Pearson 1934). With --real the
-rows are processes of one engine, of which some are slowed down by known shares. With --store the outcomes stay in a
-folder, and the same command goes on.
+(--calm: in none). With --short only contenders are measured after three rounds. Each rate has its exact 95 % limits
+(Clopper and Pearson 1934). With --real the rows are processes of one engine, of which some are slowed down by known
+shares. With --store the outcomes stay in a folder, and the same command goes on. With --csv the rows join a file.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from dyno.jobs.progress import Progress
 from dyno.regression.selftest import MODEL, OF_MODEL
 from dyno.report.self_test import of_run, percent
 from dyno.report.tables.trial_table import read_trials
-from dyno.results.ranking import LATENCY, compare_first, pending, rank_goals
+from dyno.results.ranking import LATENCY, compare_first, list_contenders, pending, rank_goals
 from dyno.results.run_data import RunData
 from dyno.results.self_test import ProcessPair, SelfTest, StoredSelfTest, TestRound
 from dyno.results.stats import EQUIVALENT, FASTER, SLOWER
 from dyno.results.trial_result import SELF_TEST
 from dyno.runner.device_lock import held
-from dyno.runner.execute import Files, go_on
+from dyno.runner.execute import EVERY_TRIAL, Files, go_on
 from dyno.runner.turns import InterleavedGroup, InterleavedJob
 from dyno.store import Run
 from dyno.study.plan import expand
@@ -75,7 +75,8 @@ REAL: dict[str, Any] = {"seconds": 0.5, "warmup": 0.2, "timeout": 120.0, "minute
 ALONE, BESIDE = "the machine as it is", "beside a person's programs"
 JOB_S = 4.0  # of a process, which starts, loads and measures
 LATENCY_S = 0.01  # of the first row
-SET = 8  # studies that are simulated and kept together
+SHORT = 2.5  # minutes of a study that leaves rows out after three of its rounds
+SET = 32  # studies that are simulated and kept together
 TEST_ROUNDS, TEST_SLOWDOWNS = 30, (0.0, 0.0, 0.01, 0.02, 0.05)  # of the self-test: about ten minutes
 
 
@@ -144,8 +145,12 @@ class KnownStudy:
 
     def execute(self) -> StudyOutcome:
         """Measure as `dyno run` does by default, and compare the result with the truth."""
+        trials = self.trials
         for number in range(ROUNDS):
-            self.measure(self.trials, number)
+            if number == EVERY_TRIAL and self.study.minutes == SHORT:
+                contenders = list_contenders(read_trials(self.run.folder))
+                trials = [trial for trial in trials if trial.id in contenders]
+            self.measure(trials, number)
         go_on(self.study, self.run, self.trials, self.measure, Progress(quiet=True))
         return self.judge()
 
@@ -177,9 +182,11 @@ class KnownStudy:
 class SimulatedStudy(KnownStudy):
     """A study whose processes don't run: their latencies are drawn."""
 
-    def __init__(self, folder: Path, ratios: Sequence[float], machine: Machine, seed: Sequence[int]) -> None:
+    def __init__(
+        self, folder: Path, ratios: Sequence[float], machine: Machine, seed: Sequence[int], minutes: float
+    ) -> None:
         self.draw, self.machine = np.random.default_rng(seed), machine
-        study = Study(models=("file.onnx",), turns=True)
+        study = Study(models=("file.onnx",), turns=True, minutes=minutes)
         trials = [
             Trial(ModelSpec("network", "torchvision:network"), "fake" if row else "pytorch", "fp32", Dims(1, 64, 64),
                   options={"row": row} if row else {}, runtime=Runtime(),
@@ -270,10 +277,10 @@ def run_study(make: Callable[[Path], KnownStudy]) -> StudyOutcome:
         shutil.rmtree(folder)
 
 
-def simulate_study(case: str, spread: float, disturbed: float, seed: int) -> StudyOutcome:
+def simulate_study(case: str, spread: float, disturbed: float, minutes: float, seed: int) -> StudyOutcome:
     """Run one simulated study."""
     seeds = seed, [*CASES].index(case), round(1e6 * spread)
-    return run_study(lambda folder: SimulatedStudy(folder, CASES[case], Machine(spread, disturbed), seeds))
+    return run_study(lambda folder: SimulatedStudy(folder, CASES[case], Machine(spread, disturbed), seeds, minutes))
 
 
 def exact(hits: int, count: int) -> str:
@@ -328,14 +335,16 @@ def list_outcomes(
 def simulate(asked: argparse.Namespace, folder: Path, ends: float) -> Iterator[dict[str, str]]:
     """Yield a row for each case and spread."""
     disturbed = 0.0 if asked.calm else DISTURBED
+    minutes = SHORT if asked.short else Study.minutes
     with ProcessPoolExecutor(asked.processes) as pool:
         for case, spread in product(CASES, map(float, asked.spread.split(","))):
             if asked.case not in case:
                 continue
             path = folder / f"{case.replace(' ', '-')}-{spread:g}-{disturbed:g}.jsonl"
-            one = partial(simulate_study, case, spread, disturbed)
+            one = partial(simulate_study, case, spread, disturbed, minutes)
             if outcomes := list_outcomes(path, asked.studies, ends, partial(pool.map, one)):
                 how = f"drawn: spread {percent(spread)}, {percent(disturbed)} of rounds disturbed"
+                how += ", short" * asked.short
                 yield outcome_row(case, how, outcomes)
 
 
@@ -361,6 +370,7 @@ def main() -> None:
     parser.add_argument("--spread", default="0.003,0.01,0.02", help="of a round's log ratio, between processes")
     parser.add_argument("--case", default="", help=f"part of a name: {', '.join(CASES)}")
     parser.add_argument("--calm", action="store_true", help="no disturbed rounds")
+    parser.add_argument("--short", action="store_true", help="too short for five rounds of every row")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--real", action="store_true", help="processes of one engine, some of them slowed down")
     parser.add_argument("--beside", action="store_true", help="real studies beside a person's programs")

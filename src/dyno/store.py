@@ -32,7 +32,7 @@ FOLDERS = (
 )  # fmt: skip
 FILES = (
     "study.toml", "environment.json", "models.json", "self-test.json", "devices.json", "routes.json",
-    "serve.json", "video.json", "results.csv", "tables.md", "report.html", LOCK,
+    "fewer-rounds.json", "serve.json", "video.json", "results.csv", "tables.md", "report.html", LOCK,
 )  # fmt: skip
 # Files of a folder in which nothing was planned yet.
 UNMEASURED = {"serve.json", "video.json", "application.json", "application.npz", LOCK}

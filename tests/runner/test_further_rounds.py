@@ -11,9 +11,11 @@ import pytest
 from dyno import Study
 from dyno.jobs.progress import Progress
 from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
 from dyno.results import stats
 from dyno.results.blocks import log_ratios
-from dyno.results.ranking import UndecidedPair, pending
+from dyno.results.ranking import UndecidedPair, list_contenders, pending
+from dyno.results.run_data import RunData
 from dyno.results.trial_result import load_run
 from dyno.runner import execute as run_execute
 from dyno.runner.execute import execute
@@ -124,6 +126,50 @@ def test_in_turns_the_reference_and_what_is_left_go_on_together(
     assert [len([r for r in t.rounds if r.value("throughput", "throughput")]) for t in (clear, like)] == [FIRST, FIRST]
     found = trial_table.read_trials(tmp_path).frame.set_index("trial")
     assert found["measured"][clear.id] == stats.TURNS and found["speedup"][clear.id] > 0
+
+
+def test_contenders_are_the_finalists_and_what_no_winner_leads_clearly(
+    study: Any, tmp_path: Path, scripted: None
+) -> None:
+    latencies = {"reference": 9, "fast": 1, "runner-up": 1.01, "near": 1.3, "far": 3, "wild": 3.01}
+    backends = {name: f"fake@latency_ms={each}" for name, each in latencies.items()}
+    backends["wild"] += "@noise=0.6"
+    execute(study(rounds=3, minutes=1e-6, backends=(*backends.values(),), reference=backends["reference"]), tmp_path,
+            Stopped())  # fmt: skip
+    run = trial_table.read_trials(tmp_path)
+    names = {t.id: name for t in run.records for name, each in backends.items() if each == t.variant}
+    assert {names[id] for id in list_contenders(run)} == {"reference", "fast", "runner-up", "near", "wild"}
+    run.records.settings["until"] = "every-row"
+    assert list_contenders(run) == {*names}
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_where_time_is_short_further_planned_rounds_leave_out_what_no_longer_contends(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(run: RunData) -> set[str]:
+        return {t.id for t in run.records if t.variant != CLEAR}
+
+    monkeypatch.setattr("dyno.results.ranking.list_contenders", find)
+    monkeypatch.setattr(run_execute, "_find_pending", lambda *_: [])
+
+    def measure(minutes: float) -> dict[str, int]:
+        short = study(rounds=5, minutes=minutes, turns=True, block=0.02, boundaries=("model",))
+        execute(short, tmp_path, progress := Stopped())
+        return dict(progress.began) | {"left": len(progress.left)}
+
+    def count_rounds() -> dict[str, int]:
+        return {key: len(each) for key, each in rounds(tmp_path).items()}
+
+    def say() -> str:
+        return " ".join(verdict.list_sentences(trial_table.read_trials(tmp_path)))
+
+    assert measure(1e-6)["left"] == 0
+    assert count_rounds() == {REFERENCE: 5, LIKE: 5, CLEAR: 3}
+    assert "1 of 3 trials has 3 rounds only: a winner leads clearly" in say() and "Stopped early" not in say()
+    assert measure(1e-6) == {"left": 0}, "the same command changes nothing"
+    measure(1e6)
+    assert count_rounds() == {REFERENCE: 5, LIKE: 5, CLEAR: 5} and "rounds only" not in say()
 
 
 def test_without_it_nothing_more_is_measured(study: Any, tmp_path: Path, scripted: None) -> None:

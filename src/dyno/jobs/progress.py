@@ -155,6 +155,10 @@ class Progress:
                 f"another dyno (process {owner}) measures on these processors: both go on in turns, block by block"
             )
 
+    def leave_out(self, trial: Trial) -> None:
+        """Expect no further jobs of a trial."""
+        self.left = [job for job in self.left if job != trial]
+
     def done(self, trial: Trial, record: Record, *, stored: bool = False, seconds: float | None = None) -> None:
         """Show that a job ended after `seconds` (default: since it began), or that its record was stored already."""
         if trial in self.left:

@@ -29,7 +29,7 @@ from dyno.worker.record import read_json, replacing, save_arrays, write_json, wr
 from dyno.worker.spec import UserError
 
 # What the verdict is computed from; other files of a run folder are logs, and tables that can be made again.
-FILES = ("environment.json", "models.json", SELF_TEST, "devices.json", "routes.json")
+FILES = ("environment.json", "models.json", SELF_TEST, "devices.json", "routes.json", "fewer-rounds.json")
 FOLDERS = ("trials", "truth", "peak", "idle", "anchors", "blocks", PLACEMENTS, "routes", "reference")
 NAMES = ("job.json", "record.json", "samples.npz", "outputs.npz", "telemetry.npz")  # of a job
 # Personal names: what a stranger need not know of the machine.

@@ -150,6 +150,7 @@ DEVICES_MEASURED = {"anchor": str, "side_by_side": bool, "equivalent": NUMBER, "
 ROUTE_TRIED = {"route": str, "ratio": NUMBER, "outcome": str, "reason": str}
 ATTEMPT = {"key": str, "model": str, "configuration": str, "batch": int, "routes": [ROUTE_TRIED]}
 ROUTES_TRIED = {"attempts": [ATTEMPT]}
+DROPPED_TRIALS = {"trials": [str]}
 MODELS = {
     "models": [
         {

@@ -1,9 +1,9 @@
-"""Notes that a run keeps beside its trials: devices, and routes to ONNX that were tried."""
+"""Notes that a run keeps beside its trials: devices, routes to ONNX that were tried, and trials with fewer rounds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 
 from dyno.results import stats
 from dyno.results.blocks import within
-from dyno.results.files import DEVICES_MEASURED, ROUTES_TRIED, read_table
+from dyno.results.files import DEVICES_MEASURED, DROPPED_TRIALS, ROUTES_TRIED, read_table
 from dyno.worker.record import write_json
 from dyno.worker.spec import SCHEMA, to_json
 
@@ -195,3 +195,19 @@ def _parse_attempt(row: dict[str, Any]) -> Attempt:
     )
     key, model, configuration = (row.get(name, "") for name in ("key", "model", "configuration"))
     return Attempt(key, model, configuration, row.get("batch", 0), tuple(routes))
+
+
+# Which trials got no further rounds, because the time was short and a winner leads them clearly.
+
+FEWER_ROUNDS = "fewer-rounds.json"  # in a run folder
+
+
+def read_dropped(run: Path) -> frozenset[str]:
+    """Return the ids of the trials that further rounds left out; empty where all were measured."""
+    stored = read_table(run / FEWER_ROUNDS, [], DROPPED_TRIALS)
+    return frozenset(stored.get("trials") or ()) if stored is not None else frozenset()
+
+
+def store_dropped(run: Path, ids: Collection[str]) -> None:
+    """Write the ids of the trials that further rounds leave out."""
+    write_json(run / FEWER_ROUNDS, {"schema": SCHEMA, "trials": sorted(ids)})

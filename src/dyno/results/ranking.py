@@ -523,10 +523,27 @@ def read_speedup(row: pd.Series) -> stats.Speedup:
     )
 
 
-# Which pairs further rounds are for: those that matter and that are undecided.
+# What further rounds are for: trials that may be chosen, then pairs that matter and that are undecided.
 
 
 NARROW = 1.15  # the highest ratio of an interval's end to the speed-up for which no further rounds are added
+CLEAR = 1.5  # how many times as fast the winner is as a trial that no longer contends, if it is shown to be faster
+
+
+def list_contenders(run: RunData) -> set[str]:
+    """Return the ids of the trials that further rounds are for where they are too long to measure all.
+
+    They are the finalists, and the trials that no winner leads clearly (CLEAR). Until every row is decided, and in a
+    comparison, where each row is a question, they are all.
+    """
+    if run.records.settings.get("until") == EVERY_ROW or any(trial.side for trial in run.trials.values()):
+        return {*run.trials}
+    found = {*list_finalists(run)}
+    for ranking in rank_goals(run):
+        contest = compare_first(ranking.ranked(LATENCY), LATENCY, run)
+        others = zip((str(row["trial"]) for _, row in contest.ranked.iloc[1:].iterrows()), contest.leads, strict=True)
+        found |= {id for id, lead in others if not (lead.verdict == stats.FASTER and lead.value >= CLEAR)}
+    return found
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import platform
 import random
 import shutil
@@ -19,6 +20,7 @@ from dyno.formatting import counting
 from dyno.jobs.launcher import LOGS, read_end
 from dyno.jobs.progress import Progress
 from dyno.results import correctness, remarks, timeline
+from dyno.results.notes import read_dropped, store_dropped
 from dyno.runner import ensemble, search, self_test
 from dyno.runner.device_lock import launch_in_turn
 from dyno.runner.ensemble import model_key
@@ -123,6 +125,8 @@ def _last_seconds(run: Run, trial: Trial) -> float:
 
 READING_S = 5.0  # of a run, beyond which its answer is not shown again before it ends
 SUSTAINED_TURNS = 2  # of each finalist
+EVERY_TRIAL = 3  # rounds that every trial has; where time is short, further ones are for those that may be chosen
+SHARE = 2 / 3  # of the study's minutes, beyond which its planned rounds leave trials out
 BUILDING_S = 30.0  # of making files, after which what is ready gives a first answer
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
@@ -175,7 +179,8 @@ def execute(
 
         fits = correctness.make_matcher(study.reference, todo) if study.reference else None
         options = {ENERGY: SUSTAINED_S} if study.energy else {}
-        rounds = Rounds(run, files, progress, fits, launch, options, study.until not in LOOKS)
+        limit_s = SHARE * 60 * study.minutes if study.until in LOOKS else math.inf
+        rounds = Rounds(run, files, progress, fits, launch, options, study.until not in LOOKS, limit_s)
         if other_routes and not study.routes:
             rounds.measure_rounds(todo, most=1)  # a first answer, before other routes to the ONNX file are exported
             measure = partial(execute, progress=progress)
@@ -209,7 +214,8 @@ class Rounds:
     are further ones of the jobs of the planned rounds. What is ready is measured once, and its answer shown, before
     anything that takes long: an engine that compiles while it loads, one that builds slowly, or a file after BUILDING_S
     seconds of making files. If the number of rounds `is_fixed`, no pair gets another round in place of one that it
-    lacks."""
+    lacks. Planned rounds beyond EVERY_TRIAL that would take more than `limit_s` seconds leave out trials that no longer
+    contend."""
 
     run: Run
     files: Files
@@ -218,6 +224,7 @@ class Rounds:
     launch: Launch | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_fixed: bool = False
+    limit_s: float = math.inf
 
     def measure_rounds(self, trials: list[Trial], others: Sequence[Trial] = (), *, most: int = sys.maxsize) -> None:
         """Measure every round of the trials that isn't stored yet, the first `most` at most, one model after the other.
@@ -244,6 +251,8 @@ class Rounds:
                         is_new = any(_find_record(self.run, trial, number) is None for trial in incomplete)
                         done = first if not number else []
                         todo = [t for t in same_model if number < t.plan.rounds and t not in done]
+                        if number >= EVERY_TRIAL:
+                            todo = self._leave_out(todo, number, self.limit_s / len(models))
                         self._in_turns(todo, number, beside, self.options, done)
                         if is_new and number < planned - 1:
                             self._show_answer(number, planned)
@@ -253,6 +262,26 @@ class Rounds:
                         self._measure_alone(trial, number, self.options)
                     if incomplete and number < planned - 1:
                         self._show_answer(number, planned)
+
+    def _leave_out(self, trials: Sequence[Trial], number: int, limit_s: float) -> list[Trial]:
+        """Return the trials that round `number` is for: all within the limit, else those that may be chosen."""
+        from dyno.report.tables import trial_table
+        from dyno.results import ranking
+
+        dropped = read_dropped(self.run.folder)
+        others = dropped.difference(trial.id for trial in trials)
+        if _sum_seconds(self.run, trials) * (number + 1) / number <= limit_s:
+            if others != dropped:
+                store_dropped(self.run.folder, others)
+            return [*trials]
+        if others == dropped and any(_find_record(self.run, trial, number) is None for trial in trials):
+            contenders = ranking.list_contenders(trial_table.read_trials(self.run.folder))
+            dropped = others.union(trial.id for trial in trials if trial.id not in contenders)
+            store_dropped(self.run.folder, dropped)
+        for trial in trials:
+            if trial.id in dropped:
+                self.progress.leave_out(trial)
+        return [trial for trial in trials if trial.id not in dropped]
 
     def _make_files(self, trials: Sequence[Trial], beside: Sequence[Trial]) -> list[Trial]:
         """Make the trials' files; return the trials that were measured once meanwhile (see the class)."""

@@ -18,6 +18,7 @@ from dyno.results import remarks, stats
 from dyno.results.correctness import WRONG, incomparable
 from dyno.results.metrics.accuracy import judged, set_aside
 from dyno.results.metrics.precision import NO, truth
+from dyno.results.notes import read_dropped
 from dyno.results.ranking import LATENCY, Contention, cpu_contention, rank_goals, winners
 from dyno.results.rounds import GPU
 from dyno.results.run_data import RunData
@@ -253,9 +254,17 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         )
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
         yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
-    if short := [t for t in results if t.is_cut_short]:
+    dropped = read_dropped(results.folder)
+    if short := [t for t in results if t.is_cut_short and t.id not in dropped]:
         rounds = counting(min(len(t.rounds) for t in short), "round")
         yield Finding(WARNING, f"Stopped early, after {rounds}: this is the answer so far; the same command goes on.")
+    elif fewer := [t for t in results if t.is_cut_short]:
+        rounds = counting(min(len(t.rounds) for t in fewer), "round")
+        yield Finding(
+            NOTE,
+            f"{_format_count(len(fewer), total, 'has', 'have')} {rounds} only: a winner leads clearly, and the time "
+            "went to the others; more --minutes or --until every-row measures further.",
+        )
     if count["skipped"]:
         yield Finding(
             NOTE, f"{_format_count(count['skipped'], total, 'was', 'were')} skipped, each with its reason.", PROBLEMS
