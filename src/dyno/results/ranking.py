@@ -527,6 +527,7 @@ def read_speedup(row: pd.Series) -> stats.Speedup:
 
 
 NARROW = 1.15  # the highest ratio of an interval's end to the speed-up for which no further rounds are added
+MOST_FOR_NARROW = 3  # times the planned rounds
 CLEAR = 1.5  # how many times as fast the winner is as a trial that no longer contends, if it is shown to be faster
 
 
@@ -603,8 +604,8 @@ def _find_close_pairs(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedP
 def _find_wide_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPair]:
     """Yield the winner and its reference if one is faster but the interval of how much is wide.
 
-    Rounds are added for that up to twice the planned number. An interval that allows for looking after every round
-    allows for stopping when it is narrow.
+    Rounds are added for that up to MOST_FOR_NARROW times the planned number. An interval that allows for looking after
+    every round allows for stopping when it is narrow.
     """
     if ranked.empty:
         return
@@ -614,7 +615,7 @@ def _find_wide_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPai
         return
     is_wide = max(gain.high / gain.value, gain.value / gain.low) > NARROW
     found = gather_evidence(run.trials[id], run.trials[reference], boundary, str(winner["clock"]), run.rule)
-    if is_wide and found is not None and found.looked < 2 * run.rule.first:
+    if is_wide and found is not None and found.looked < MOST_FOR_NARROW * run.rule.first:
         yield UndecidedPair(frozenset((id, reference)), boundary, 1, decided=True)
 
 

@@ -126,7 +126,7 @@ def _last_seconds(run: Run, trial: Trial) -> float:
 READING_S = 5.0  # of a run, beyond which its answer is not shown again before it ends
 SUSTAINED_TURNS = 2  # of each finalist
 EVERY_TRIAL = 3  # rounds that every trial has; where time is short, further ones are for those that may be chosen
-SHARE = 2 / 3  # of the study's minutes, beyond which its planned rounds leave trials out
+SHARE = 1 / 2  # of the study's minutes, beyond which its planned rounds leave trials out
 BUILDING_S = 30.0  # of making files, after which what is ready gives a first answer
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
