@@ -106,7 +106,7 @@ def test_images_whose_detections_differ_are_listed_and_drawn(tmp_path: Path) -> 
     np.save(data / "images.npy", np.full((5, 3, 64, 64), 90, np.uint8))
     np.save(data / "sizes.npy", np.tile([50, 100], (5, 1)))
     write_json(data / "meta.json", {"sha256": detected.SHA})
-    write_json(data / "names.json", {"names": [f"{k}.jpg" for k in range(5)]})
+    write_json(data / "names.json", {"names": [f"images/val/{k}.jpg" for k in range(5)]})
     for path in folder.glob("trials/*/r0/job.json"):
         job = read_json(path)
         job["trial"]["data"]["folder"] = str(data)
@@ -114,7 +114,7 @@ def test_images_whose_detections_differ_are_listed_and_drawn(tmp_path: Path) -> 
     run = trial_table.read_trials(folder)
     table = accuracy_tables.BOX_FLIPS.table(run)
     assert [[row[k] for k in ("image", "file", "lost", "gained", "renamed")] for row in table.rows] == [
-        [1, "1.jpg", 1, 0, 1], [2, "2.jpg", 0, 1, 0]]  # fmt: skip
+        [1, "images/val/1.jpg", 1, 0, 1], [2, "images/val/2.jpg", 0, 1, 0]]  # fmt: skip
     low, high = (100 * limit for limit in binomtest(2, 5).proportion_ci(method="wilson"))
     counts = f"2 of 5 images differ, 40.0 % [{low:.1f}, {high:.1f}]: 1 lost, 1 gained, 1 of another class"
     assert table.notes[1].endswith(f": {counts}.")
