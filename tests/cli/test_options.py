@@ -92,7 +92,10 @@ def test_bad_words(refused: Any, words: list[str], line: str) -> None:
         ("rounds = 3", "s.toml names no models; write models = "),
         ("models = ['fake:n']\nrounds = 'three'", "s.toml: rounds is 'three'; it must be a whole number"),
         ("models = ['fake:n']\nbackends = ['fake@runtime=old']", "backend 'fake' asks for runtime 'old', which"),
-        ("models = ['fake:n']\n[runtime]\nfake = '/usr/bin/python3'", "s.toml: runtime is {'fake': '/usr/bin/python3'}"),
+        (
+            "models = ['fake:n']\n[runtime]\nfake = '/usr/bin/python3'",
+            "s.toml: runtime is {'fake': '/usr/bin/python3'}",
+        ),
     ],
 )
 def test_bad_study_files(refused: Any, tmp_path: Path, text: str, line: str) -> None:
