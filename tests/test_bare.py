@@ -124,6 +124,7 @@ def test_what_is_missing_is_listed() -> None:
         (["export", "m.onnx", "-o", "m2.xml"], "openvino"),
         (["time", "m.onnx"], "onnx"),
         (["explain", "m.onnx", "onnxruntime", "openvino", "--save", "w.svg"], "report"),
+        (["inspect", "m.onnx", "--format", "html"], "report"),
         (["profile", "m.onnx", "--roofline", "--save", "r.roofline.svg"], "report"),
         (["diff", "m.onnx", "torchvision:resnet18"], "onnx"),
         (["eval", "torchvision:resnet18", "--data", "photos"], "torch"),

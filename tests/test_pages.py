@@ -57,6 +57,7 @@ SMALL = {
 # Part of a word, and what stands there instead: a network of its kind with fewer layers, and its run folder.
 NETWORKS = {
     "torchvision:resnet18": "timm:test_resnet",
+    "torchvision:resnet34": "timm:test_efficientnet",
     "runs/resnet18": "runs/test_resnet",
     "torchvision:mobilenet_v3_small": "timm:test_resnet",
     "timm:vit_tiny_patch16_224": "timm:test_vit",

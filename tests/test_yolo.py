@@ -12,7 +12,8 @@ import pytest
 
 import yolo_small
 from dyno.jobs.launcher import launch
-from dyno.report.tables import trial_table
+from dyno.report.charts import charts
+from dyno.report.tables import accuracy_tables, trial_table
 from dyno.results.trial_result import load_run
 from dyno.worker import tasks
 from dyno.worker.inputs.input_data import Images
@@ -180,3 +181,61 @@ def test_masks_and_boxes_of_a_run(network: Network, tmp_path: Path) -> None:
             assert row[name] == pytest.approx(100 * said[f"metrics/{key}"], abs=nearly)
         assert row["map50_95"] > 100 * said["metrics/mAP50-95(M)"] - 8
     assert frame["map50_95"].iloc[0] == pytest.approx(frame["map50_95"].iloc[1], abs=0.5), "whatever the batch"
+
+
+def test_images_whose_detections_differ_are_those_of_another_computation(
+    network: Network, dyno: Any, tmp_path: Path
+) -> None:
+    """INT8 calibrated on pale images cuts off what bright shapes give: boxes are lost, gained and of another class."""
+    from PIL import Image
+
+    (tmp_path / "pale").mkdir()
+    images = network.trained.data.parent / "images"
+    for file in sorted((images / "train").glob("*.png"))[:8]:
+        Image.open(file).point(lambda value: 0.4 * value + 50).save(tmp_path / "pale" / file.name)
+    source, weights = network.trained.source, network.trained.weights
+    words = ("run", source, "--weights", weights, "--data", network.trained.data, "--calibration", tmp_path / "pale")
+    short = ("--size", SIZE, "--batch", 8, "--samples", 5, "--rounds", 1, "--boundaries", "model", "--threads", 1)
+    backends = "pytorch@precision=fp32,onnxruntime@precision=int8"
+    dyno(*words, "--backend", backends, *short, "--out", tmp_path / "run")
+    run = trial_table.read_trials(tmp_path / "run")
+    named = ("image", "box", "score", "class")
+    fp32, int8 = (
+        {name: trial.good[0].arrays("outputs.npz", (f"detection_{name}",))[f"detection_{name}"] for name in named}
+        for trial in sorted(run.records, key=lambda t: t.precision != "fp32")
+    )
+    expected = {}
+    for image in range(yolo_small.COUNTS["val"]):
+        lost, gained = unmatched(fp32, int8, image), unmatched(int8, fp32, image)
+        close = box_ious(fp32, lost, int8, gained) >= 0.5
+        both = min(close.any(0).sum(), close.any(1).sum())  # of these few each pair is of one object
+        if lost or gained:
+            expected[image] = (len(lost) - both, len(gained) - both, both)
+    rows = accuracy_tables.BOX_FLIPS.table(run).rows
+    assert {row["image"]: (row["lost"], row["gained"], row["renamed"]) for row in rows} == expected
+    lost, gained, renamed = np.sum([*expected.values()], axis=0)
+    assert lost > 5 and gained + renamed, "else nothing was shown"
+    (strip,) = charts.draw_flips(run).subfigs
+    assert strip.get_suptitle().endswith(f": {lost} lost, {gained} gained, {renamed} of another class")
+
+
+def unmatched(a: dict[str, np.ndarray], b: dict[str, np.ndarray], image: int) -> list[int]:
+    """Detections of `a` from 0.25, the surest first, for which `b` has none from 0.125 of that class that overlaps."""
+    alone, free = [], [k for k in np.flatnonzero(b["image"] == image) if b["score"][k] >= 0.125]
+    sure = [k for k in np.flatnonzero(a["image"] == image) if a["score"][k] >= 0.25]
+    for k in sorted(sure, key=lambda k: -a["score"][k]):
+        same = [j for j in free if b["class"][j] == a["class"][k]]
+        ious = box_ious(a, [k], b, same)[0]
+        if len(same) and ious.max() >= 0.5:
+            free.remove(same[int(ious.argmax())])
+        else:
+            alone.append(k)
+    return alone
+
+
+def box_ious(a: dict[str, np.ndarray], rows: list[int], b: dict[str, np.ndarray], others: list[int]) -> np.ndarray:
+    import torch
+    from torchvision.ops import box_iou
+
+    one, other = (torch.from_numpy(x["box"][k].astype(np.float64)) for x, k in ((a, rows), (b, others)))
+    return box_iou(one.reshape(-1, 4), other.reshape(-1, 4)).numpy()

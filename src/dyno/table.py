@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from dyno.formatting import NO_IMAGE, bounded, limits, plain, points, short_bound, show, significant
@@ -24,6 +25,7 @@ NEAREST = 3  # columns that may have been meant by a misspelt one
 
 # Of a row beside its columns: its place in print, whether it is set in bold, and where its first cell links to.
 RANK, FIRST, LINK = "#rank", "#first", "#link"
+CELL, BELOW = "#cell ", "#below"  # of a row of a table that was pickled: its printed cells, and its part's notes
 EVERY = "all"  # every column that people may want to see
 
 Row = dict[str, Any]
@@ -138,15 +140,31 @@ class Table:
         by_name = {column.name: column for column in self.columns}
         if unknown := [k for k in (*keys, *chosen) if k not in by_name]:
             raise UserError(_no_column(unknown[0], list(by_name)))
-        grouped: dict[tuple[Any, ...], list[Row]] = {}
-        for row in self.rows:
-            grouped.setdefault(tuple(row.get(k) for k in keys), []).append(row)
+        grouped = self._group_rows(keys)
         shown = [by_name[name] for name in chosen] or self._choose_columns(keys, by_name)
         for number, (values, rows) in enumerate(grouped.items(), 1):
             rows = sorted(rows, key=lambda row: row.get(RANK, 0))
             columns = [c for c in shown if c.identity or any(c.text(r) for r in rows)]
             own = [*(self.below(rows) if self.below else ()), *(self.notes if number == len(grouped) else ())]
             yield TablePart(_make_title(keys, values), columns, rows, own)
+
+    def _group_rows(self, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+        grouped: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            grouped.setdefault(tuple(row.get(k) for k in keys), []).append(row)
+        return grouped
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields with what the functions in them say, since most are closures, which can't be pickled."""
+        made = [column for column in self.columns if column.cell]
+        rows = {id(row): row | {CELL + c.name: c.text(row) for c in made} for row in self.rows}
+        for part in self._group_rows(self.group).values() if self.below else ():
+            notes = self.below(sorted(part, key=lambda row: row.get(RANK, 0))) if self.below else []
+            for row in part:
+                rows[id(row)][BELOW] = notes
+        columns = tuple(replace(c, cell=itemgetter(CELL + c.name)) if c.cell else c for c in self.columns)
+        stored = {"columns": columns, "rows": [*rows.values()], "below": self.below and _read_notes}
+        return vars(self) | stored
 
     def _choose_columns(self, keys: list[str], by_name: Mapping[str, Column]) -> list[Column]:
         """Return the printed columns, without those grouped by, and without identities in which all rows agree."""
@@ -161,6 +179,10 @@ class Table:
         frame = pd.DataFrame.from_records(self.rows, columns=[c.name for c in self.columns])
         kinds = {c.name: "Int64" if c.kind == COUNT else object if c.kind == TEXT else float for c in self.columns}
         return frame.astype(kinds)
+
+
+def _read_notes(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(note for row in rows for note in row.get(BELOW, ())))
 
 
 def _make_title(keys: Sequence[str], values: Sequence[Any]) -> str:

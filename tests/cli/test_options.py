@@ -90,9 +90,12 @@ def test_bad_words(refused: Any, words: list[str], line: str) -> None:
         ("models = ['fake:n']\nbackend = ['fake']", "unknown key 'backend' in s.toml; did you mean 'backends'?"),
         ("models = ['fake:n'\n", "s.toml is not valid TOML: "),
         ("rounds = 3", "s.toml names no models; write models = "),
-        ("models = ['fake:n']\nrounds = 'three'", "rounds is 'three'; it must be a whole number"),
+        ("models = ['fake:n']\nrounds = 'three'", "s.toml: rounds is 'three'; it must be a whole number"),
         ("models = ['fake:n']\nbackends = ['fake@runtime=old']", "backend 'fake' asks for runtime 'old', which"),
-        ("models = ['fake:n']\n[runtime]\nfake = '/usr/bin/python3'", "runtime is {'fake': '/usr/bin/python3'}"),
+        (
+            "models = ['fake:n']\n[runtime]\nfake = '/usr/bin/python3'",
+            "s.toml: runtime is {'fake': '/usr/bin/python3'}",
+        ),
     ],
 )
 def test_bad_study_files(refused: Any, tmp_path: Path, text: str, line: str) -> None:

@@ -80,7 +80,7 @@ def test_a_stored_pair_needs_no_measurement_and_says_the_same(
     code, text, _ = call("explain", "p.json", "--top", 1)
     assert code == 0 and "more parts" in text and "A: ONNX Runtime" in text and "B: OpenVINO" in text
     page = call("explain", "p.json", "--format", "html")[1]
-    assert page.startswith("<svg") and "<li>OpenVINO takes" in page and "<table" in page
+    assert page.startswith("<!doctype html>") and "<svg" in page and "<li>OpenVINO takes" in page and "<table" in page
     assert call("explain", "p.json", "--format", "csv")[1].startswith("cause,key,parts,")
     assert "\n- OpenVINO takes" in call("explain", "p.json", "--format", "markdown")[1]
 

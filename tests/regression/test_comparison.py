@@ -1,5 +1,6 @@
 """`dyno compare` measures what isn't stored, in turns, and is a gate with three answers."""
 
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -24,6 +25,8 @@ def test_two_files_in_turns_with_a_gate(call: Any, chain: Any, tmp_path: Path) -
     words = ("compare", fast, slow, "--rounds", "3", *QUICK, "--fail-on", "slower=20%", "--out", "run")
     code, out, err = call(*words, "--junit", "ci/junit.xml", "--summary", "summary.md")
     assert code == 1 and "Measured in turns, 6 rounds" in out, err
+    told = re.search(r"after round 2 of 3.*: a/m.onnx and b/m.onnx onnxruntime fp32 b1: (.*)\n", err)
+    assert told and re.fullmatch(r"B takes [\d.]+x.* the time of A \(slower\)\.", told[1]), err
     assert "measured again before it is judged" in err, "suspects have fresh rounds before they fail"
     assert "% is caught in 80 % of comparisons" in out and "layers 2 to 100" in out and "agree" in out
     (suite,) = Xml.parse("ci/junit.xml").getroot()
@@ -44,7 +47,8 @@ def test_a_stored_run_is_measured_again_beside_a_file_with_other_outputs(call: A
     assert call("time", base, *QUICK, "--boundaries", "model", "--out", "base")[0] == 0
     # Three rounds and the largest limit: networks this small differ severalfold on a busy machine.
     words = ("compare", "base", other, "--rounds", "3", "--fail-on", "slower=1000%")
-    code, out, _ = call(*words, "--out", "run")
+    code, out, err = call(*words, "--out", "run")
+    assert "onnxruntime fp32 b1: B gives other outputs than A.\n" in err, "what that means, the gate decides"
     assert code == 3 and "wrong outputs" in out, "a speed that isn't judged passes no gate"
     code, out, _ = call("compare", "run", "--fail-on", "slower=1000%", "--any-outputs")
     assert code == 0 and "A is" in out

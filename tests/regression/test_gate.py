@@ -195,7 +195,7 @@ def test_the_steps_of_the_action(root: Path, chain: Any, tmp_path: Path, git: An
     git(repository)
     chain(model, 100)
     before = model.read_bytes()
-    inputs = {"a": "nets/m.onnx@HEAD", "b": "nets/m.onnx", "options": "--rounds 3 --seconds 0.1 --threads 1"}
+    inputs = {"a": "nets/m.onnx@HEAD", "b": "nets/m.onnx", "options": "--rounds 3\n--seconds 0.1 --threads 1\n"}
     runner = Runner(root, tmp_path, **inputs, **{"fail-on": "slower=20%"})
     (runner.temp / "GITHUB_STEP_SUMMARY").write_text("# of another step\n")
     assert runner.run(repository) == {"Compare": 0, "Report": 0, "Verdict": 1}
@@ -233,8 +233,10 @@ def test_the_job_of_the_gitlab_template(root: Path, tmp_path: Path, fail_on: str
     yaml = pytest.importorskip("yaml")
     (name, job), *others = yaml.safe_load((root / "action" / "gitlab.yml").read_text()).items()
     assert (name, others) == (".dyno", []) and job["artifacts"]["reports"] == {"junit": "dyno/junit.xml"}
-    options = "--backend fake@latency_ms=0.5 --channels 1 --rounds 2 --samples 5"
-    given = {"DYNO_A": "fake:a", "DYNO_B": "fake:b", "DYNO_FAIL_ON": fail_on, "DYNO_OPTIONS": options}
+    options = "--backend fake@latency_ms=0.5 --channels 1\n--rounds 2 --samples 5"
+    given = {
+        "DYNO_A": "fake:a", "DYNO_B": "fake:b", "DYNO_FAIL_ON": fail_on, "DYNO_OPTIONS": options, "DYNO_INSTALL": "",
+    }  # fmt: skip
     assert given.keys() <= job["variables"].keys() and all(isinstance(v, str) for v in job["variables"].values())
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "dyno").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dyno "$@"\n')
@@ -242,8 +244,10 @@ def test_the_job_of_the_gitlab_template(root: Path, tmp_path: Path, fail_on: str
     env = {**os.environ, **job["variables"], **given, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     codes = [
         subprocess.run(["bash", "-eo", "pipefail", "-c", line], cwd=tmp_path, env=env, timeout=1200).returncode
-        for line in (*job["script"], *job["after_script"])
+        for line in (*job["before_script"], *job["script"], *job["after_script"])
     ]
-    assert codes == [ends, 0]
+    assert codes == [0, ends, 0]
+    if ends == 0:
+        assert dyno.Study.from_toml(tmp_path / "dyno/run/study.toml").rounds == 2, "the second line of the options"
     written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("dyno/*"))
     assert written == ([f"dyno/{each}" for each in ("junit.xml", "report", "run", "summary.md")] if ends == 0 else [])

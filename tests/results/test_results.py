@@ -32,7 +32,10 @@ def test_trials_come_in_order_with_rounds_and_arrays(run: Path) -> None:
     results = load_run(run)
     assert [t.label for t in results] == [
         "digits pytorch fp32 b1 64", "digits openvino int8 b1 64", "digits openvino int8 b8 64"]  # fmt: skip
-    trial = results.trials[0]
+    trial = results[0]
+    assert len(results) == 3 and results[-1] is [*results][2] and results[1:] == results.trials[1:]
+    assert repr(trial) == f"TrialResult({trial.id!r}, 'digits pytorch fp32 b1 64', 'ok')"
+    assert repr(results) == f"Results({str(run)!r}, 3 trials)"
     asked = from_json(Job, trial.job).trial
     assert asked is not None and (asked.id, asked.label) == (trial.id, trial.label)
     assert [r.number for r in trial.rounds] == [0, 1, 2]

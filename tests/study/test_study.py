@@ -187,8 +187,8 @@ def test_any_study_comes_back_from_its_own_toml(
         ("models = ['fake:net']\nbatchs = [1]", "unknown key 'batchs' in s.toml; did you mean 'batches'?"),
         ("models = ['fake:net'", "s.toml is not valid TOML: "),
         ("backends = ['fake']", ""),
-        ("models = 'fake:net'\nbudget = 5", "budget is 5; it must be a table"),
-        ("models = 'fake:net'\nrounds = '3'", "rounds is '3'"),
+        ("models = 'fake:net'\nbudget = 5", "s.toml: budget is 5; it must be a table"),
+        ("models = 'fake:net'\nrounds = '3'", "s.toml: rounds is '3'"),
         ("\udcff", "s.toml is not valid TOML"),
     ],
 )
@@ -198,6 +198,24 @@ def test_broken_toml_is_one_line(tmp_path: Path, text: str, message: str) -> Non
         Study.from_toml(tmp_path / "s.toml")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "names_file"),
+    [
+        ("models = 'fake:net'\nrounds = '3'", {"seed": 1}, True),
+        ("models = 'fake:net'", {"rounds": "3"}, False),
+        ("rounds = 3", {"models": "fake:net", "rounds": "3"}, False),
+    ],
+)
+def test_an_error_names_the_file_that_has_it(
+    tmp_path: Path, text: str, given: dict[str, Any], names_file: bool
+) -> None:
+    (tmp_path / "s.toml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        Study.from_toml(tmp_path / "s.toml", **given)
+    assert str(caught.value).startswith("rounds is '3'") is not names_file
+    assert ("s.toml: " in str(caught.value)) is names_file
 
 
 def test_a_file_of_windows_is_read(tmp_path: Path) -> None:

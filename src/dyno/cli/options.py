@@ -7,6 +7,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -56,6 +57,8 @@ Out = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_p
 def _parse_format(format: str) -> str:
     """Raise `UserError` for an unknown format, before anything is measured."""
     check_known("format", format, FORMATS)
+    if format == "html":
+        import_module("jinja2")  # before anything is measured
     return format
 
 

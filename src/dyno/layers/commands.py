@@ -97,13 +97,14 @@ def profile(
 ) -> None:
     """Time every layer in PyTorch and in each engine. By the model's own names, beside the latency."""
     from dyno.layers import files, profiling
+    from dyno.report.report import make_page
 
     if format == "html":
         files.check_library(files.LAYOUT)
     profiled = profiling.profile(*models, save=save, quiet=False, **overrides)
     if format != "html":
         print_tables(profiled.tables, profiled.left_out, format)
-    print(profiled.html, end="")
+    print(make_page(f"Time by layer: {profiled.name}", profiled.html))
     raise typer.Exit(exits.left_out(profiled.left_out))
 
 

@@ -18,6 +18,7 @@ from dyno.layers.reasons import Reason
 from dyno.layers.times import Times
 from dyno.layers.waterfall import Waterfall, draw_waterfall, list_waterfall_tables, make_waterfall
 from dyno.report.export import export, with_sentences
+from dyno.report.report import make_page
 from dyno.report.style import laid_out
 from dyno.report.style import save as save_figure
 from dyno.results.stats import center
@@ -114,7 +115,8 @@ class ExplanationResult:
     def export(self, format: str = "text") -> str:
         """Return the tables and sentences in one of the table formats."""
         if format == "html":
-            return self.html
+            a, b = self.pair.titles
+            return make_page(f"From {a} to {b}", self.html) + "\n"
         if format != "json":
             return with_sentences(self.tables, self.sentences, format)
         found, (a, b) = self.waterfall, self.pair.titles

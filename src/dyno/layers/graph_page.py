@@ -17,7 +17,8 @@ from dyno.layers.align import Flow
 from dyno.layers.graph_files import Timeline, build_timelines
 from dyno.layers.pairs import PairSide
 from dyno.layers.waterfall import Estimates, Waterfall, draw_waterfall, list_waterfall_tables, make_waterfall
-from dyno.report.export import export
+from dyno.report.export import make_list, make_parts
+from dyno.report.report import make_page
 from dyno.report.sections import ExplanationSection
 from dyno.report.style import COLORS, laid_out, svg
 from dyno.results.trial_result import Results
@@ -31,7 +32,7 @@ from dyno.worker.spec import UserError
 # JSON.
 
 SCRIPTS = ("cytoscape.min.js", "cytoscape-dagre.min.js", "layer_graph.js")
-GRAPH_STYLE, TREE_STYLE, PAGE_STYLE = "layer_graph.css", "tree_map.css", "page.css"
+GRAPH_STYLE, TREE_STYLE = "layer_graph.css", "tree_map.css"
 MOST = 3000  # layers that a browser lays out in seconds
 NO_PARTS: Mapping[int, int] = MappingProxyType({})
 
@@ -216,7 +217,7 @@ def _draw_area(
         if node.parts and place["dx"] >= LEAST_WIDTH and place["dy"] >= LEAST_HEIGHT:
             inner = place["dx"] - 2 * EDGE, place["dy"] - HEAD - EDGE
             inside = f'<div class="inside">{_draw_area(node.parts, node.name, *inner, total, kinds)}</div>'
-            shown = f"<span>{name} {share}</span>{inside}"
+            shown = f"<span>{name}: {share}</span>{inside}"
             drawn.append(f'<div class="module" style="{where}" title="{title}">{shown}</div>')
         else:
             tone = "" if node.parts else f";--kind:{kinds.get(node.type, OTHER)}"
@@ -226,24 +227,15 @@ def _draw_area(
 
 def profile_fragment(timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
     """Return the tree maps, then the tables."""
-    return f"{draw_tree_maps(timelines)}\n{export(tables, 'html')}"
+    return f"{draw_tree_maps(timelines)}\n{make_parts(tables)}"
 
 
 def profile_html(name: str, forms: Sequence[LayerGraph], timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
     """Return the whole page of times by layer: `fragment`, and a graph of the form of each timeline."""
     graphs = [draw_graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
     figures = "\n".join(draw_graphs([each]) for each in graphs)
-    return make_page(f"Time by layer: {name}", f"{profile_fragment(timelines, tables)}\n{figures}\n{graph_scripts()}")
-
-
-def make_page(heading: str, body: str) -> str:
-    """Return a page with that heading around the HTML of its body."""
-    title, style = html.escape(heading), _read_file(PAGE_STYLE)
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{style}</style>\n</head>\n'
-        f"<body>\n<h1>{title}</h1>\n{body}\n</body></html>"
-    )
+    body = f"{profile_fragment(timelines, tables)}\n{figures}"
+    return make_page(f"Time by layer: {name}", body, graph=graph_scripts())
 
 
 # The explanation why one form of a model is faster than another, as a section and as a separate page.
@@ -261,8 +253,7 @@ def make_explained_fragment(
     waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str], prefix: str = PREFIX
 ) -> str:
     """Return the chart, the tables and the sentences as a part of a page."""
-    listed = "".join(f"<li>{html.escape(sentence)}</li>\n" for sentence in sentences)
-    return f"{draw_explained_chart(waterfall, prefix)}\n{export(tables, 'html')}\n<ul>\n{listed}</ul>\n"
+    return f"{draw_explained_chart(waterfall, prefix)}\n{make_parts(tables)}\n{make_list(sentences)}"
 
 
 def draw_explained_graphs(waterfall: Waterfall) -> str:
@@ -287,7 +278,7 @@ def make_explained_page(waterfall: Waterfall, tables: Sequence[Table], sentences
     """Return the whole page: the fragment and the graphs."""
     a, b = waterfall.pair.titles
     fragment, graphs = make_explained_fragment(waterfall, tables, sentences), draw_explained_graphs(waterfall)
-    return make_page(f"From {a} to {b}", f"{fragment}\n{graphs}\n{graph_scripts()}")
+    return make_page(f"From {a} to {b}", f"{fragment}\n{graphs}", graph=graph_scripts())
 
 
 # The pairs of a run that `dyno explain RUN A B` explained, as parts of its page.

@@ -11,7 +11,7 @@ from typing import Any
 from dyno.formatting import moment, plain, short, significant
 from dyno.report import style
 from dyno.report.charts import charts
-from dyno.report.export import export
+from dyno.report.export import make_parts
 from dyno.report.report import list_missing, make_page, names_of
 from dyno.report.tables import TableKind, trial_table
 from dyno.report.tables.trial_table import IDENTITY, pick
@@ -174,7 +174,7 @@ def write_chart(table: Table, path: Path) -> None:
         style.save(figure, path)
         return
     drawing = style.svg(figure, "history", on_paper=path.suffix == ".svg")
-    body = f'<div class="chart">{drawing}</div>\n{export([table], "html")}'
+    body = f'<div class="chart">{drawing}</div>\n{make_parts([table])}'
     write_text(path, drawing if path.suffix == ".svg" else make_page(table.title, body))
 
 

@@ -37,10 +37,10 @@ def export(
 ) -> str:
     """Return the tables in one of FORMATS, ending with a line end.
 
-    `csv`, `json` and `html` hold plain values; csv and json have every column, the others those that are printed (or
-    `only` some, or EVERY one in a text too), a part for each of the values of the columns `by`. `about` stands at the
-    beginning of the JSON object, which holds the `columns`, `rows` and `notes` of each of the `tables` by name.
-    UserError for an unknown format or column.
+    `csv`, `json` and `html` (a page) hold plain values; csv and json have every column, the others those that are
+    printed (or `only` some, or EVERY one in a text too), a part for each of the values of the columns `by`. `about`
+    stands at the beginning of the JSON object, which holds the `columns`, `rows` and `notes` of each of the `tables` by
+    name. UserError for an unknown format or column.
     """
     check_known("format", format, FORMATS)
     if format == "json":
@@ -72,7 +72,9 @@ def write_parquet(path: Path, table: Table, about: Mapping[str, Any] | None = No
 
 
 def with_sentences(tables: Sequence[Table], sentences: Sequence[str], format: str) -> str:
-    """Return the tables in text or Markdown with sentences below them; as CSV without."""
+    """Return the tables in text, Markdown or a page with sentences below them; as CSV without."""
+    if format == "html":
+        return _format_page(tables, sentences=sentences)
     text = export(tables, format)
     if format == "csv":
         return text
@@ -133,6 +135,24 @@ def _format_markdown(tables: Sequence[Table], by: By, only: str) -> str:
             heading = markdown(_make_heading(table, part, len(tables) == 1))
             blocks.append(f"### {heading}\n\n{written}" + (below + "\n" if below else ""))
     return "\n".join(blocks)
+
+
+def _format_page(tables: Sequence[Table], by: By = (), only: str = "", sentences: Sequence[str] = ()) -> str:
+    from dyno.report.report import make_page
+
+    body = make_parts(tables, by, only) + make_list(sentences)
+    return make_page(tables[0].title if tables else "", body, heading=False) + "\n"
+
+
+def make_list(sentences: Sequence[str]) -> str:
+    """Return sentences as a list in HTML, "" without any."""
+    listed = "".join(f"<li>{html.escape(sentence)}</li>\n" for sentence in sentences)
+    return f"<ul>\n{listed}</ul>\n" if listed else ""
+
+
+def make_parts(tables: Sequence[Table], by: By = (), only: str = "") -> str:
+    """Return the tables as HTML that stands in a page."""
+    return "\n".join(page_part(each, part) for each in tables for part in each.parts(by, only))
 
 
 def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
@@ -278,7 +298,7 @@ def _pad_text(text: str, width: int, right: bool) -> str:
 FORMATS: dict[str, Callable[[Sequence[Table], By, str], str]] = {
     "text": _format_text, "markdown": _format_markdown, "csv": _format_csv,
     "json": lambda tables, *_: _format_json(tables, {}),
-    "html": lambda tables, *how: "\n".join(page_part(each, part) for each in tables for part in each.parts(*how)),
+    "html": _format_page,
 }  # fmt: skip
 
 

@@ -365,12 +365,16 @@ def _format_html(parts: list[dict[str, Any]], results: str) -> str:
     )
 
 
-def make_page(title: str, body: str) -> str:
-    """Return a page in the report's style around the HTML of its body, with a filter of its tables' rows."""
+def make_page(title: str, body: str, *, heading: bool = True, graph: str = "") -> str:
+    """Return a page in the report's style around the HTML of its body, with a filter of its tables' rows.
+
+    `heading` is whether the title is shown, and `graph` are the scripts of graphs in the body.
+    """
     from markupsafe import Markup
 
-    content = f"<section><h1>{escape(title)}</h1>\n{body}</section>"
-    return _render_page("base.html.j2", title=title, content=Markup(content), graph="")
+    shown = f"<h1>{escape(title)}</h1>\n" * heading
+    content = Markup(f"<section>{shown}{body}</section>")
+    return _render_page("base.html.j2", title=title or "Dyno", content=content, graph=graph)
 
 
 def _render_page(template: str, *, graph: str, **values: Any) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -147,7 +147,7 @@ UNFINISHED = "unfinished"
 SEVERITY = ("ok", UNFINISHED, "skipped", "failed", "timeout", "oom", "crashed")
 
 
-@dataclass
+@dataclass(repr=False)
 class TrialResult:
     """A trial and all of its rounds; `job` is the stored job.json.
 
@@ -167,6 +167,9 @@ class TrialResult:
     form: Form | None = None  # of a file that has another of the same network beside it
     placement: Placement | None = None  # in a study on several devices
     computed: dict[str, Any] = field(default_factory=dict)  # results that are computed once, by name
+
+    def __repr__(self) -> str:
+        return f"TrialResult({self.id!r}, {self.label!r}, {self.status!r})"
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -425,7 +428,7 @@ def clock_of(boundary: str, *trials: TrialResult) -> str:
     return GPU if timed and all(r.measurement("latency", boundary, GPU) for r in timed) else HOST
 
 
-@dataclass
+@dataclass(repr=False)
 class Results:
     """A run folder: its trials in a stable order, its environment, and what in it could not be read.
 
@@ -452,8 +455,23 @@ class Results:
     def name(self) -> str:
         return self.folder.resolve().name
 
+    def __repr__(self) -> str:
+        return f"Results({str(self.folder)!r}, {len(self)} trials)"
+
     def __iter__(self) -> Iterator[TrialResult]:
         return iter(self.trials)
+
+    def __len__(self) -> int:
+        return len(self.trials)
+
+    @overload
+    def __getitem__(self, place: int) -> TrialResult: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[TrialResult]: ...
+
+    def __getitem__(self, place: int | slice) -> TrialResult | list[TrialResult]:
+        return self.trials[place]
 
     def trial(self, id: str) -> TrialResult:
         """Return the trial with that id, or with an id that begins so; UserError unless it is exactly one."""

@@ -268,10 +268,13 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             check_known("key", key, tuple(f.name for f in dataclasses.fields(cls)), f" in {path.name}")
         if not (table.keys() | changes.keys()) >= {"models"}:
             raise UserError(f'{path} names no models; write models = ["torchvision:resnet18"], or the like')
+        own = {**(usual or {}), **table}
         try:
-            return cls(**{**(usual or {}), **table, **changes})
+            return cls(**{**own, **changes})
         except TypeError as e:
             raise UserError(f"{path}: {e}") from e
+        except UserError as e:
+            raise UserError(f"{path}: {e}" if not changes or _refuses(cls, own, str(e)) else str(e)) from e
 
     def to_table(self) -> dict[str, Any]:
         """Return the study as a TOML table: everything that isn't at its default."""
@@ -401,6 +404,15 @@ def _make_tuple(value: Any) -> tuple[Any, ...]:
     if _in_memory(value):  # some modules can be iterated over
         return (value,)
     return several(value)
+
+
+def _refuses(study: type[Study], settings: Mapping[str, Any], message: str) -> bool:
+    """Return whether these settings alone are refused with that message."""
+    try:
+        study(**settings)
+    except (TypeError, UserError) as e:
+        return str(e) == message
+    return False
 
 
 def _format_toml(value: Any) -> str:

@@ -63,7 +63,7 @@ def print_load(result: LoadResult, format: str) -> None:
     """Print the tables of a load and, for people, the sentences on them."""
     from dyno.report.export import export, with_sentences
 
-    if result.tables and format in ("text", "markdown"):
+    if result.tables and format in ("text", "markdown", "html"):
         print(with_sentences(result.tables, result.sentences, format), end="")
     elif result.tables:
         print(export(result.tables, format), end="")

@@ -1,6 +1,7 @@
 """Tables that are made from a run: agreement, when a preparation has paid off, variance, and the text of any."""
 
 import math
+import pickle
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from dyno.report.charts import charts
 from dyno.report.export import export
 from dyno.report.tables import accuracy_tables, frontier_table, trial_table, variance_tables
 from dyno.results.trial_result import Results, load_run
-from dyno.table import TEXT, Column, Table
+from dyno.table import EVERY, TEXT, Column, Table, missing
 from dyno.worker.record import read_json, write_json
 from dyno.worker.spec import UserError
 from synthetic import Way
@@ -106,7 +107,7 @@ def test_images_whose_detections_differ_are_listed_and_drawn(tmp_path: Path) -> 
     np.save(data / "images.npy", np.full((5, 3, 64, 64), 90, np.uint8))
     np.save(data / "sizes.npy", np.tile([50, 100], (5, 1)))
     write_json(data / "meta.json", {"sha256": detected.SHA})
-    write_json(data / "names.json", {"names": [f"{k}.jpg" for k in range(5)]})
+    write_json(data / "names.json", {"names": [f"images/val/{k}.jpg" for k in range(5)]})
     for path in folder.glob("trials/*/r0/job.json"):
         job = read_json(path)
         job["trial"]["data"]["folder"] = str(data)
@@ -114,7 +115,7 @@ def test_images_whose_detections_differ_are_listed_and_drawn(tmp_path: Path) -> 
     run = trial_table.read_trials(folder)
     table = accuracy_tables.BOX_FLIPS.table(run)
     assert [[row[k] for k in ("image", "file", "lost", "gained", "renamed")] for row in table.rows] == [
-        [1, "1.jpg", 1, 0, 1], [2, "2.jpg", 0, 1, 0]]  # fmt: skip
+        [1, "images/val/1.jpg", 1, 0, 1], [2, "images/val/2.jpg", 0, 1, 0]]  # fmt: skip
     low, high = (100 * limit for limit in binomtest(2, 5).proportion_ci(method="wilson"))
     counts = f"2 of 5 images differ, 40.0 % [{low:.1f}, {high:.1f}]: 1 lost, 1 gained, 1 of another class"
     assert table.notes[1].endswith(f": {counts}.")
@@ -125,6 +126,27 @@ def test_images_whose_detections_differ_are_listed_and_drawn(tmp_path: Path) -> 
     assert [line.get_linestyle() for line in (*first.lines, *second.lines)] == ["-", "-", "--", "--"]
     corner = first.lines[0].get_xydata()[0]  # (0, 0) of 100 x 50 lies 16 pixels down in 64 x 64
     np.testing.assert_allclose(corner, (-0.5, 15.5))
+
+
+def test_a_table_that_was_pickled_prints_the_same(root: Path) -> None:
+    """In text every column is printed, those of closures too, and the notes below each part."""
+    every = tables.named(trial_table.read_trials(root / "tests/golden/run"), "all")
+    assert any(table.below for table in every) and any(c.cell for table in every for c in table.columns)
+    for table in every:
+        again = pickle.loads(pickle.dumps(table))
+        for format in ("text", "markdown", "csv", "json"):
+            assert export([again], format) == export([table], format), table.name
+        assert export([again], only=EVERY) == export([table], only=EVERY)
+        assert again.to_pandas().equals(table.to_pandas())
+
+
+def test_every_table_is_a_frame_with_the_numbers_of_its_rows(root: Path) -> None:
+    """File sizes in MB stand in one column with whole numbers of layers."""
+    for table in tables.named(trial_table.read_trials(root / "tests/golden/run"), "all"):
+        frame = table.to_pandas()
+        for column in table.columns:
+            values = [None if missing(row.get(column.name)) else row[column.name] for row in table.rows]
+            assert [None if missing(value) else value for value in frame[column.name]] == values, table.name
 
 
 def made(path: Path, *ways: Way) -> pd.DataFrame:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ import moving_photos as videos
 from dyno.worker.spec import UserError
 from dyno.worker.tasks.postprocess import Detections, encode_mask
 from dyno.worker.video import opening
+from dyno.worker.video.alone import CHUNK, StageCopy
 from dyno.worker.video.decoding import VideoSource
 from dyno.worker.video.drawing import COLOURS, draw_detections
 from dyno.worker.video.encoding import VideoSink
-from dyno.worker.video.media import Frame, Picture, Planes, Rgb
+from dyno.worker.video.media import Batch, Frame, Picture, Planes, Rgb
 from dyno.worker.video.opening import CaptureSource, WriterSink
 from dyno.worker.video.options import VideoOptions
 
@@ -228,3 +230,19 @@ def test_a_wrong_option_is_one_line(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
         VideoOptions(**options)
     assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_stages_alone_draw_masks_on_images_of_several_sizes(once: bool) -> None:
+    """Answers of the first image are given for all; a mask of 60 x 80 doesn't fit one of 90 x 50."""
+    frames = [Frame(k, Rgb(np.zeros((*size, 3), np.uint8)), 0) for k, size in enumerate([(60, 80), (90, 50)])]
+    source = SimpleNamespace(once=once, read=lambda: iter([dataclasses.replace(frame) for frame in frames]))
+    preparation = SimpleNamespace(
+        batch=1, size=(64, 64), new_feed=dict, write=lambda *_: None, complete=lambda *_: None
+    )
+    reader = SimpleNamespace(detections=lambda *_: [found(60, 80)])
+    shown: list[tuple[int, int]] = []
+    sink = SimpleNamespace(write=lambda frame: shown.append(frame.size))
+    copy: Any = StageCopy
+    copy(source, preparation, reader, None, sink, Batch(frames[:1], {})).turn()
+    assert shown == [(60, 80)] * CHUNK

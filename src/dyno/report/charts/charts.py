@@ -716,7 +716,7 @@ def draw_flips(run: RunData) -> Any:
     if not strips:
         return None
     with styled() as figure_class:
-        figure = figure_class(figsize=(WIDTH, 1.75 * len(strips)), layout="constrained")
+        figure = figure_class(figsize=(WIDTH, 1.85 * len(strips)), layout="constrained")
         for part, (title, pictures) in zip(
             np.atleast_1d(figure.subfigures(len(strips), 1, squeeze=True)), strips, strict=True
         ):
@@ -767,10 +767,11 @@ def _find_box_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
                 boxes = tuple(each * scale + margin for each in (flip.reference, flip.own))
                 counts = (flip.lost, "lost"), (flip.gained, "gained"), (flip.renamed, "other class")
                 below = "\n".join(f"{count} {name}" for count, name in counts if count)
-                pictures.append(FlipPicture(pixels, photographs.name(flip.image)[-LONGEST_ANSWER:], below, boxes))
+                name = short(photographs.name(flip.image).rpartition("/")[2], LONGEST_ANSWER)
+                pictures.append(FlipPicture(pixels, name, below, boxes))
         if pictures:
-            title = f"{short(t.label, LONGEST)} against {reference.configuration}"
-            yield f"{title}: {found.describe()}", pictures
+            title = f"{short(t.label, LONGEST)} against {short(reference.configuration, LONGEST)}"
+            yield f"{title}:\n{found.describe()}", pictures
 
 
 def _draw_picture(axes: Any, picture: FlipPicture) -> None:

@@ -75,7 +75,13 @@ def pivot(
         STATISTIC,
         *pick(*KEYS),
         *(
-            Column(name, "of this configuration", kind=shown, cell=_make_formatter(name, shown))
+            # A column has all statistics, of which only some are whole numbers.
+            Column(
+                name,
+                "of this configuration",
+                kind=NUMBER if shown == COUNT else shown,
+                cell=_make_formatter(name, shown),
+            )
             for name in configurations
         ),
     )

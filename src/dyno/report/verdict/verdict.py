@@ -87,6 +87,8 @@ def answer_so_far(run: RunData) -> ProvisionalAnswer:
     """Return the answer from the rounds that are stored so far."""
     found = read_verdict(run)
     sentences = [each.text for each in found.wrong] + [each.sentence for each in found.decisions]
+    if any(t.side for t in run.records):
+        sentences = [*_describe_sides(run)]
     rows = []
     for ranking in rank_goals(run)[:1]:
         for _, row in ranking.ranked(LATENCY).iterrows():
@@ -94,6 +96,19 @@ def answer_so_far(run: RunData) -> ProvisionalAnswer:
             shown = "" if missing(row["speedup"]) else ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
             rows.append((ranking.configuration(row), ms(row[LATENCY]), "reference" if is_reference else shown))
     return ProvisionalAnswer([plain(sentence) for sentence in sentences], rows)
+
+
+def _describe_sides(run: RunData) -> Iterator[str]:
+    """Yield a sentence for each pair of a comparison; whether other outputs count, its gate decides."""
+    for _, row in run.frame.iterrows():
+        b = run.trials[row["trial"]]
+        if b.side == "b" and b.good and row["reference"] not in ("", row["trial"]):
+            if missing(row["speedup"]):
+                told = "B gives other outputs than A" if str(row["verdict"]).startswith(WRONG) else str(row["verdict"])
+            else:
+                times = 1 / row[["speedup", "speedup_high", "speedup_low"]].astype(float)
+                told = f"B takes {ratio(*times)} the time of A ({row['verdict']})"
+            yield f"{b.model} {b.pair} b{b.batch}: {told}."
 
 
 def list_sentences(run: RunData) -> list[str]:

@@ -226,8 +226,12 @@ class StageCopy:
             if (number + 1) % size == 0 or number + 1 == len(frames):
                 self._preparation.complete(self._feed, number % size + 1)
                 self._answer.work(self._answered)
-        likes = itertools.cycle(self._answered.frames)
-        frames = [replace(frame, packets=[], detections=next(likes).detections) for frame in frames]
+        # Masks are of the size of the frame they were found in: in images of several sizes that frame is taken itself.
+        pairs = zip(frames, itertools.cycle(self._answered.frames), strict=False)
+        frames = [
+            replace(frame if frame.size == like.size else like, packets=[], detections=like.detections)
+            for frame, like in pairs
+        ]
         if self._tracker is not None:
             for frame in frames:
                 self._tracker.identify(frame)
