@@ -63,6 +63,7 @@ def convert_mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any,
     from onnxconverter_common import float16
 
     _own_outputs(model.graph)
+    _describe_once(model.graph)
     named(model.graph)
     blocked_types = sorted({*sensitive(), *blocked})
     _own_weights(
@@ -124,6 +125,13 @@ def _own_outputs(graph: Any) -> None:
     graph.node.extend(onnx.helper.make_node("Identity", [inside], [out]) for out, inside in shared.items())
 
 
+def _describe_once(graph: Any) -> None:
+    """Drop inner types of the graph's inputs and outputs: the converter would change those and believe the others."""
+    ends = {value.name for value in (*graph.input, *graph.output)}
+    for value in [value for value in graph.value_info if value.name in ends]:
+        graph.value_info.remove(value)
+
+
 def _own_weights(graph: Any, nodes: list[Any]) -> None:
     """Give nodes that stay in FP32 their own copy of a weight that others read too.
 
@@ -173,7 +181,7 @@ def _keep_outputs(graph: Any, original: Any) -> None:
 
 
 def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[str]:
-    """Return the names of the nodes that read or write values beyond FP16's range on this input.
+    """Return the names of the nodes that read or write values beyond FP16's range on this input, weights included.
 
     They are computed with the FP32 model: a CPU without FP16 kernels computes the converted one in FP32 without
     overflow.
@@ -188,7 +196,18 @@ def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[
         ranges = calibrator.compute_data().data
     limit = float(np.finfo(np.float16).max)
     large = {name for name, seen in ranges.items() if np.abs([*seen.range_value]).max() > limit}
+    large |= {tensor.name for tensor in model.graph.initializer if _exceeds(tensor, limit)}
     return [node.name for node in model.graph.node if large & {*node.input, *node.output}]
+
+
+def _exceeds(tensor: Any, limit: float) -> bool:
+    """Return whether a float32 weight holds a finite number beyond `limit`."""
+    import onnx
+
+    if tensor.data_type != onnx.TensorProto.FLOAT:
+        return False
+    values = np.abs(onnx.numpy_helper.to_array(tensor))
+    return bool((np.isfinite(values) & (values > limit)).any())
 
 
 # BF16 ONNX graphs: the mixed-precision conversion of `fp16`, and their emulation on a CPU to check them.
