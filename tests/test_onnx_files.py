@@ -586,6 +586,17 @@ def test_the_verdict_says_that_float64_is_computed_in_float32(call: Any) -> None
     )
 
 
+def test_the_verdict_says_that_a_graph_runs_as_in_training(call: Any) -> None:
+    model = network(["n", 3, 24, 24], opset=13)
+    model.graph.node[1].input[0] = "normal"
+    normalised = h.make_node("BatchNormalization", ["c", *"kkkk"], ["normal", "mean", "var", "saved_mean", "saved_var"])
+    model.graph.node.insert(1, normalised)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(6, np.float32), "k"))
+    onnx.save(model, "training.onnx")
+    _, out, _ = call("run", "training.onnx", *QUICK[:-1], "onnxruntime", "-o", "run", code=0)
+    assert "training: the graph runs as in training (BatchNormalization): its outputs" in " ".join(out.split())
+
+
 def test_outputs_below_the_absolute_tolerance_are_not_called_close(call: Any) -> None:
     """The second network gives -5 times the outputs of the first, which lie around 1e-29."""
     weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32) * np.float32(1e-30)
