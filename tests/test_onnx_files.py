@@ -586,6 +586,13 @@ def test_the_verdict_says_that_float64_is_computed_in_float32(call: Any) -> None
     )
 
 
+def test_an_export_takes_the_length_of_a_free_axis(call: Any) -> None:
+    saved("(float[N, length, 8] x) => (float[N, length, 4] y) { y = MatMul(x, w) }", w=np.ones((8, 4), np.float32))
+    words = ("export", "net.onnx", "--precision", "fp16", "-o", "half.onnx")
+    call(*words, "--shapes", "x:batchx16x8", code=0)
+    assert onnx.load("half.onnx").graph.input[0].type.tensor_type.shape.dim[1].dim_param == "length"
+
+
 def test_the_verdict_says_that_a_graph_runs_as_in_training(call: Any) -> None:
     model = network(["n", 3, 24, 24], opset=13)
     model.graph.node[1].input[0] = "normal"

@@ -242,6 +242,17 @@ def test_weights_that_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file: Any,
     assert made.made_by.check.max_difference < 0.02 * made.made_by.check.max_output
 
 
+def test_a_graph_inside_a_node_reads_what_was_computed_before(onnx_file: Any) -> None:
+    """Casts are added behind the softmax, of which the converter's own order of nodes doesn't see the reader."""
+    path = onnx_file(f"""{ENDS} {{
+        share = Softmax(input)
+        output = If(flag) <then_branch = yes () => (float[batch, 1, 8, 8] a) {{ a = Abs(share) }},
+                           else_branch = no () => (float[batch, 1, 8, 8] b) {{ b = Neg(share) }}>
+    }}""", flag=np.bool_(True))  # fmt: skip
+    converted, _ = half_precision.convert_mixed(onnx.load(path), set(), [])
+    onnx.checker.check_model(converted, full_check=True)
+
+
 def test_an_output_that_is_described_twice_is_converted(onnx_file: Any) -> None:
     """A detector that a package ships lists its output among the inner values, too."""
     model = onnx.load(onnx_file(f"{ENDS} {{ output = Softmax(input) }}"))

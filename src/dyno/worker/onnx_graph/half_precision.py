@@ -14,9 +14,9 @@ import numpy as np
 
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import example, reader
-from dyno.worker.onnx_graph.graph_facts import copied, read_graph_facts, set_nodes
+from dyno.worker.onnx_graph.graph_facts import copied, read_graph_facts, reads_of, set_nodes
 from dyno.worker.onnx_graph.placement import decoding, named
-from dyno.worker.onnx_graph.repair import convert_opset, read_opset, retype
+from dyno.worker.onnx_graph.repair import convert_opset, order, read_opset, retype
 from dyno.worker.spec import Artifact, Recipe, UserError
 
 # Softmax, normalisations and exponentials lose the most in half precision: their values span too many magnitudes.
@@ -82,6 +82,7 @@ def convert_mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any,
             op_block_list=blocked_types,
             node_block_list=[*large, *own_casts],
         )
+    order(converted)  # the converter's own order overlooks what the graphs inside nodes read
     _skip_round_trips(converted.graph)
     _keep_outputs(converted.graph, model.graph)
     return converted, _summarise_warnings([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
@@ -165,7 +166,7 @@ def _skip_round_trips(graph: Any) -> None:
                 node.input[k] = down[up[name]]
     # Without readers, the second cast of a pair goes first, then the first one.
     for pair in (up, down):
-        read = {name for node in graph.node for name in node.input} | {out.name for out in graph.output}
+        read = {name for node in graph.node for name in reads_of(node)} | {out.name for out in graph.output}
         for node in [n for n in graph.node if n.output[0] in pair and n.output[0] not in read]:
             graph.node.remove(node)
     del graph.value_info[:]  # describes tensors that are gone
