@@ -593,6 +593,14 @@ def test_an_export_takes_the_length_of_a_free_axis(call: Any) -> None:
     assert onnx.load("half.onnx").graph.input[0].type.tensor_type.shape.dim[1].dim_param == "length"
 
 
+def test_the_verdict_says_that_labels_follow_names_as_text(call: Any) -> None:
+    for k, name in enumerate(("1", "2", "3", "4", "5", "10")):
+        drawn.photographs(Path("photos") / name, count=2, height=45, width=54, block=9 + k)
+    onnx.save(network(["n", 3, 24, 24]), "net.onnx")
+    _, out, _ = call("run", "net.onnx", *QUICK[:-1], "onnxruntime", "--data", "photos", "-o", "run", code=0)
+    assert "Labels: classes are numbered in the order of their names as text, so class 1 is '10'" in out
+
+
 def test_the_verdict_says_that_a_graph_runs_as_in_training(call: Any) -> None:
     model = network(["n", 3, 24, 24], opset=13)
     model.graph.node[1].input[0] = "normal"
