@@ -112,6 +112,16 @@ def test_a_batch_that_the_model_does_not_take_is_refused(call: Any, refused: Any
     assert set(table(Path("r"))["batch"]) == {2}
 
 
+def test_an_array_named_input_is_that_of_a_single_input_of_another_name(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "double.py").write_text(
+        "import torch\n\nclass Double(torch.nn.Module):\n    def forward(self, pixels):\n        return 2 * pixels\n"
+    )
+    x = np.random.default_rng(0).standard_normal((4, 5)).astype(np.float32)
+    np.savez("feeds.npz", input=x)
+    call("run", "double.py:Double", "--backend", "pytorch", *QUICK, "--input", "feeds.npz", "--out", "r", code=0)
+    np.testing.assert_allclose(outputs(Path("r"))["pytorch"]["output"][:4], 2 * x)
+
+
 def test_arrays_of_a_file_are_what_is_fed(call: Any, nets: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4, 1, 400)).astype(np.float32)

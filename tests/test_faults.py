@@ -567,3 +567,12 @@ def test_a_full_disk_is_told_from_words_and_causes(tmp_path: Path) -> None:
     other.__cause__ = OSError(errno.EDQUOT, "quota")
     with pytest.raises(OSError, match="quota"):
         system.raise_if_disk_full(other, tmp_path)
+
+
+def test_a_current_folder_that_was_removed_is_one_line(tmp_path: Path) -> None:
+    line = f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} -m dyno {' '.join(FAKE)}"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=environment(Runtime()), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == "dyno: the current folder no longer exists; change to another one (cd)"

@@ -586,6 +586,32 @@ def test_the_verdict_says_that_float64_is_computed_in_float32(call: Any) -> None
     )
 
 
+def test_an_export_takes_the_length_of_a_free_axis(call: Any) -> None:
+    saved("(float[N, length, 8] x) => (float[N, length, 4] y) { y = MatMul(x, w) }", w=np.ones((8, 4), np.float32))
+    words = ("export", "net.onnx", "--precision", "fp16", "-o", "half.onnx")
+    call(*words, "--shapes", "x:batchx16x8", code=0)
+    assert onnx.load("half.onnx").graph.input[0].type.tensor_type.shape.dim[1].dim_param == "length"
+
+
+def test_the_verdict_says_that_labels_follow_names_as_text(call: Any) -> None:
+    for k, name in enumerate(("1", "2", "3", "4", "5", "10")):
+        drawn.photographs(Path("photos") / name, count=2, height=45, width=54, block=9 + k)
+    onnx.save(network(["n", 3, 24, 24]), "net.onnx")
+    _, out, _ = call("run", "net.onnx", *QUICK[:-1], "onnxruntime", "--data", "photos", "-o", "run", code=0)
+    assert "Labels: classes are numbered in the order of their names as text, so class 1 is '10'" in out
+
+
+def test_the_verdict_says_that_a_graph_runs_as_in_training(call: Any) -> None:
+    model = network(["n", 3, 24, 24], opset=13)
+    model.graph.node[1].input[0] = "normal"
+    normalised = h.make_node("BatchNormalization", ["c", *"kkkk"], ["normal", "mean", "var", "saved_mean", "saved_var"])
+    model.graph.node.insert(1, normalised)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(6, np.float32), "k"))
+    onnx.save(model, "training.onnx")
+    _, out, _ = call("run", "training.onnx", *QUICK[:-1], "onnxruntime", "-o", "run", code=0)
+    assert "training: the graph runs as in training (BatchNormalization): its outputs" in " ".join(out.split())
+
+
 def test_outputs_below_the_absolute_tolerance_are_not_called_close(call: Any) -> None:
     """The second network gives -5 times the outputs of the first, which lie around 1e-29."""
     weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32) * np.float32(1e-30)

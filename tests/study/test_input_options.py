@@ -18,9 +18,11 @@ def test_shapes_with_and_without_a_type() -> None:
     found = input_options.shapes(["a:1x3", "onnx::x:2x4x8", "ids:batchx128:int64"])
     assert found["a"] == {"shape": [1, 3]} and found["onnx::x"] == {"shape": [2, 4, 8]}
     assert found["ids"] == {"shape": ["batch", 128], "dtype": "int64"}
+    found = input_options.shapes(["sr::int64", "onnx::y::int64"])
+    assert found == {name: {"shape": [], "dtype": "int64"} for name in ("sr", "onnx::y")}, "numbers"
 
 
-@pytest.mark.parametrize("text", ["1x3", "a:", "a:1xb", ":1x3", "a:0x3", "a:-1x3"])
+@pytest.mark.parametrize("text", ["1x3", "a:", "a:1x3:", "a:1xb", ":1x3", "::int64", "a:0x3", "a:-1x3"])
 def test_a_broken_shape_is_named(text: str) -> None:
     with pytest.raises(UserError, match="is not NAME:1x3x224x224"):
         input_options.shapes([text])

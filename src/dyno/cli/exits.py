@@ -170,6 +170,7 @@ def end(app: typer.Typer) -> None:
     try:
         _check_words(sys.argv[1:])
         _check_memory()
+        _check_folder()
         code = app(prog_name="dyno", standalone_mode=False)
         if code == INTERRUPTED:  # what typer makes of an interrupt
             raise KeyboardInterrupt
@@ -231,6 +232,14 @@ def _check_memory() -> None:
             f"memory is limited to {allowed >> 20:,} MiB (ulimit -v), which is too little; "
             f"allow {LEAST_MEMORY_B >> 20:,} MiB or more"
         )
+
+
+def _check_folder() -> None:
+    """Refuse a current folder that was removed, in which jobs end while they import their libraries."""
+    try:
+        os.getcwd()  # noqa: PTH109 - Path.cwd() is the same call
+    except FileNotFoundError as e:
+        raise UserError("the current folder no longer exists; change to another one (cd)") from e
 
 
 def _check_words(words: Sequence[str]) -> None:

@@ -302,7 +302,7 @@ def _build_trial(study: Study, precision: str, batch: int) -> Trial:
     size = sizes(study, inspection)[0]
     data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
     runtime = Runtime(threads=system.physical_cores())
-    return Trial(model, "", precision, Dims(batch, *size), data=data, runtime=runtime)
+    return Trial(model, "", precision, Dims(batch, *size, inspection.shapes), data=data, runtime=runtime)
 
 
 def _make_file(recipe: Recipe | None, out: Path) -> ExportedFile:

@@ -17,6 +17,7 @@ from dyno.data import cache as store
 from dyno.data.decode import Progress, Transform, decode_images, find_library_version, read_sizes, warn_left_out
 from dyno.worker.extras import install
 from dyno.worker.spec import DataSpec, Unavailable, UserError, absolute
+from dyno.worker.tasks.classify import TEXT_ORDER
 
 EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
 # Images too, of formats that aren't read.
@@ -192,8 +193,8 @@ def warn_number_order(names: list[str]) -> list[str]:
         return []
     k = next(k for k, name in enumerate(sorted(names, key=int)) if name != names[k])
     return [
-        f"classes are numbered in the order of their names as text, so class {k} is {names[k]!r}; for a network that "
-        "was trained in the order of their numbers give names of one length (01, 02, 10), or a table of path,label"
+        f"{TEXT_ORDER}, so class {k} is {names[k]!r}; for a network that was trained in the order of their numbers "
+        "give names of one length (01, 02, 10), or a table of path,label"
     ]
 
 

@@ -20,7 +20,7 @@ TYPES = (
     "float32", "float16", "float64", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
 )  # fmt: skip
 AXIS = r"(?:batch|height|width|\d+)"
-SHAPE = re.compile(rf"(.+):({AXIS}(?:x{AXIS})*)(?::([A-Za-z]\w*))?")
+SHAPE = re.compile(rf"(.+):({AXIS}(?:x{AXIS})*|(?=:))(?::([A-Za-z]\w*))?")
 BOOLS = {"true": True, "false": False}
 OTHER_KINDS = {"U": "text", "S": "text", "c": "complex numbers", "M": "dates", "m": "durations",
                "V": "values of a type that NumPy doesn't have"}  # fmt: skip
@@ -41,12 +41,12 @@ def overrides(inputs: Iterable[str], input_shapes: Iterable[str]) -> dict[str, d
 
 
 def shapes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Parse the shape and type by input from `NAME:1x3x224x224` or `NAME:batchx128:int64`."""
+    """Parse shape and type by input from `NAME:1x3x224x224`, `NAME:batchx128:int64` or, of a scalar, `NAME::int64`."""
     by_name: dict[str, dict[str, Any]] = {}
     for text in texts:
         parts = SHAPE.fullmatch(text)
-        axes = [int(axis) if axis.isdecimal() else axis for axis in parts[2].split("x")] if parts else []
-        if parts is None or axes[0] == 0 or axes.count("batch") > 1:
+        axes = [int(axis) if axis.isdecimal() else axis for axis in re.findall(AXIS, parts[2])] if parts else []
+        if parts is None or axes[:1] == [0] or axes.count("batch") > 1:
             raise UserError(f"shape {text!r} is not NAME:1x3x224x224 or NAME:batchx128:int64, with one batch")
         if parts[3] is not None:
             check_known(f"type of input {parts[1]!r}", parts[3], TYPES)

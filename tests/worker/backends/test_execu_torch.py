@@ -4,6 +4,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from dyno.jobs.launcher import launch
 from dyno.worker import registry
 from dyno.worker.backends import execu_torch
-from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Option, Runtime, Trial, Unavailable
+from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Option, Runtime, Trial, Unavailable, UserError
 
 EXECUTORCH = registry.find("executorch")
 PYTHON = os.environ.get("DYNO_TEST_EXECUTORCH", "")
@@ -46,6 +47,23 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "executorch", None)
     with pytest.raises(Unavailable, match=r"executorch can't be imported .*--python executorch=PATH"):
         execu_torch._import_library()
+
+
+def test_operators_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(path: Path) -> None:
+        raise RuntimeError("Failed to load method forward, error: 0x:14")
+
+    operators = [SimpleNamespace(name=f"aten::{name}", overload="out") for name in ("relu", "_adaptive_avg_pool2d")]
+    plan = SimpleNamespace(name="forward", operators=operators)
+    library = SimpleNamespace(
+        Runtime=SimpleNamespace(get=lambda: SimpleNamespace(load_program=refuse)),
+        _get_operator_names=lambda: ["aten::relu.out"],
+        deserialize_pte_binary=lambda data: SimpleNamespace(execution_plan=[plan]),
+    )
+    monkeypatch.setattr(execu_torch, "_import_library", lambda module="": library)
+    (tmp_path / "net.pte").write_bytes(b"")
+    with pytest.raises(UserError, match=r"has no kernel for aten::_adaptive_avg_pool2d\.out, which is in .*net\.pte"):
+        execu_torch.open_program(str(tmp_path / "net.pte"))
 
 
 @needs_it

@@ -228,6 +228,40 @@ def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file
     assert kinds[next(node for node in graph.node if node.name == "sum").output[0]] == onnx.TensorProto.FLOAT16
 
 
+def test_weights_that_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file: Any, tmp_path: Path) -> None:
+    """A batch norm of PP-OCRv4 has such weights, and values within FP16's range behind it."""
+    path = onnx_file(ENDS + """{
+        [tiny] small = Mul(input, little)
+        [scale] one = Mul(small, big)
+        [last] output = Mul(one, half)
+    }""", little=np.float32([1e-5]), big=np.float32([1e5]), half=np.float32([0.5]))  # fmt: skip
+    folder = tmp_path / "made"
+    folder.mkdir()
+    made = OnnxPrecision().make(recipe(digits, "fp16"), replace(digits.artifact, path=str(path)), folder)
+    assert made.made_by.warnings == ("kept in FP32, as their values exceed what FP16 holds: scale",)
+    assert made.made_by.check.max_difference < 0.02 * made.made_by.check.max_output
+
+
+def test_a_graph_inside_a_node_reads_what_was_computed_before(onnx_file: Any) -> None:
+    """Casts are added behind the softmax, of which the converter's own order of nodes doesn't see the reader."""
+    path = onnx_file(f"""{ENDS} {{
+        share = Softmax(input)
+        output = If(flag) <then_branch = yes () => (float[batch, 1, 8, 8] a) {{ a = Abs(share) }},
+                           else_branch = no () => (float[batch, 1, 8, 8] b) {{ b = Neg(share) }}>
+    }}""", flag=np.bool_(True))  # fmt: skip
+    converted, _ = half_precision.convert_mixed(onnx.load(path), set(), [])
+    onnx.checker.check_model(converted, full_check=True)
+
+
+def test_an_output_that_is_described_twice_is_converted(onnx_file: Any) -> None:
+    """A detector that a package ships lists its output among the inner values, too."""
+    model = onnx.load(onnx_file(f"{ENDS} {{ output = Softmax(input) }}"))
+    model.graph.value_info.extend([*model.graph.input, *model.graph.output])
+    converted, _ = half_precision.convert_mixed(model, set(), [])
+    onnx.checker.check_model(converted, full_check=True)
+    assert converted.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_cast_that_the_graph_has_of_itself_meets_the_type_around_it(
     digits: Any, onnx_file: Any, tmp_path: Path, precision: str

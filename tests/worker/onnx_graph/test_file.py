@@ -136,6 +136,16 @@ def test_a_file_of_weights_that_is_cut_short_is_one_line(weighty: Path) -> None:
         read_layers(str(weighty), {"x": (256,)})
 
 
+@pytest.mark.parametrize(("key", "text"), [("offset", "-4"), ("offset", "0x10"), ("length", "-1")])
+def test_a_place_that_no_file_has_is_one_line(weighty: Path, key: str, text: str) -> None:
+    model = onnx.load(weighty, load_external_data=False)
+    for entry in model.graph.initializer[0].external_data:
+        entry.value = text if entry.key == key else entry.value
+    weighty.write_bytes(model.SerializeToString())
+    with pytest.raises(UserError, match=rf"keeps w in another file, at an impossible {key} '{text}'; export it again"):
+        onnx_weights.check_files_beside(str(weighty))
+
+
 W = np.random.default_rng(0).standard_normal((16, 16), np.float32)
 Q = np.clip(W * 40, -127, 127).astype(np.int8)
 PRODUCT = h.make_node("MatMul", ["x", "w"], ["y"])

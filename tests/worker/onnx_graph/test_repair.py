@@ -102,8 +102,20 @@ def test_what_runs_as_in_training_has_a_warning(tmp_path: Path, training: bool) 
     values = {"b": np.ones(3, np.float32), **flags}
     model.graph.initializer.extend(numpy_helper.from_array(np.asarray(v), name) for name, v in values.items())
     _, warnings = prepared(model, tmp_path)
-    said = "the graph runs BatchNormalization and Dropout as in training"
+    said = "the graph runs as in training (BatchNormalization and Dropout)"
     assert [w.partition(":")[0] for w in warnings] == [said] * training
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_until_opset_13_a_batch_norm_with_further_outputs_runs_as_in_training(tmp_path: Path, training: bool) -> None:
+    outputs = ["mean", "var", "saved_mean", "saved_var"] * training
+    model = linear(opset=13)
+    model.graph.node[0].output[0] = "made"
+    model.graph.node.append(h.make_node("BatchNormalization", ["made", *"bbbb"], ["y", *outputs]))
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(3, np.float32), "b"))
+    assert [w.partition(":")[0] for w in prepared(model, tmp_path)[1]] == [
+        "the graph runs as in training (BatchNormalization)"
+    ] * training
 
 
 def test_weights_that_are_gone_and_broken_graphs_are_one_line(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
-from dyno.worker.facts.files import AVERAGED, IN_SINGLE
-from dyno.worker.tasks.classify import AMBIGUOUS, UNSCORED
+from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE
+from dyno.worker.tasks.classify import AMBIGUOUS, TEXT_ORDER, UNSCORED
 from dyno.worker.tasks.layouts import UNREAD
 
 if TYPE_CHECKING:
@@ -218,13 +218,24 @@ def _report_failure(plain: TrialResult, tried: Sequence[TrialResult], budget: st
 
 
 def list_weight_findings(results: Results) -> Iterator[Finding]:
-    """Yield a warning for each model in float64 that is computed in float32, or whose file has averaged weights too."""
+    """Yield a warning for each model in float64 that is computed in float32, or whose file has averaged weights too, or
+    runs as in training."""
     models = dict.fromkeys(t.given for t in results if t.good and IN_SINGLE in remarks.list_warnings(t))
     advice = "values next to a threshold, as in trees, may differ from float64's by more than rounding"
     yield from (Finding(WARNING, f"{model}: {IN_SINGLE}; {advice}.") for model in models)
     lines = ((t.given, line) for t in results if t.good for line in remarks.list_warnings(t))
-    averaged = dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(AVERAGED))
-    yield from (Finding(WARNING, text) for text in averaged)
+    told = dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith((AVERAGED, AS_IN_TRAINING)))
+    yield from (Finding(WARNING, text) for text in told)
+
+
+# Labels that may be another class's.
+
+
+def list_label_findings(results: Results) -> Iterator[Finding]:
+    """Yield a warning where class names are numbers in the order of text, which decides what each label means."""
+    lines = (line.removeprefix("data: ") for t in results if t.good for line in remarks.list_warnings(t))
+    told = dict.fromkeys(f"Labels: {line}." for line in lines if line.startswith(TEXT_ORDER))
+    yield from (Finding(WARNING, text) for text in told)
 
 
 # Images whose size or normalisation is a guess, since a file doesn't say how its network was trained.

@@ -288,6 +288,7 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         yield Finding(WARNING, contention.sentence)
     yield from verdict_findings.list_pixel_findings(results)
     yield from verdict_findings.list_weight_findings(results)
+    yield from verdict_findings.list_label_findings(results)
     yield from _find_gpu_doubts(results)
     if aside := max((set_aside(t) for t in results if set_aside(t) and judged(t)), default=0):
         yield Finding(

@@ -157,7 +157,18 @@ def open_program(path: str) -> tuple[Any, Any]:
         program = runtime.load_program(Path(path))
         return program, program.load_method("forward")._method
     except (RuntimeError, ValueError, OSError) as e:
+        if "error: 0x:14" in str(e) and (missing := _list_missing_operators(path)):
+            raise UserError(
+                f"{ENGINE} {_read_version()} has no kernel for {', '.join(missing)}, which is in {path}"
+            ) from e
         raise UserError(f"{path} can't be read by {ENGINE} {_read_version()}: {torch_support.first_line(e)}") from e
+
+
+def _list_missing_operators(path: str) -> list[str]:
+    """Return the operators of the program that this library has no kernel for."""
+    known = {*_import_library()._get_operator_names()}
+    names = (f"{each.name}.{each.overload}".rstrip(".") for each in _read_plan(path)[1].operators)
+    return [name for name in names if name not in known]
 
 
 def _run_method(method: Any, tensors: Sequence[Any]) -> None:
@@ -172,11 +183,16 @@ def _run_method(method: Any, tensors: Sequence[Any]) -> None:
         raise Unavailable(f"executorch {_read_version()} was built for another PyTorch than {torch}; {INSTALL}") from e
 
 
-def list_operators(path: str) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Count the operators in XNNPACK's graphs, those on portable kernels, and the types of those that multiply."""
+def _read_plan(path: str) -> tuple[Any, Any]:
+    """Return the program and the plan of its method `forward`."""
     read = _import_library("exir._serialize._program").deserialize_pte_binary(Path(path).read_bytes())
     program = getattr(read, "program", read)
-    plan = next(each for each in program.execution_plan if each.name == "forward")
+    return program, next(each for each in program.execution_plan if each.name == "forward")
+
+
+def list_operators(path: str) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Count the operators in XNNPACK's graphs, those on portable kernels, and the types of those that multiply."""
+    program, plan = _read_plan(path)
     delegated, portable, types = Counter[str](), Counter[str](), Counter[str]()
     for call in (each.instr_args for chain in plan.chains for each in chain.instructions):
         if hasattr(call, "op_index"):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.inputs import input_data as feeds
-from dyno.worker.inputs.specs import arguments, axes, check_values, has_batch, image_of, is_image, tensors
+from dyno.worker.inputs.specs import ALIAS, arguments, axes, check_values, has_batch, image_of, is_image, tensors
 from dyno.worker.spec import BATCH, DataSpec, Dims, InputSpec, ModelSpec, Tensor, UserError
 
 SIZE = ("height", "width")
@@ -225,7 +225,7 @@ def _with_overrides(
     """Return the specs with the command line's settings in their place; raise a `UserError` for an unknown input."""
     result = dict(specs)
     for name, override in overrides.items():
-        alias = name == "input" and len(signature.required) == 1
+        alias = name == ALIAS and len(signature.required) == 1
         if name not in {*signature.required, *specs} and not signature.more and not alias:
             names = ", ".join(signature.required) or "none"
             raise UserError(f"the model has no input {name!r}; its inputs: {names}")

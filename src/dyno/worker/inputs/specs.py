@@ -175,6 +175,9 @@ DAMAGED = (
 )  # fmt: skip
 
 
+ALIAS = "input"  # the options' name for the single input of a module, whatever its own
+
+
 def load_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """Return the arrays of an npz file (only `names`, or all).
 
@@ -329,7 +332,8 @@ def rows(spec: InputSpec, axis: int = 0) -> int:
 
 def _read_array(spec: InputSpec) -> np.ndarray:
     try:
-        array: np.ndarray = load_arrays(Path(spec.feeds), (spec.name,))[spec.name]
+        found = load_arrays(Path(spec.feeds), (spec.name, ALIAS))
+        array: np.ndarray = found[spec.name if spec.name in found else ALIAS]
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{spec.feeds} can't be read for input {spec.name!r}: {e}") from e
     return array

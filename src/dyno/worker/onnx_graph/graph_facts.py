@@ -414,7 +414,12 @@ def check_files_beside(path: str) -> None:
     for tensor in tensors_in(_load_graph(Path(path))) if files else ():
         known = {entry.key: entry.value for entry in tensor.external_data}
         if KEY in known:
-            file, end = Path(path).parent / known[KEY], int(known.get("offset", 0)) + int(known.get("length", 0))
+            places = {key: known.get(key) or "0" for key in ("offset", "length")}
+            if wrong := next((f"{key} {text!r}" for key, text in places.items() if not text.isdecimal()), ""):
+                raise UserError(
+                    f"{path} keeps {tensor.name} in another file, at an impossible {wrong}; export it again"
+                )
+            file, end = Path(path).parent / known[KEY], sum(int(text) for text in places.values())
             if (size := file.stat().st_size) < end:
                 raise UserError(
                     f"{path} keeps weights in {file}, which is cut short at {size:,} bytes: {tensor.name} ends at "

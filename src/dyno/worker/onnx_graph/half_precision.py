@@ -14,9 +14,9 @@ import numpy as np
 
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import example, reader
-from dyno.worker.onnx_graph.graph_facts import copied, read_graph_facts, set_nodes
+from dyno.worker.onnx_graph.graph_facts import copied, read_graph_facts, reads_of, set_nodes
 from dyno.worker.onnx_graph.placement import decoding, named
-from dyno.worker.onnx_graph.repair import convert_opset, read_opset, retype
+from dyno.worker.onnx_graph.repair import convert_opset, order, read_opset, retype
 from dyno.worker.spec import Artifact, Recipe, UserError
 
 # Softmax, normalisations and exponentials lose the most in half precision: their values span too many magnitudes.
@@ -63,6 +63,7 @@ def convert_mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any,
     from onnxconverter_common import float16
 
     _own_outputs(model.graph)
+    _describe_once(model.graph)
     named(model.graph)
     blocked_types = sorted({*sensitive(), *blocked})
     _own_weights(
@@ -81,6 +82,7 @@ def convert_mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any,
             op_block_list=blocked_types,
             node_block_list=[*large, *own_casts],
         )
+    order(converted)  # the converter's own order overlooks what the graphs inside nodes read
     _skip_round_trips(converted.graph)
     _keep_outputs(converted.graph, model.graph)
     return converted, _summarise_warnings([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
@@ -124,6 +126,13 @@ def _own_outputs(graph: Any) -> None:
     graph.node.extend(onnx.helper.make_node("Identity", [inside], [out]) for out, inside in shared.items())
 
 
+def _describe_once(graph: Any) -> None:
+    """Drop inner types of the graph's inputs and outputs: the converter would change those and believe the others."""
+    ends = {value.name for value in (*graph.input, *graph.output)}
+    for value in [value for value in graph.value_info if value.name in ends]:
+        graph.value_info.remove(value)
+
+
 def _own_weights(graph: Any, nodes: list[Any]) -> None:
     """Give nodes that stay in FP32 their own copy of a weight that others read too.
 
@@ -157,7 +166,7 @@ def _skip_round_trips(graph: Any) -> None:
                 node.input[k] = down[up[name]]
     # Without readers, the second cast of a pair goes first, then the first one.
     for pair in (up, down):
-        read = {name for node in graph.node for name in node.input} | {out.name for out in graph.output}
+        read = {name for node in graph.node for name in reads_of(node)} | {out.name for out in graph.output}
         for node in [n for n in graph.node if n.output[0] in pair and n.output[0] not in read]:
             graph.node.remove(node)
     del graph.value_info[:]  # describes tensors that are gone
@@ -173,7 +182,7 @@ def _keep_outputs(graph: Any, original: Any) -> None:
 
 
 def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[str]:
-    """Return the names of the nodes that read or write values beyond FP16's range on this input.
+    """Return the names of the nodes that read or write values beyond FP16's range on this input, weights included.
 
     They are computed with the FP32 model: a CPU without FP16 kernels computes the converted one in FP32 without
     overflow.
@@ -188,7 +197,18 @@ def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[
         ranges = calibrator.compute_data().data
     limit = float(np.finfo(np.float16).max)
     large = {name for name, seen in ranges.items() if np.abs([*seen.range_value]).max() > limit}
+    large |= {tensor.name for tensor in model.graph.initializer if _exceeds(tensor, limit)}
     return [node.name for node in model.graph.node if large & {*node.input, *node.output}]
+
+
+def _exceeds(tensor: Any, limit: float) -> bool:
+    """Return whether a float32 weight holds a finite number beyond `limit`."""
+    import onnx
+
+    if tensor.data_type != onnx.TensorProto.FLOAT:
+        return False
+    values = np.abs(onnx.numpy_helper.to_array(tensor))
+    return bool((np.isfinite(values) & (values > limit)).any())
 
 
 # BF16 ONNX graphs: the mixed-precision conversion of `fp16`, and their emulation on a CPU to check them.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.facts.files import IN_SINGLE, MakerFacts
+from dyno.worker.facts.files import AS_IN_TRAINING, IN_SINGLE, MakerFacts
 from dyno.worker.onnx_graph.graph_facts import (
     add_weight,
     copied,
@@ -53,15 +53,18 @@ def warn_training(model: Any) -> list[str]:
     every = [node for graph in graphs_in(model.graph) for node in graph.node]
     stored |= {n.output[0]: a.t for n in every if n.op_type == "Constant" for a in n.attribute if a.HasField("t")}
 
+    older = read_opset(model) < 14
+
     def is_training(node: Any) -> bool:
         if node.op_type == "BatchNormalization":
-            return any(a.name == "training_mode" and a.i for a in node.attribute)
+            # Until opset 13 it trains where it also returns the batch's mean; an output without a name isn't one.
+            return any(a.name == "training_mode" and a.i for a in node.attribute) or (older and any(node.output[1:]))
         flag = stored.get(node.input[2]) if node.op_type == "Dropout" and len(node.input) > 2 else None
         return flag is not None and bool(to_array(flag).any())
 
     found = sorted({node.op_type for node in every if is_training(node)})
     remedy = "its outputs may be random or depend on the rest of the batch; export it after model.eval()"
-    return [f"the graph runs {' and '.join(found)} as in training: {remedy}"] if found else []
+    return [f"{AS_IN_TRAINING} ({' and '.join(found)}): {remedy}"] if found else []
 
 
 def order(model: Any) -> str:
