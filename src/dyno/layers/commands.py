@@ -97,7 +97,7 @@ def profile(
 ) -> None:
     """Time every layer in PyTorch and in each engine. By the model's own names, beside the latency."""
     from dyno.layers import files, profiling
-    from dyno.report.report import make_page
+    from dyno.report.html_page import make_page
 
     if format == "html":
         files.check_library(files.LAYOUT)

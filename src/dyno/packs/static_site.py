@@ -16,7 +16,8 @@ from dyno.packs.card import SUFFIX
 from dyno.packs.opening import open_pack
 from dyno.packs.verification import read_results, verify_opened
 from dyno.report.export import page_part
-from dyno.report.report import file_name, list_missing, make_page, write_report
+from dyno.report.html_page import make_page
+from dyno.report.report import file_name, list_missing, write_report
 from dyno.report.verdict.verdict import began, read_verdict
 from dyno.results.ranking import describe_configuration
 from dyno.results.run_data import RunData

@@ -15,6 +15,7 @@ from typing import Any
 
 from dyno import formatting
 from dyno.formatting import UNLIMITED, csv_cell, markdown, markdown_table, plain, short
+from dyno.report.html_page import make_page
 from dyno.table import COUNT, FIRST, LINK, TEXT, Column, Row, Table, TablePart, missing
 from dyno.worker.record import replacing
 from dyno.worker.spec import SCHEMA, check_known
@@ -138,8 +139,6 @@ def _format_markdown(tables: Sequence[Table], by: By, only: str) -> str:
 
 
 def _format_page(tables: Sequence[Table], by: By = (), only: str = "", sentences: Sequence[str] = ()) -> str:
-    from dyno.report.report import make_page
-
     body = make_parts(tables, by, only) + make_list(sentences)
     return make_page(tables[0].title if tables else "", body, heading=False) + "\n"
 

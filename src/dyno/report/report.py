@@ -25,6 +25,7 @@ from typing import Any
 from dyno.formatting import counting, markdown, moment
 from dyno.report import charts, sections, self_test, style, tables
 from dyno.report.export import export, page_part
+from dyno.report.html_page import render_page
 from dyno.report.style import Chart
 from dyno.report.tables.trial_table import TRIALS
 from dyno.report.verdict import verdict
@@ -351,7 +352,7 @@ def _count_findings(findings: Sequence[Finding]) -> str:
 
 
 def _format_html(parts: list[dict[str, Any]], results: str) -> str:
-    return _render_page(
+    return render_page(
         "page.html.j2",
         title=f"Dyno: {', '.join(part['name'] for part in parts)}",
         sections=parts,
@@ -363,36 +364,3 @@ def _format_html(parts: list[dict[str, Any]], results: str) -> str:
         csv=base64.b64encode(results.encode()).decode(),
         graph=import_module(EXPLANATIONS).graph_scripts() if any(part["explained"] for part in parts) else "",
     )
-
-
-def make_page(title: str, body: str, *, heading: bool = True, graph: str = "") -> str:
-    """Return a page in the report's style around the HTML of its body, with a filter of its tables' rows.
-
-    `heading` is whether the title is shown, and `graph` are the scripts of graphs in the body.
-    """
-    from markupsafe import Markup
-
-    shown = f"<h1>{escape(title)}</h1>\n" * heading
-    content = Markup(f"<section>{shown}{body}</section>")
-    return _render_page("base.html.j2", title=title or "Dyno", content=content, graph=graph)
-
-
-def _render_page(template: str, *, graph: str, **values: Any) -> str:
-    """Render a template of the page with its style and scripts, and the scripts of graphs."""
-    from jinja2 import Environment, FunctionLoader, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(
-        loader=FunctionLoader(_file_of_page), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    style, script, zoom = map(_file_of_page, ("page.css", "page.js", "svg-pan-zoom.min.js"))
-    return environment.get_template(template).render(
-        **values, style=Markup(style), script=Markup(script), zoom=Markup(zoom), graph=Markup(graph)
-    )
-
-
-def _file_of_page(name: str) -> str:
-    from importlib import resources
-
-    return (resources.files("dyno.report") / "page" / name).read_text(encoding="utf-8")
