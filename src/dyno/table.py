@@ -107,7 +107,7 @@ class TablePart:
     notes: list[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table:
     """A table with its content.
 
@@ -127,6 +127,14 @@ class Table:
     printed: tuple[str, ...] = ()
     below: Callable[[list[Row]], list[str]] | None = None
     most: int = 0
+
+    def __repr__(self) -> str:
+        return f"Table({self.name!r}, {len(self.rows)} rows)"
+
+    def _repr_html_(self) -> str:
+        """Return the printed columns for a notebook."""
+        frame = self.to_pandas()
+        return str(frame[list(self.printed or frame)].to_html(index=False))
 
     def parts(self, by: str | Sequence[str] = (), only: str = "") -> Iterator[TablePart]:
         """Yield the parts to print, grouped by other columns (comma-separated, or a sequence) where `by` names some.

@@ -144,6 +144,8 @@ def test_every_table_is_a_frame_with_the_numbers_of_its_rows(root: Path) -> None
     """File sizes in MB stand in one column with whole numbers of layers."""
     for table in tables.named(trial_table.read_trials(root / "tests/golden/run"), "all"):
         frame = table.to_pandas()
+        assert repr(table) == f"Table({table.name!r}, {len(table.rows)} rows)"
+        assert table._repr_html_().count("<tr") == 1 + len(table.rows), "what a notebook shows"
         for column in table.columns:
             values = [None if missing(row.get(column.name)) else row[column.name] for row in table.rows]
             assert [None if missing(value) else value for value in frame[column.name]] == values, table.name

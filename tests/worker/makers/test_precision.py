@@ -262,6 +262,17 @@ def test_an_output_that_is_described_twice_is_converted(onnx_file: Any) -> None:
     assert converted.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
 
 
+def test_weights_of_nodes_in_fp32_are_not_rounded_where_the_graph_describes_them(onnx_file: Any) -> None:
+    """PyTorch's exporter with dynamo lists the weights among the inner values."""
+    path = onnx_file(f"{ENDS} {{ [mask] output = Where(flag, input, least) }}",
+                     flag=np.bool_(False), least=np.float32([-3e38]))  # fmt: skip
+    model = onnx.load(path)
+    model.graph.value_info.append(onnx.helper.make_tensor_value_info("least", onnx.TensorProto.FLOAT, [1]))
+    converted, warnings = half_precision.convert_mixed(model, set(), ["mask"])
+    (least,) = (onnx.numpy_helper.to_array(t) for t in converted.graph.initializer if t.name == "least")
+    assert (least.dtype, least.tolist(), warnings) == (np.float32, np.float32([-3e38]).tolist(), [])
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_cast_that_the_graph_has_of_itself_meets_the_type_around_it(
     digits: Any, onnx_file: Any, tmp_path: Path, precision: str

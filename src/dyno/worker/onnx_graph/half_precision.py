@@ -127,9 +127,12 @@ def _own_outputs(graph: Any) -> None:
 
 
 def _describe_once(graph: Any) -> None:
-    """Drop inner types of the graph's inputs and outputs: the converter would change those and believe the others."""
-    ends = {value.name for value in (*graph.input, *graph.output)}
-    for value in [value for value in graph.value_info if value.name in ends]:
+    """Drop what the graph says again of its inputs, outputs and weights, which PyTorch's newer exporter does.
+
+    The converter would change that and believe the other, and round the weights of nodes that stay in FP32.
+    """
+    described = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
+    for value in [value for value in graph.value_info if value.name in described]:
         graph.value_info.remove(value)
 
 
