@@ -16,8 +16,7 @@ import numpy as np
 from dyno.data import cache as store
 from dyno.data.decode import Progress, Transform, decode_images, find_library_version, read_sizes, warn_left_out
 from dyno.worker.extras import install
-from dyno.worker.spec import DataSpec, Unavailable, UserError, absolute
-from dyno.worker.tasks.classify import TEXT_ORDER
+from dyno.worker.spec import TEXT_ORDER, DataSpec, Unavailable, UserError, absolute
 
 EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
 # Images too, of formats that aren't read.

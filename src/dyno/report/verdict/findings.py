@@ -17,7 +17,8 @@ from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE
-from dyno.worker.tasks.classify import AMBIGUOUS, TEXT_ORDER, UNSCORED
+from dyno.worker.spec import TEXT_ORDER
+from dyno.worker.tasks.classify import AMBIGUOUS, UNSCORED
 from dyno.worker.tasks.layouts import UNREAD
 
 if TYPE_CHECKING:

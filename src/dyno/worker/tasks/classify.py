@@ -18,7 +18,6 @@ UNSCORED = "no accuracy was measured: no output has a row of class scores for ea
 SORTED = (
     "no accuracy was measured: the scores are sorted inside the network (top-k), and not in the order of its classes"
 )
-TEXT_ORDER = "classes are numbered in the order of their names as text"  # the beginning of a warning
 AMBIGUOUS = "no accuracy was measured: class scores may be any of the outputs"
 WORDS = ("logit", "score", "prob", "softmax", "predict")  # in names of class scores; of two that fit the first decides
 OTHERS = ("prelogit", "pre_logit", "aux", "feat", "embed", "hidden")  # in names of what isn't the answer
