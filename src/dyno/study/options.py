@@ -214,7 +214,10 @@ class MeasurementOptions:
         usual="decided, or rounds where --rounds is given",
     )
     minutes: float = option(
-        10.0, "Minutes of measuring after which undecided speeds get no further round.", common=True
+        10.0,
+        "Minutes of measuring after which undecided speeds get no further round; beyond half of them, only trials that "
+        "may win have more than three.",
+        common=True,
     )
     equivalent: float = option(2.0, "Percent by which two speeds may differ and count as equivalent.")
     peak: bool = option(False, "First measure the device's peak arithmetic (TFLOPS), for shares of it in tables.")
