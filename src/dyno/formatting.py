@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from dyno.worker.spec import plain as plain
+from dyno.worker.system import can_draw
 
 UNLIMITED = 100_000  # characters of a line in a file or a pipe
 DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -31,7 +32,7 @@ def width() -> int:
 
 def bold(text: str) -> str:
     """Return the text in bold for a terminal, unchanged for a file or a pipe, or where NO_COLOR is set."""
-    return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+    return f"\x1b[1m{text}\x1b[0m" if can_draw(sys.stdout) and not os.environ.get("NO_COLOR") else text
 
 
 def wrapped(text: str) -> str:

@@ -110,3 +110,12 @@ def test_an_answer_so_far_is_a_line_in_a_file_and_a_table_on_a_terminal(fake_tri
         progress.live.refresh()
     shown = drawn.getvalue()
     assert "b fp32" in shown and "2.10x [1.90, 2.30]" in shown and "after round 1: fastest is b fp32." in shown
+
+
+def test_forced_colour_draws_no_bars_into_a_file(fake_trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("sys.stderr", drawn := io.StringIO())
+    progress = Progress()
+    with progress.running([fake_trial()]):
+        assert progress.live is None
+    assert drawn.getvalue() == ""

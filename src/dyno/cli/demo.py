@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from dyno import data
 from dyno.cli import commands
+from dyno.jobs.progress import stderr_console
 from dyno.runner.run_folder import RUNS, choose_folder
 from dyno.store import cache_dir, check_own, versions
 from dyno.study.defaults import QUICK
@@ -71,7 +70,7 @@ def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
         check_own(out)
     if missing := [name for name in NEEDS if name not in versions(Runtime(), NEEDS)]:
         raise UserError(lacking(missing, SHOWS))
-    console = Console(stderr=True)
+    console = stderr_console()
     result = train_once()
     study = Study(
         models=(MODEL,),

@@ -9,13 +9,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypedDict
 
-from rich.console import Console
 from rich.text import Text
 
 from dyno.data import data_format
 from dyno.data.data_format import DataFormat
 from dyno.formatting import wrapped
 from dyno.jobs.launcher import launch
+from dyno.jobs.progress import stderr_console
 from dyno.layers.cold_start import without_byte_code
 from dyno.report import charts, tables
 from dyno.report.export import export
@@ -91,7 +91,7 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _show_progress(probes: Mapping[Future[dict[str, Any]], str]) -> None:
     """Say on standard error which probes are still running: one line on a terminal, elsewhere one per answer."""
-    console, began = Console(stderr=True), time.monotonic()
+    console, began = stderr_console(), time.monotonic()
     waiting = set(probes)
     with console.status("") as status:
         while waiting:

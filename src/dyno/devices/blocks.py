@@ -133,7 +133,7 @@ def main(folder: Path) -> int:
     system.die_with_parent(order["driver"])
     if order["cores"]:
         os.sched_setaffinity(0, order["cores"])
-    progress = Progress(console=Console(stderr=True, no_color=True, soft_wrap=True))
+    progress = Progress(console=Console(stderr=True, no_color=True, soft_wrap=True, force_terminal=False))
     try:
         study, part = Study.from_toml(folder / order["study"]), TrialSelection(order["trials"], order["sources"])
         execute(study, folder, progress, retry_failed=order["retry_failed"], only=part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from dyno.worker.record import Record
 from dyno.worker.spec import Recipe, Trial, plain
+from dyno.worker.system import can_draw
 
 SHOWN = 6
 SHOWN_ROWS = 12  # of the answer so far
@@ -34,7 +36,7 @@ class Progress:
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
         self.quiet = quiet
-        self.console = console or Console(stderr=True)
+        self.console = console or stderr_console()
         self.live: Live | None = None
         self.left: list[Trial] = []
         self.later: list[Trial] = []
@@ -227,6 +229,11 @@ class Progress:
         coming = self.left[1:] if self.job else self.left
         following = ", ".join(dict.fromkeys(plain(trial.label) for trial in coming[:2]))
         return Group(*self.answer, *self.lines, grid, now, Text(f"then {following}" if following else "", "dim"))
+
+
+def stderr_console(*, quiet: bool = False) -> Console:
+    """Return a rich console for standard error, where FORCE_COLOR alone draws no bars: they would fill a file."""
+    return Console(stderr=True, quiet=quiet, force_terminal=None if can_draw(sys.stderr) else False)
 
 
 def _format_clock(seconds: float) -> str:

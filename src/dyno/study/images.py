@@ -101,13 +101,12 @@ def calibrates(study: Study) -> bool:
 def warn_unreadable(about: dict[str, Any], console: Console | None) -> None:
     """Print the names of the images that could not be read and are left out."""
     if unreadable := about.get("unreadable"):
-        from rich.console import Console
-
         from dyno.formatting import counting
+        from dyno.jobs.progress import stderr_console
 
         shown = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
         line = f"{counting(len(unreadable), 'image')} can't be read, left out: {shown}"
-        (console or Console(stderr=True)).print(line, markup=False, highlight=False, soft_wrap=True)
+        (console or stderr_console()).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _prepare_digits(cache: Path, model: ModelSpec, size: tuple[int, int], outputs: int) -> DataSpec:
@@ -209,9 +208,10 @@ class _Bar:
 
     def _show_bar(self, total: int) -> bars.Progress:
         from rich import progress as bars
-        from rich.console import Console
 
-        console = self._console = self._console or Console(stderr=True)
+        from dyno.jobs.progress import stderr_console
+
+        console = self._console = self._console or stderr_console()
         columns = bars.BarColumn(30), bars.MofNCompleteColumn(), bars.TimeRemainingColumn()
         what = bars.TextColumn(f"{self._verbs[0]} images")
         bar = bars.Progress(what, *columns, console=console, transient=True, disable=not console.is_terminal)

@@ -26,6 +26,7 @@ from dyno.api import run
 from dyno.data.data_format import ScanRequest
 from dyno.data.folders import scan_folder
 from dyno.jobs.launcher import launch
+from dyno.jobs.progress import stderr_console
 from dyno.runner import device_lock
 from dyno.store import Run, begun, cache_dir, sha256_of
 from dyno.study.defaults import check_device, check_threads, check_weights
@@ -184,7 +185,7 @@ class TrainingView:
 
     def __init__(self, folder: Path, epochs: int, *, quiet: bool = False, console: Console | None = None) -> None:
         self.folder, self.epochs, self.quiet = folder, epochs, quiet
-        self.console = console or Console(stderr=True, quiet=quiet)
+        self.console = console or stderr_console(quiet=quiet)
         self._shown = 0
         self._modified = 0.0
         self._opening: list[str] = []

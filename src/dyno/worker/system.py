@@ -20,7 +20,7 @@ from contextlib import suppress
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 CPU_FLAGS = tuple("avx2 avx512f avx512_vnni avx_vnni avx512_bf16 avx512_fp16 amx_tile amx_bf16 amx_int8 asimd".split())
 HEAVY = ("numpy", "torch", "torchvision", "timm", "onnx", "openvino")  # libraries of many modules
@@ -278,6 +278,11 @@ def _lacks_room(folder: Path, size: int) -> int:
     except OSError as e:
         return e.errno if e.errno in DISK_FULL else 0
     return 0
+
+
+def can_draw(stream: TextIO) -> bool:
+    """Return whether the stream is a terminal that knows escape sequences."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 UNDER_TOOL = 0  # the launcher's id for a job whose process another program starts

@@ -224,6 +224,9 @@ def test_rows_are_printed_by_speed_and_the_first_is_bold(whole: RunData, monkeyp
     assert "\x1b" not in printed.trials(whole)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in printed.trials(whole, width=120)
+    monkeypatch.setenv("TERM", "xterm")
     bold = [line for line in printed.trials(whole, width=120).splitlines() if line.startswith("\x1b[1m")]
     assert len(bold) == 2 and all(line.startswith("\x1b[1mopenvino") for line in bold), "one of each batch"
     assert "\x1b" not in printed.trials(whole, "markdown", width=120)
