@@ -481,6 +481,11 @@ def test_where_charts_would_be_shown_does_not_matter(shell: Callable[[str], Any]
     assert done.returncode == 0 and (golden / "report.html").exists()
 
 
+def test_a_home_that_cannot_be_written_to_is_no_warning(shell: Callable[[str], Any], golden: Path) -> None:
+    done = shell("HOME=/dev/null dyno report golden")
+    assert (done.returncode, done.stderr) == (0, ""), "Matplotlib's two lines about its configuration"
+
+
 def test_no_further_process_is_one_line(of_no_home: list[str], golden: Path) -> None:
     words = [*of_no_home, "prlimit", "--nproc=1", sys.executable, "-m", "dyno", *FAKE, "--out", "run"]
     done = subprocess.run(words, cwd=golden.parent, capture_output=True, text=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import io
+import logging
 import os
 import resource
 import shlex
@@ -165,6 +166,7 @@ def end(app: typer.Typer) -> None:
         os.environ.update(system.missing_variables(os.environ))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # this process needs no more; without one it is interrupted
     os.environ["MPLBACKEND"] = "agg"  # charts are files; a user's own setting may be of a screen that isn't here
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a HOME that can't be written to
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # from `timeout` or a scheduler: it ends as after Ctrl-C
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
