@@ -264,6 +264,12 @@ def test_weights_alone_are_no_model(tmp_path: Path) -> None:
         model_spec(Study(models=(str(path),)), str(path))
 
 
+def test_a_file_of_keras_is_to_become_onnx() -> None:
+    for name in ("net.keras", "net.h5"):
+        with pytest.raises(UserError, match=rf"{name} is a file of Keras.*'net\.onnx', format='onnx'"):
+            model_spec(Study(models=(name,)), name)
+
+
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is a folder; give a model.s file, or FILE\.py:FUNCTION"):
         model_spec(Study(models=(str(tmp_path),)), str(tmp_path))

@@ -61,6 +61,7 @@ from dyno.worker.spec import (
 
 NEAR = 0.75  # similarity at which a name is suggested; among a thousand names something is always half alike
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which need their network
+KERAS = (".keras", ".h5", ".hdf5")
 LIBRARIES = "site-packages"  # packages there are identified by their version
 INSPECTION_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "transformers", "onnx", "openvino")
 
@@ -136,6 +137,11 @@ def _no_model(source: str) -> str:
         return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
     if source.endswith(".ort"):
         return f"{source} is in ONNX Runtime's own format, which nothing else reads; give its original .onnx file"
+    if Path(source).suffix in KERAS:
+        return (
+            f"{source} is a file of Keras, which Dyno doesn't read; let Keras write an ONNX file: "
+            f"model.export('{Path(source).stem}.onnx', format='onnx')"
+        )
     if Path(source).suffix == ".py":
         return _name_functions(source)
     if Path(source).suffix in CHECKPOINTS and not Path(source).is_file():
