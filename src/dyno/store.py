@@ -103,9 +103,8 @@ class Run:
         """Hold the folder for one study and refuse a second; raise `Unfinished` if the folder was removed meanwhile."""
 
         def raise_busy(owner: str) -> None:
-            raise UserError(
-                f"{self.folder} is in use by another dyno (process {owner}); wait for it or give another --out"
-            )
+            advice = "wait for it" if removing else "wait for it or give another --out"
+            raise UserError(f"{self.folder} is in use by another dyno (process {owner}); {advice}")
 
         with lock(self.folder / LOCK, raise_busy):
             held = (self.folder / LOCK).stat()

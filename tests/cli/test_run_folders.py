@@ -118,7 +118,8 @@ def test_only_what_dyno_wrote_is_removed(call: Any, refused: Any, run: Path, tmp
 
 def test_a_run_in_use_stays(call: Any, refused: Any, run: Path) -> None:
     with Run(run).locked():
-        assert "runs/one is in use by another dyno" in refused("runs", "rm", run)
+        said = refused("runs", "rm", run)
+        assert said == f"runs/one is in use by another dyno (process {os.getpid()}); wait for it", "it has no --out"
     assert call("runs", "rm", run) == (0, "removed runs/one\n", "") and not run.exists()
 
 

@@ -166,7 +166,7 @@ def test_where_time_is_short_further_planned_rounds_leave_out_what_no_longer_con
 
     assert measure(1e-6)["left"] == 0
     assert count_rounds() == {REFERENCE: 5, LIKE: 5, CLEAR: 3}
-    assert "1 of 3 trials has 3 rounds only: a winner leads clearly" in say() and "Stopped early" not in say()
+    assert "1 of 3 trials has 3 rounds only: a winner leads clearly" in say() and "Not all rounds" not in say()
     assert measure(1e-6) == {"left": 0}, "the same command changes nothing"
     measure(1e6)
     assert count_rounds() == {REFERENCE: 5, LIKE: 5, CLEAR: 5} and "rounds only" not in say()

@@ -272,7 +272,8 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
     dropped = read_dropped(results.folder)
     if short := [t for t in results if t.is_cut_short and t.id not in dropped]:
         rounds = counting(min(len(t.rounds) for t in short), "round")
-        yield Finding(WARNING, f"Stopped early, after {rounds}: this is the answer so far; the same command goes on.")
+        answer = f"Not all rounds are measured: this is the answer after {rounds}; the same command goes on."
+        yield Finding(WARNING, answer)
     elif fewer := [t for t in results if t.is_cut_short]:
         rounds = counting(min(len(t.rounds) for t in fewer), "round")
         yield Finding(
