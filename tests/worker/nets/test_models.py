@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,13 @@ def test_damaged_checkpoints_are_refused(suffix, tmp_path, trained):
     path.write_bytes(whole[: len(whole) // 2])
     damaged = "not a whole .safetensors" if suffix == ".safetensors" else "cut short or damaged"
     assert damaged in refusal(spec(weights=str(path)))
+
+
+def test_a_zip_of_another_program_is_not_called_damaged(tmp_path):
+    path = tmp_path / "net.keras"
+    with zipfile.ZipFile(path, "w") as f:
+        f.writestr("config.json", "{}")
+    assert refusal(spec(weights=str(path))).endswith("is a zip file, but not of torch.save: it has no data.pkl")
 
 
 @pytest.mark.parametrize(
