@@ -33,7 +33,7 @@ BACKENDS = (
     # `compile` and `aoti` compile for two minutes on two cores, as long as all that is here measures.
 )
 # The boundaries that the tables show: a third, "all", would take a third of the measuring. Three confirmations would
-# take another fifth; intervals allow for the selection without them. Processes differ more than their blocks, so that
+# take another sixth; intervals allow for the selection without them. Processes differ more than their blocks, so that
 # short ones are enough (the table `variance` advises 0.3 s).
 EFFORT: dict[str, Any] = {"seconds": 0.5, "warmup": 0.2, "boundaries": ("model", "throughput"), "confirm": 0}
 
