@@ -155,7 +155,7 @@ def demo(share: float, seed: int, keep: Path | None = None, *flags: str) -> Verd
         done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
         seconds = time.monotonic() - begin
         if keep:
-            shutil.copytree(Path(scratch, "demo"), keep / str(seed), ignore=shutil.ignore_patterns("*.npz", "*.png"))
+            shutil.copytree(Path(scratch, "demo"), keep / str(seed), ignore=shutil.ignore_patterns("*.png"))
         if done.returncode not in (0, 1):
             return done.stderr.strip().rpartition("\n")[2]
         return read(Path(scratch, "demo"), seconds)

@@ -184,8 +184,7 @@ class AotMaker(Maker):
             return _describe_given(recipe)
         need_compiler(NAME)
         torch, inductor = import_torch(), _import_inductor()
-        if recipe.runtime.device == "cpu":
-            probe_processor()
+        probe_processor()
         began = time.perf_counter()
         threads = int(recipe.options.get(THREADS, recipe.runtime.threads))  # compiling itself may use more
         runtime = replace(recipe.runtime, threads=threads)
@@ -382,7 +381,7 @@ class AotSession(TorchSession):
     def _make_callable(self, dtype: Any) -> Callable[..., Any]:
         """Return the package's code as a function of the slot's tensors, with a runner for each slot."""
         path = Path(self._artifact.path)
-        self._probe_s = 0.0 if self._on_gpu else probe_processor()
+        self._probe_s = probe_processor()  # for a GPU, too: opening compares the processor with the maker's
         loader = _open_package(_import_inductor(), self._package, path, self._device, self.slots)
         return lambda *values: loader.run([*values])
 
