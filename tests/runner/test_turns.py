@@ -552,14 +552,15 @@ def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
 ) -> None:
     """By the counters alone: what is left is the median of the blocks' ratios as NumPy has it."""
     monkeypatch.setattr(turns, "find_disturbed", lambda delays: [False] * len(delays))
-    run(study(rounds=3, seconds=0.5, boundaries=("model", "throughput")), tmp_path)
+    run(study(rounds=4, seconds=0.5, boundaries=("model", "throughput")), tmp_path)
     quiet = {0: 0.0, 1: 0.0, 2: 0.0}
     for path in tmp_path.glob("trials/*/r*/record.json"):
         record = json.loads(path.read_text())
         count = len(record["facts"]["blocks"]["model"])
         is_slow = json.loads(path.with_name("job.json").read_text())["trial"]["options"]["latency_ms"] == 4
-        # Of the slow trial round 1's second block is disturbed; of round 2 all but the first two.
-        delays = {0: quiet, 1: {1: 0.3}, 2: dict.fromkeys(range(2, count), 0.5)}[record["round"]] if is_slow else {}
+        # Of the slow trial are disturbed: round 1's second block, all but two of round 2, and all but one of round 3.
+        hit = [quiet, {1: 0.3}, dict.fromkeys(range(2, count), 0.5), dict.fromkeys(range(1, count), 0.5)]
+        delays = hit[record["round"]] if is_slow else {}
         record["facts"]["delays"] = {"model": [delays.get(k, 0.0) for k in range(count)]}
         path.write_text(json.dumps(record))
     slow, fast = load_run(tmp_path)
@@ -571,15 +572,15 @@ def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
             for s in samples
         ]
         logs.append([*np.log(np.divide(*medians))])
-    expected = [np.median(logs[0]), np.median([*logs[1][:1], *logs[1][2:]])]
+    expected = [np.median(logs[0]), np.median([*logs[1][:1], *logs[1][2:]]), np.median(logs[2][:2])]
     assert log_ratios(slow, fast, "model") == pytest.approx(expected)
     latencies = read_trials(load_run(tmp_path)).frame.set_index("trial")["latency_ms"]
     for trial in (slow, fast):
-        counted = trial.rounds[: 2 if trial.options["latency_ms"] == 4 else 3]
+        counted = trial.rounds[: 2 if trial.options["latency_ms"] == 4 else 4]
         medians = [np.median(np.load(r.folder / "samples.npz")["latency_model"]) for r in counted]
         assert latencies[trial.id] == pytest.approx(1e3 * np.exp(np.mean(np.log(medians))))
     evidence = gather_evidence(slow, fast, "model")
-    assert evidence is not None and evidence.undisturbed and (evidence.rounds, evidence.disturbed) == (2, 1)
+    assert evidence is not None and evidence.undisturbed and (evidence.rounds, evidence.disturbed) == (3, 1)
     evidence = gather_evidence(slow, fast, "throughput")
     assert evidence is not None and not evidence.undisturbed, "without counters nothing is known"
     slow, fast = load_run(tmp_path)

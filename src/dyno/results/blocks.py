@@ -14,8 +14,9 @@ from dyno.results.rounds import Round
 from dyno.results.trial_result import TrialResult
 from dyno.worker.jobs.turns import quiet_delay
 
-LEAST_QUIET_BLOCKS = 3  # and half of all, without which a round tells little about a quiet machine
+LEAST_QUIET_BLOCKS = 2  # without which a round tells nothing about a quiet machine
 LEAST_QUIET_ROUNDS = 2
+LEAST_UNDISTURBED = 3  # blocks of a round, and half of all, whose median latency is a quiet machine's
 LEAST_DRIFT_ROUNDS, LEAST_DRIFT_BLOCKS = 3, 4
 DRIFT, DRIFT_ERROR = 0.02, 0.01  # the share that matters, and the error of its interval
 
@@ -40,7 +41,7 @@ def log_ratios(
     """Return the median log ratio of each set of fresh processes in which both took turns.
 
     Where rounds go through builds of either engine, it is the mean of those for each build. Sets that other programs
-    disturbed in most blocks are left out, unless only one set would be left.
+    disturbed but for one block are left out, unless only one set would be left.
     """
     return average_rounds(block_ratios(a, b, boundary, clock, keep_disturbed))
 
@@ -81,7 +82,7 @@ def block_ratios(
         if not keep_disturbed:
             disturbed = x.disturbed_blocks(boundary, quiet_a) | y.disturbed_blocks(boundary, quiet_b)
         quiet = within(of_x, of_y, disturbed)
-        is_quiet = _are_most(len(quiet), len(logs))
+        is_quiet = len(quiet) >= min(LEAST_QUIET_BLOCKS, len(logs))
         if logs.size:
             builds = (x.build, y.build) if x.build or y.build else None
             has_delays = all(r.facts.delays.get(boundary) for r in (x, y))
@@ -141,17 +142,14 @@ def list_quiet_rounds(t: TrialResult, boundary: str) -> list[Round]:
     timed = [r for r in t.good if r.measurement(_name_tag(boundary), boundary)]
     for r in timed:
         count = len(r.facts.delays.get(boundary, ()))
-        if _are_most(count - len(r.disturbed_blocks(boundary, quiet)), count):
+        undisturbed = count - len(r.disturbed_blocks(boundary, quiet))
+        if undisturbed >= max(min(LEAST_UNDISTURBED, count), count / 2):  # the median is of all blocks
             rounds.append(r)
     return rounds if len(rounds) >= LEAST_QUIET_ROUNDS else timed
 
 
 def _name_tag(boundary: str) -> str:
     return "throughput" if boundary == "throughput" else "latency"
-
-
-def _are_most(quiet: int, blocks: int) -> bool:
-    return quiet >= max(min(LEAST_QUIET_BLOCKS, blocks), blocks / 2)
 
 
 def _quiet_delay(t: TrialResult, boundary: str) -> float | None:
