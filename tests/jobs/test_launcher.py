@@ -108,6 +108,22 @@ def test_every_end_is_a_record(fake_trial: Any, tmp_path: Path, times_out_when: 
     assert record == read_record(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["exception", "segfault", pytest.param("hang", marks=pytest.mark.slow)])
+def test_an_engine_that_fails_as_it_is_closed_was_measured(
+    fake_trial: Any, tmp_path: Path, times_out_when: Any, kind: str
+) -> None:
+    """ONNX Runtime on a GPU aborts as it closes some networks' sessions (CUDA failure 800 in cudaFreeHost)."""
+    if kind == "hang":
+        times_out_when(lambda: read_stage(tmp_path) == "close")
+    record = run(fake_trial(fail=kind, at="close"), tmp_path, 1.5 if kind == "hang" else 1200.0)
+    assert (record.status, record.reason) == ("ok", "")
+    (warning,) = [text for text in record.warnings if "closed" in text]
+    assert re.fullmatch(f"the engine failed as it was closed, after everything was measured: {ENDS[kind][1]}", warning)
+    assert {m.tag for m in record.measurements} >= {"latency", "peak_memory"}
+    assert {"samples.npz", "outputs.npz"} <= {f.name for f in tmp_path.iterdir()}
+    assert record == read_record(tmp_path)
+
+
 def test_what_was_measured_before_a_crash_is_kept(fake_trial: Any, tmp_path: Path) -> None:
     trial = fake_trial(fail="segfault", at="fetch")
     record = run(trial, tmp_path)

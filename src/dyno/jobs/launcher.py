@@ -20,7 +20,16 @@ from uuid import uuid4
 
 from dyno.jobs.telemetry import Telemetry
 from dyno.worker import system
-from dyno.worker.record import OUT_OF_MEMORY, Record, read_json, read_record, write_json, write_record
+from dyno.worker.record import (
+    CLOSE,
+    OUT_OF_MEMORY,
+    Record,
+    describe_close,
+    read_json,
+    read_record,
+    write_json,
+    write_record,
+)
 from dyno.worker.spec import STARTED, Job, Runtime, UserError, check_readable, from_json, shorten
 
 MAIN = Path(__file__).parents[1] / "worker" / "main.py"
@@ -335,7 +344,10 @@ def read_stage(folder: Path) -> str:
 
 
 def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s: float, oom_killed: bool) -> Record:
-    """Build a record for a job that wrote none: its measurements until then, and how it ended."""
+    """Build a record for a job that wrote none: its measurements until then, and how it ended.
+
+    A trial whose engine failed as it was closed has all its measurements, and counts.
+    """
     stage = read_stage(folder)
     record = Record("crashed", trial=job.trial.id if job.trial else "", round=job.round)
     if (folder / "partial.json").exists():
@@ -351,7 +363,10 @@ def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s
     else:
         status, reason = "crashed", f"exited with code {code} without a record"
     last = _last_line(folder / "stderr.log") if code > 0 else ""
-    return replace(record, status=status, stage=stage, reason=f"{reason}: {last}" if last else reason)
+    reason = f"{reason}: {last}" if last else reason
+    if job.kind == "run" and stage == CLOSE and record.stage == CLOSE:
+        return replace(record, status="ok", warnings=(*record.warnings, describe_close(reason)))
+    return replace(record, status=status, stage=stage, reason=reason)
 
 
 def _last_line(path: Path) -> str:

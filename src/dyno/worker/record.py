@@ -18,6 +18,7 @@ from dyno.worker.spec import SCHEMA, Artifact, UserError, from_json, shorten, to
 
 STATUSES = ("ok", "skipped", "failed", "oom", "timeout", "crashed")
 OUT_OF_MEMORY = "killed by the kernel because memory ran out"
+CLOSE = "close"  # the stage of a trial's job in which everything is measured and the engine is closed
 KILLED = ("killed by SIGKILL", "killed by SIGTERM")  # reasons of jobs that another program or a person ended
 TIMING = "DYNO_TIMING"  # the variable that tells a job where builders keep timings between jobs; unset: nowhere
 
@@ -274,6 +275,11 @@ def read_record(folder: Path) -> Record | None:
     if record.status not in STATUSES:
         raise DamagedRecord(path, f"its status is {record.status!r}")
     return record
+
+
+def describe_close(how: str) -> str:
+    """Return the warning on an engine that failed as it was closed."""
+    return f"the engine failed as it was closed, after everything was measured: {how}"
 
 
 def one_line(e: BaseException) -> str:

@@ -26,8 +26,8 @@ class Fake(Backend):
 
     Options: `latency_ms` per batch (default 1), `noise` (relative standard deviation), `drift` (relative difference
     between processes), `heat` (relative slow-down after HEATED_S seconds without a break), `fail` (exception, skip,
-    segfault, exit, hang, oom, killed, nan) and `at` (import, load, run, or fetch: the second time, when something is
-    measured).
+    segfault, exit, hang, oom, killed, nan) and `at` (import, load, run, close, or fetch: the second time, when
+    something is measured).
     """
 
     name = "fake"
@@ -36,7 +36,7 @@ class Fake(Backend):
     values: Mapping[str, Check] = {
         "latency_ms": number(0, 1e6), "noise": number(0, 10), "drift": number(0, 10),
         "heat": number(0, 10),
-        "at": one_of("import", "load", "run", "fetch"),
+        "at": one_of("import", "load", "run", "fetch", "close"),
         "fail": one_of("exception", "skip", "segfault", "exit", "hang", "oom", "killed", "nan"),
     }  # fmt: skip
 
@@ -96,6 +96,9 @@ class FakeSession(Session):
         flat = self.bound.reshape(len(self.bound), -1)
         output = np.round(flat @ self.weights, self.decimals)
         return {"output": output * np.float32(np.nan) if self.options.get("fail") == "nan" else output}
+
+    def close(self) -> None:
+        _cause_failure(self.options, "close")
 
     def facts(self) -> EngineFacts:
         return EngineFacts(layers=1, layers_by_type={"float32": 1}, weights_sha256="0" * 64)

@@ -20,7 +20,7 @@ from dyno.worker.inputs import input_data
 from dyno.worker.jobs.turns import Uninterleaved
 from dyno.worker.journal import Journal
 from dyno.worker.nets.checkpoint import describe_averaged
-from dyno.worker.record import Measurement, one_line, save_arrays
+from dyno.worker.record import CLOSE, Measurement, describe_close, one_line, save_arrays
 from dyno.worker.registry import find
 from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, ModelSpec, Plan, Trial, Unavailable, UserError
 
@@ -178,11 +178,16 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
         repeat(session, feeds[0], first, journal)
     journal.stage("inspect")
     _inspect_engine(session, job, journal)
-    journal.stage("close")  # an engine may still crash here: its facts are on disk by then
-    session.close()
     if not any_finite:
         journal.stage("evaluate")
+        session.close()
         raise failure()
+    journal.stage(CLOSE)
+    try:
+        session.close()
+    except Exception as e:
+        traceback.print_exc()
+        journal.warn(describe_close(f"{type(e).__name__}: {one_line(e)}"))
 
 
 @contextmanager
