@@ -234,8 +234,7 @@ class _ServeJob:
     def _search_rate(self) -> None:
         """Search for the highest rate that holds; if the server ends the search, `highest` stays unknown."""
         options, least = self._options, self._facts.least
-        # A tenth of a request more, so that rounding never has one less.
-        lowest = (least + 0.1) / options.duration_s if options.duration_s else 0.0
+        lowest = serve_rates.find_lowest(least, options.duration_s)
         self._facts = replace(self._facts, searched=True, lowest=lowest)
         found = find_highest_rate(self._can_hold_rate, self._facts.capacity, options.resolution, lowest)
         self._facts = replace(self._facts, highest=found)
