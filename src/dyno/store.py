@@ -19,11 +19,10 @@ from pathlib import Path
 
 from dyno.jobs.nvml import find_gpu
 from dyno.worker import registry, system
-from dyno.worker.record import Record, lock, read_json, read_record, write_json, write_record
+from dyno.worker.record import LOCK, Record, lock, read_json, read_record, write_json, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, Unfinished, UserError, digest, to_json
 
 cache_dir = system.cache_dir
-LOCK = "lock"  # who works in a folder holds this file in it
 SLURM = "slurm"  # what jobs of Slurm and the host that started them say to each other, while a study is measured
 # What Dyno writes into a run folder; whatever else lies there is somebody's own.
 FOLDERS = (

@@ -123,6 +123,18 @@ def test_a_run_in_use_stays(call: Any, refused: Any, run: Path) -> None:
     assert call("runs", "rm", run) == (0, "removed runs/one\n", "") and not run.exists()
 
 
+def test_a_run_that_is_measured_now_is_called_so(call: Any, refused: Any, run: Path) -> None:
+    says = f"Process {os.getpid()} is measuring this run: this is the answer so far."
+    shutil.rmtree(run / "trials" / next((run / "trials").iterdir()).name)
+    with Run(run).locked():
+        assert says in call("show", run)[1].splitlines()
+        assert says in json.loads(call("show", run, "--format", "json")[1])["verdict"]
+        shutil.rmtree(run / "trials")
+        (run / "trials").mkdir()
+        assert refused("show", run) == f"runs/one has no trials yet; process {os.getpid()} is measuring it"
+    assert refused("show", run) == "runs/one has no trials yet; run the study first"
+
+
 def test_the_latest_run_is_shown(call: Any, run: Path) -> None:
     shutil.copytree(run, "runs/two")
     os.utime(run / "study.toml", (2e9, 2e9))

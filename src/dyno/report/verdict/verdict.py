@@ -264,13 +264,16 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         yield Finding(
             FAILURE,
             f"{sum(failed.values())} of {counting(total, 'trial')} did not finish: {counts}; each has its reason, and "
-            "dyno run --retry-failed measures them again.",
+            "the same command with --retry-failed measures them again.",
             PROBLEMS,
         )
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
         yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
     dropped = read_dropped(results.folder)
-    if short := [t for t in results if t.is_cut_short and t.id not in dropped]:
+    if results.owner:
+        answer = f"Process {results.owner} is measuring this run: this is the answer so far."
+        yield Finding(WARNING, answer)
+    elif short := [t for t in results if t.is_cut_short and t.id not in dropped]:
         rounds = counting(min(len(t.rounds) for t in short), "round")
         answer = f"Not all rounds are measured: this is the answer after {rounds}; the same command goes on."
         yield Finding(WARNING, answer)
