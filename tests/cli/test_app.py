@@ -251,6 +251,13 @@ def test_a_full_folder_for_temporary_files_is_told(dyno: Any, small_disk: Path) 
     )
 
 
+def test_a_full_cache_is_told(dyno: Any, small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,size=8k", small_disk], check=True)
+    words = ("export", "torchvision:squeezenet1_1", "-o", small_disk.parent / "m.onnx")
+    last = dyno(*words, env={"DYNO_CACHE": str(small_disk)}, code=2).stderr.splitlines()[-1]
+    assert last.startswith(f"dyno: {small_disk}/") and ": the disk is full; free some space and run again" in last
+
+
 @pytest.mark.usefixtures("preloaded", "unreported")
 def test_exit_codes_of_a_run(call: Any) -> None:
     assert call(*FAKE, "--out", "good")[0] == 0
