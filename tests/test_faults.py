@@ -486,6 +486,11 @@ def test_what_a_command_is_not_given_is_one_line(shell: Callable[[str], Any], li
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+def test_a_home_that_no_shell_expands_is_the_user_s(shell: Callable[[str], Any], golden: Path) -> None:
+    done = shell("HOME=$PWD/home; export HOME; mkdir home; dyno show golden --format csv --out=~/t.csv")
+    assert done.returncode == 0 and (golden.parent / "home" / "t.csv").exists() and not Path("~").exists(), done.stderr
+
+
 def test_where_charts_would_be_shown_does_not_matter(shell: Callable[[str], Any], golden: Path) -> None:
     """MPLBACKEND of a screen that isn't there, or of no library at all, ended `dyno run` after its last round."""
     done = shell("MPLBACKEND=nonsense dyno report golden 2</dev/null")

@@ -47,6 +47,12 @@ def replace_renamed(words: Sequence[str]) -> list[str]:
     return [*new.split(), *words[1:]]
 
 
+def expand_home(words: Sequence[str]) -> list[str]:
+    """Return the command line with the home folder for `~` in `--out=~/runs`, where a shell leaves it."""
+    home = os.environ.get("HOME", "~")
+    return [word.replace("=~/", f"={home}/", 1) if word.startswith("--") else word for word in words]
+
+
 def no_command(name: str, commands: Iterable[str], group: str) -> str:
     """Return the error message for an unknown command of a group, with a suggestion."""
     from dyno.worker import registry  # with NumPy, which `dyno --help` has no use for
