@@ -168,6 +168,15 @@ def test_a_search_that_is_too_short_says_so(call: Any, tmp_path: Path) -> None:
     assert said in " ".join(out.split())
 
 
+def test_a_bound_that_a_lone_request_misses_is_not_searched_for(call: Any, tmp_path: Path) -> None:
+    """At lower and lower rates: each takes the longer the lower it is."""
+    words = ("--backend", "fake@latency_ms=50", "--batch", 1, "--p50", "1ms")
+    _, out, _ = call("bench", "serve", *FAKE, *words, code=0)
+    (found,) = facts(tmp_path / "run")
+    assert found.highest == 0 and len(found.steps) == 1
+    assert "No rate that was tried holds p50" in " ".join(out.split()) and "no lower rate was tried" not in out
+
+
 def test_an_engine_that_fails_ends_as_its_row(call: Any) -> None:
     code, _, errors = call("bench", "serve", *FAKE, "--backend", "fake@fail=exception", "--p99", "1s")
     assert code == 3 and "scripted failure" in errors and "Traceback" not in errors

@@ -244,6 +244,14 @@ class _ServeJob:
         return self._seed + len(self._facts.steps)
 
     def _can_hold_rate(self, rate: float) -> bool:
+        """Try the rate, unless the one before showed that a request in its own batch takes longer than the bound."""
+        if self._facts.steps:
+            began, ended, size = (
+                self._arrays[f"{name}_{len(self._facts.steps) - 1}"] for name in ("began", "ended", "size")
+            )
+            alone = (ended - began)[size == 1]
+            if alone.size and np.nanmin(alone) > self._facts.bound_s:
+                return False
         return self._try_rate(rate).verdict == serve_rates.HOLDS
 
     def _try_rate(self, rate: float) -> ServeStep:
