@@ -112,6 +112,22 @@ def test_a_batch_that_the_model_does_not_take_is_refused(call: Any, refused: Any
     assert set(table(Path("r"))["batch"]) == {2}
 
 
+def test_an_input_of_length_0_is_fed_so_to_every_engine(call: Any, tmp_path: Path) -> None:
+    """As of a cache that is empty at the first step: it was free for ONNX Runtime alone, which asked for its shape."""
+    (tmp_path / "step.py").write_text(
+        "import torch\n\nclass Step(torch.nn.Module):\n    def forward(self, x, past):\n"
+        "        return torch.cat([x, past], 1) * 2\n\ndef step(): return Step()\n\n"
+        "def step_inputs(): return torch.ones(1, 3, 4), torch.zeros(1, 0, 4)\n"
+    )
+    engines = ("--backend", "pytorch,onnxruntime,openvino", "--precision", "fp32")
+    call("run", "step.py:step", *engines, *QUICK, "--out", "r", code=0)
+    assert {name: found["output"].shape for name, found in outputs(Path("r")).items()} == dict.fromkeys(
+        ("pytorch", "onnxruntime", "openvino"), (4, 3, 4)
+    )
+    call("export", "step.py:step", "-o", "step.onnx", "--batch", 1, code=0)
+    call("run", "step.onnx", "--backend", "onnxruntime,openvino", *QUICK, "--out", "f", code=0)
+
+
 def test_an_array_named_input_is_that_of_a_single_input_of_another_name(call: Any, tmp_path: Path) -> None:
     (tmp_path / "double.py").write_text(
         "import torch\n\nclass Double(torch.nn.Module):\n    def forward(self, pixels):\n        return 2 * pixels\n"

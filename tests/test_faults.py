@@ -108,6 +108,16 @@ def test_brackets_and_wrong_types_in_a_run_are_no_traceback(golden: Path, call: 
     assert code == 0 and out.startswith("resnet18, size 64, batch 1\n"), err
 
 
+@pytest.mark.parametrize("file", ["devices.json", "routes.json", "fewer-rounds.json"])
+def test_a_damaged_note_is_told(golden: Path, call: Any, file: str) -> None:
+    for content, told in (("{", f"{file} can't be read ("), ('{"schema": 2, "trials": 3, "devices": 3, "attempts": 3}',
+                                                             f"{file} is damaged (")):  # fmt: skip
+        (golden / file).write_text(content)
+        code, out, err = call("show", golden)
+        assert code == 0 and told in err and err.count("\n") == 1, err
+        assert told in " ".join(out.split()), "the verdict, too"
+
+
 def test_a_study_of_brackets_is_one_line(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "deep.toml").write_text(f"models = {BRACKETS}")
     assert "nested too deeply" in refused("run", "deep.toml")
@@ -469,10 +479,16 @@ def test_a_temporary_home_of_somebody_else_is_not_used(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(("line", "said"), [
     ("dyno show golden 1</dev/null", "standard output: it is not open for writing"),
     ("ulimit -v 300000; dyno show golden", "memory is limited to 292 MiB"),
+    ("ulimit -f 0; dyno doctor", "temporary files can't be written; free space, or give their folder in"),
 ])  # fmt: skip
 def test_what_a_command_is_not_given_is_one_line(shell: Callable[[str], Any], line: str, said: str) -> None:
     done = shell(line)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_home_that_no_shell_expands_is_the_user_s(shell: Callable[[str], Any], golden: Path) -> None:
+    done = shell("HOME=$PWD/home; export HOME; mkdir home; dyno show golden --format csv --out=~/t.csv")
+    assert done.returncode == 0 and (golden.parent / "home" / "t.csv").exists() and not Path("~").exists(), done.stderr
 
 
 def test_where_charts_would_be_shown_does_not_matter(shell: Callable[[str], Any], golden: Path) -> None:

@@ -19,11 +19,10 @@ from pathlib import Path
 
 from dyno.jobs.nvml import find_gpu
 from dyno.worker import registry, system
-from dyno.worker.record import Record, lock, read_json, read_record, write_json, write_record
+from dyno.worker.record import LOCK, Record, lock, read_json, read_record, write_json, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, Unfinished, UserError, digest, to_json
 
 cache_dir = system.cache_dir
-LOCK = "lock"  # who works in a folder holds this file in it
 SLURM = "slurm"  # what jobs of Slurm and the host that started them say to each other, while a study is measured
 # What Dyno writes into a run folder; whatever else lies there is somebody's own.
 FOLDERS = (
@@ -58,12 +57,21 @@ def remembered(kind: str, key: str) -> Path:
     return cache_dir() / kind / key
 
 
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder; a full disk is an `OSError` of its own, not one of every file."""
+    try:
+        shutil.copytree(source, target)
+    except shutil.Error as e:
+        system.raise_if_disk_full(e, target)
+        raise
+
+
 def remember(job: Path, kind: str, key: str) -> None:
     """Keep the folder of a job that ended well in the cache, whole or not at all."""
     place = remembered(kind, key)
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{key}.", dir=place.parent, ignore_cleanup_errors=True) as scratch:
-        shutil.copytree(job, Path(scratch) / key)
+        copy_folder(job, Path(scratch) / key)
         with lock(place.parent / ".lock"):
             shutil.rmtree(place, ignore_errors=True)
             (Path(scratch) / key).rename(place)

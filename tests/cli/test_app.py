@@ -94,7 +94,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_read_only_file_system(refused: Any, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    assert "the file system is read-only; give another path (--out; DYNO_CACHE for the cache)" in refused(
+    assert "the file system is read-only; give another path (--out; DYNO_CACHE for the cache, TMPDIR" in refused(
         *FAKE, "--out", small_disk / "r"
     )
 
@@ -237,6 +237,25 @@ def test_a_full_disk_keeps_what_was_measured(call: Any, small_disk: Path) -> Non
     call(*words, code=0)
     assert {f: f.stat().st_mtime_ns for f in done} == done
     assert len(list(small_disk.glob("trials/*/r0/record.json"))) == 4
+
+
+def test_a_full_folder_for_temporary_files_is_told(dyno: Any, small_disk: Path) -> None:
+    """An export measures nothing, so nothing that was measured is stored."""
+    (small_disk / "other").write_bytes(bytes(36 << 10))
+    done = dyno("export", "torchvision:resnet18", "-o", small_disk.parent / "m.onnx",
+                env={"TMPDIR": str(small_disk)}, code=2)  # fmt: skip
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"dyno: {small_disk}/") and last.endswith(
+        ": the disk is full; free some space and run again, or give another path (--out; DYNO_CACHE for the cache, "
+        "TMPDIR for temporary files)"
+    )
+
+
+def test_a_full_cache_is_told(dyno: Any, small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,size=8k", small_disk], check=True)
+    words = ("export", "torchvision:squeezenet1_1", "-o", small_disk.parent / "m.onnx")
+    last = dyno(*words, env={"DYNO_CACHE": str(small_disk)}, code=2).stderr.splitlines()[-1]
+    assert last.startswith(f"dyno: {small_disk}/") and ": the disk is full; free some space and run again" in last
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")

@@ -55,7 +55,7 @@ def test_what_is_not_measured_yet_is_no_failure(call: Any, run: Path) -> None:
         record.unlink()
     assert "1 ok, 1 failed, 1 skipped, 1 unfinished" in call("runs", "list")[1]
     out = call("show", run)[1]
-    assert "1 of 4 trials was not measured so far." in out and "1 of 4 trials did not finish: 1 failed" in out
+    assert "1 of 4 trials was not measured so far." in out and "1 of 4 trials did not finish: 1 failed (" in out
 
 
 def test_blocks_that_are_not_at_their_end_are_read(call: Any, refused: Any, run: Path) -> None:
@@ -123,6 +123,18 @@ def test_a_run_in_use_stays(call: Any, refused: Any, run: Path) -> None:
     assert call("runs", "rm", run) == (0, "removed runs/one\n", "") and not run.exists()
 
 
+def test_a_run_that_is_measured_now_is_called_so(call: Any, refused: Any, run: Path) -> None:
+    says = f"Process {os.getpid()} is measuring this run: this is the answer so far."
+    shutil.rmtree(run / "trials" / next((run / "trials").iterdir()).name)
+    with Run(run).locked():
+        assert says in call("show", run)[1].splitlines()
+        assert says in json.loads(call("show", run, "--format", "json")[1])["verdict"]
+        shutil.rmtree(run / "trials")
+        (run / "trials").mkdir()
+        assert refused("show", run) == f"runs/one has no trials yet; process {os.getpid()} is measuring it"
+    assert refused("show", run) == "runs/one has no trials yet; run the study first"
+
+
 def test_the_latest_run_is_shown(call: Any, run: Path) -> None:
     shutil.copytree(run, "runs/two")
     os.utime(run / "study.toml", (2e9, 2e9))
@@ -166,7 +178,7 @@ def test_the_page_of_several_runs_replaces_no_run_s_own(refused: Any, run: Path)
 
 def test_a_failed_row_names_its_log(call: Any, run: Path) -> None:
     _, out, _ = call("show", run)
-    (line,) = (line for line in out.splitlines() if "scripted failure" in line)
+    line, _ = (line for line in out.splitlines() if "scripted failure" in line)  # below the table, and at the end
     log = line.rpartition("; log: ")[2]
     assert log.startswith("trials/") and "RuntimeError: scripted failure" in (run / log).read_text()
     assert "log:" not in next(line for line in out.splitlines() if "has no fp8" in line)

@@ -162,7 +162,19 @@ def test_a_search_that_is_too_short_says_so(call: Any, tmp_path: Path) -> None:
     _, out, _ = call("bench", "serve", *FAKE, *words, code=0)
     (found,) = facts(tmp_path / "run")
     assert found.highest == 0 and [step.rate for step in found.steps] == [pytest.approx(662.1 / 0.5)]
-    assert "Below 1,320 requests/s the --duration brings fewer than the 662 requests that p99 needs" in out
+    said = (
+        "Below 1,320 requests/s fewer than the 662 requests that p99 needs come in 500 ms, so no lower rate was tried"
+    )
+    assert said in " ".join(out.split())
+
+
+def test_a_bound_that_a_lone_request_misses_is_not_searched_for(call: Any, tmp_path: Path) -> None:
+    """At lower and lower rates: each takes the longer the lower it is."""
+    words = ("--backend", "fake@latency_ms=50", "--batch", 1, "--p50", "1ms")
+    _, out, _ = call("bench", "serve", *FAKE, *words, code=0)
+    (found,) = facts(tmp_path / "run")
+    assert found.highest == 0 and len(found.steps) == 1
+    assert "No rate that was tried holds p50" in " ".join(out.split()) and "no lower rate was tried" not in out
 
 
 def test_an_engine_that_fails_ends_as_its_row(call: Any) -> None:

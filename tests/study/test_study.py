@@ -189,7 +189,7 @@ def test_any_study_comes_back_from_its_own_toml(
         ("backends = ['fake']", ""),
         ("models = 'fake:net'\nbudget = 5", "s.toml: budget is 5; it must be a table"),
         ("models = 'fake:net'\nrounds = '3'", "s.toml: rounds is '3'"),
-        ("\udcff", "s.toml is not valid TOML"),
+        ("\udcff", "s.toml is not a text in UTF-8; save it in that encoding"),
     ],
 )
 def test_broken_toml_is_one_line(tmp_path: Path, text: str, message: str) -> None:

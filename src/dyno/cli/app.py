@@ -117,7 +117,7 @@ def main() -> None:
             return
     from dyno.cli import exits
 
-    sys.argv[1:] = exits.replace_renamed(sys.argv[1:])
+    sys.argv[1:] = exits.expand_home(exits.replace_renamed(sys.argv[1:]))
     exits.end(make_app("".join(sys.argv[1:2])))
 
 

@@ -102,7 +102,10 @@ def look_for_others(wait: bool) -> None:
     while (busy := telemetry.count_busy(PROBE_S)) >= BUSY:
         line = f"dyno: {busy:.1f} of {cores} processors are busy with other programs"
         if not wait or time_module.monotonic() - began > WAIT_S:
-            print(f"{line}, so latencies will be too long" + ("" if wait else "; --wait waits"), file=sys.stderr)
+            print(
+                f"{line}, so latencies may differ from a quiet machine's" + ("" if wait else "; --wait waits"),
+                file=sys.stderr,
+            )
             return
         print(f"{line}: waiting, for {WAIT_S / 60:g} minutes at most", file=sys.stderr)
         time_module.sleep(PAUSE_S)

@@ -47,6 +47,12 @@ def replace_renamed(words: Sequence[str]) -> list[str]:
     return [*new.split(), *words[1:]]
 
 
+def expand_home(words: Sequence[str]) -> list[str]:
+    """Return the command line with the home folder for `~` in `--out=~/runs`, where a shell leaves it."""
+    home = os.environ.get("HOME", "~")
+    return [word.replace("=~/", f"={home}/", 1) if word.startswith("--") else word for word in words]
+
+
 def no_command(name: str, commands: Iterable[str], group: str) -> str:
     """Return the error message for an unknown command of a group, with a suggestion."""
     from dyno.worker import registry  # with NumPy, which `dyno --help` has no use for
@@ -87,14 +93,15 @@ BAD_INPUT, UNFINISHED = 2, 3
 LEAST_MEMORY_B = 1 << 29
 TRACEBACK = "DYNO_TRACEBACK"  # the variable with which an error that isn't the user's is printed in full, too
 INTERNAL = "internal error"
-ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache)"
+ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache, TMPDIR for temporary files)"
 STORED = "what was measured is stored"
-NO_MEMORY = f"memory ran out; free some, or allow more (ulimit -v), and run again: {STORED}"
-NO_PROCESS = f"no further process or thread may be started here (ulimit -u); allow more and run again: {STORED}"
+AGAIN = "run again"  # ends advice, to which is added what is stored
+NO_MEMORY = f"memory ran out; free some, or allow more (ulimit -v), and {AGAIN}"
+NO_PROCESS = f"no further process or thread may be started here (ulimit -u); allow more and {AGAIN}"
 OS_ERRORS = {
-    errno.ENOSPC: f"the disk is full; free some space and run again, {STORED}",
-    errno.EDQUOT: f"the disk quota is used up; free some space and run again, {STORED}",
-    errno.EFBIG: f"no file may grow that large here (ulimit -f); allow more and run again, {STORED}",
+    errno.ENOSPC: f"the disk is full; free some space and {AGAIN}",
+    errno.EDQUOT: f"the disk quota is used up; free some space and {AGAIN}",
+    errno.EFBIG: f"no file may grow that large here (ulimit -f); allow more and {AGAIN}",
     errno.EROFS: f"the file system is read-only; {ELSEWHERE}",
     errno.EACCES: f"permission denied; allow this user to read and write there, or {ELSEWHERE}",
     errno.EPERM: f"writing is not permitted; {ELSEWHERE}",
@@ -104,16 +111,17 @@ OS_ERRORS = {
     errno.EISDIR: "is a folder where a file is needed; give another path",
     errno.ENOTDIR: "is a file where a folder is needed; give another path",
     errno.ENAMETOOLONG: "the name is too long; give a shorter one",
-    errno.EBADF: f"it is not open for writing; redirect it elsewhere, {STORED}",
+    errno.EBADF: f"it is not open for writing; redirect it elsewhere and {AGAIN}",
     errno.ENOMEM: NO_MEMORY,
     errno.EAGAIN: NO_PROCESS,
-    errno.EMFILE: f"too many files are open; allow more (ulimit -n) and run again, {STORED}",
+    errno.EMFILE: f"too many files are open; allow more (ulimit -n) and {AGAIN}",
 }
 # How libraries word what a limit of this process makes of them.
 LIMITS = {
     "can't start new thread": NO_PROCESS,
     "failed to map segment": NO_MEMORY,
     "cannot allocate memory": NO_MEMORY,
+    "no usable temporary directory": "temporary files can't be written; free space, or give their folder in TMPDIR",
 }
 _USAGE: Any = typer.BadParameter.__base__  # UsageError of the click that typer brings with it
 
@@ -194,7 +202,12 @@ def end(app: typer.Typer) -> None:
     except Exception as e:  # the border: an exit code of 1 would be read as a regression
         if os.environ.get(TRACEBACK):
             traceback.print_exc()
-        _fail_command(_describe_error(e))
+        line = _describe_error(e)
+        if line.endswith(AGAIN) and _continues(sys.argv[1:]):
+            line += f": {STORED}"
+        elif getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            line += f", or {ELSEWHERE}"
+        _fail_command(line)
 
 
 def _describe_error(e: Exception) -> str:

@@ -15,7 +15,8 @@ from dyno.devices import blocks
 from dyno.devices.places import Place, confine_to, list_left
 from dyno.jobs import nvml
 from dyno.jobs.progress import Progress
-from dyno.results.notes import DEVICES, AnchorDevice, AnchorDevices, devices, of_rounds, percent_slower
+from dyno.results.files import DEVICES
+from dyno.results.notes import AnchorDevice, AnchorDevices, devices, of_rounds, percent_slower
 from dyno.results.rounds import Round
 from dyno.results.trial_result import load_run
 from dyno.runner.device_lock import held

@@ -19,7 +19,7 @@ from dyno.packs import opening
 from dyno.packs.card import SUFFIX, card_paths, write_card
 from dyno.packs.opening import HEAD, RUN, STUDY, VERDICT
 from dyno.packs.verification import describe_verdict, hash_files, read_results
-from dyno.results.files import read_npz, read_table
+from dyno.results.files import NOTES, read_npz, read_table
 from dyno.results.trial_result import PLACEMENTS, SELF_TEST, Results, load_run
 from dyno.runner import self_test
 from dyno.runner.run_folder import earlier
@@ -29,7 +29,7 @@ from dyno.worker.record import read_json, replacing, save_arrays, write_json, wr
 from dyno.worker.spec import UserError
 
 # What the verdict is computed from; other files of a run folder are logs, and tables that can be made again.
-FILES = ("environment.json", "models.json", SELF_TEST, "devices.json", "routes.json", "fewer-rounds.json")
+FILES = ("environment.json", "models.json", SELF_TEST, *NOTES)
 FOLDERS = ("trials", "truth", "peak", "idle", "anchors", "blocks", PLACEMENTS, "routes", "reference")
 NAMES = ("job.json", "record.json", "samples.npz", "outputs.npz", "telemetry.npz")  # of a job
 # Personal names: what a stranger need not know of the machine.

@@ -21,8 +21,8 @@ from dyno.worker.record import replacing
 from dyno.worker.spec import SCHEMA, check_known
 
 LONGEST = 32  # characters of a name in a terminal, and to which words are folded before a column is left out
-GAP, LEAST = 2, 6  # between columns; characters to which a word may be broken where nothing else helps
-NAMES = 2  # columns that say which row it is
+GAP = 2  # between columns
+BROKEN = 3  # a word is broken where it would take more than one part in so many of the width
 PIPED = 120  # characters of a line in a file or a pipe, of a table with a limit on its columns
 MORE = "more columns: dyno show --columns all"
 
@@ -229,17 +229,20 @@ def _choose_columns(part: TablePart, width: int, most: int) -> list[Column]:
 
 
 def _text_part(title: str, part: TablePart, width: int) -> str:
-    """Return the part as text; where it is too wide, cells are broken between words."""
+    """Return the part as text; where it is too wide, cells are broken between words, or each row becomes a list."""
     longest, columns = LONGEST if width < UNLIMITED else UNLIMITED, part.columns
     cells = [[plain(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)] for c in columns]
+    below = [textwrap.fill(plain(note), width, initial_indent="  ", subsequent_indent="    ") for note in part.notes]
     widths = _choose_widths(cells, width - GAP * (len(columns) - 1))
+    if not widths:
+        listed = [_format_list(cells, i + 1, bool(r.get(FIRST))) for i, r in enumerate(part.rows)]
+        return "\n".join([title, "─" * width, *listed, "─" * width, *below]) + "\n"
     head, *rows = (
         _format_row([texts[i] for texts in cells], widths, [c.right for c in columns])
         for i in range(len(part.rows) + 1)
     )
     rows = [formatting.bold(text) if r.get(FIRST) else text for text, r in zip(rows, part.rows, strict=True)]
     rule = "─" * (sum(widths) + GAP * (len(columns) - 1))
-    below = [textwrap.fill(plain(note), width, initial_indent="  ", subsequent_indent="    ") for note in part.notes]
     return "\n".join([title, rule, head, rule, *rows, rule, *below]) + "\n"
 
 
@@ -249,14 +252,18 @@ def _shorten_cell(column: Column, row: Row, longest: int) -> str:
 
 
 def _choose_widths(columns: Sequence[list[str]], whole: int) -> list[int]:
-    """Return each column's width: its longest word at least; columns that lack least get the remaining space first."""
+    """Return each column's width: its longest word at least; columns that lack least get the remaining space first.
+
+    A word that would leave the others no place is broken. Empty where the others don't fit all the same.
+    """
     wanted = [max(map(_count_cells, texts)) for texts in columns]
     if sum(wanted) <= whole:
         return wanted
     widths = [max((_count_cells(word) for text in texts for word in text.split()), default=1) for texts in columns]
-    while sum(widths) > whole and (broken := [i for i, width in enumerate(widths) if width > LEAST]):
-        # Names stand first; their words are broken last, but for one that would leave the others no place.
-        widths[max(broken, key=lambda i: (widths[i] > whole // 3, i >= NAMES, widths[i]))] -= 1
+    if sum(min(width, max(1, whole // BROKEN)) for width in widths) > whole:
+        return []
+    while sum(widths) > whole:
+        widths[widths.index(max(widths))] -= 1
     for index in sorted(range(len(widths)), key=lambda i: wanted[i] - widths[i]):
         widths[index] += max(0, min(wanted[index] - widths[index], whole - sum(widths)))
     return widths
@@ -270,6 +277,13 @@ def _format_row(texts: Sequence[str], widths: Sequence[int], right: Sequence[boo
     return "\n".join(
         (" " * GAP).join(map(_pad_text, [lines[i] for lines in padded], widths, right)).rstrip() for i in range(height)
     )
+
+
+def _format_list(columns: Sequence[list[str]], index: int, is_first: bool) -> str:
+    """Return the row of that number, behind the headings, as lines `heading: cell`; without empty cells."""
+    name, *rest = [f"{texts[0]}: {texts[index]}" for texts in columns if texts[index]] or [""]
+    name = formatting.wrapped(name)
+    return "\n".join([formatting.bold(name) if is_first else name, *(formatting.wrapped(f"  {each}") for each in rest)])
 
 
 def _fold_text(text: str, width: int) -> list[str]:

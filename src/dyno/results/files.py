@@ -151,6 +151,9 @@ ROUTE_TRIED = {"route": str, "ratio": NUMBER, "outcome": str, "reason": str}
 ATTEMPT = {"key": str, "model": str, "configuration": str, "batch": int, "routes": [ROUTE_TRIED]}
 ROUTES_TRIED = {"attempts": [ATTEMPT]}
 DROPPED_TRIALS = {"trials": [str]}
+# Notes of a run folder by their file: see `results.notes`.
+DEVICES, ROUTES, FEWER_ROUNDS = "devices.json", "routes.json", "fewer-rounds.json"
+NOTES: dict[str, dict[str, Any]] = {DEVICES: DEVICES_MEASURED, ROUTES: ROUTES_TRIED, FEWER_ROUNDS: DROPPED_TRIALS}
 MODELS = {
     "models": [
         {

@@ -13,13 +13,17 @@ import numpy as np
 
 from dyno.results import stats
 from dyno.results.blocks import within
-from dyno.results.files import DEVICES_MEASURED, DROPPED_TRIALS, ROUTES_TRIED, read_table
+from dyno.results.files import DEVICES, FEWER_ROUNDS, NOTES, ROUTES, read_table
 from dyno.worker.record import write_json
 from dyno.worker.spec import SCHEMA, to_json
 
-# What the trial that all devices of a study repeat measured: how they differ, and what they do to each other.
 
-DEVICES = "devices.json"  # in a run folder
+def _read(run: Path, name: str) -> dict[str, Any]:
+    """Read a note; empty without one, and where it is damaged, which `load_run` reports."""
+    return read_table(run / name, [], NOTES[name]) or {}
+
+
+# What the trial that all devices of a study repeat measured: how they differ, and what they do to each other.
 
 
 @dataclass(frozen=True)
@@ -117,8 +121,8 @@ def of_rounds(place: str, card: str, rounds: Sequence[tuple[Mapping[int, float],
 
 def devices(run: Path) -> AnchorDevices | None:
     """Read the measurements of the anchor trial; None for a study on one device."""
-    stored = read_table(run / DEVICES, [], DEVICES_MEASURED)
-    if stored is None:
+    stored = _read(run, DEVICES)
+    if not stored:
         return None
     rows = [
         AnchorDevice(
@@ -144,7 +148,6 @@ def _filter_numbers(stored: Sequence[float] | None) -> tuple[float, ...]:
 
 # Which routes to the ONNX file were tried beside the usual one, and what came of each.
 
-FILE = "routes.json"  # in a run folder
 KEPT, BEATEN, NOT_FASTER = "kept", "slower than another", "not proven faster"
 WRONG, FAILED = "other outputs", "failed"
 
@@ -179,13 +182,12 @@ class Attempt:
 
 def attempts(run: Path) -> tuple[Attempt, ...]:
     """Read the attempts in a run folder; empty where nothing was tried, and where the file is damaged."""
-    stored = read_table(run / FILE, [], ROUTES_TRIED)
-    return tuple(map(_parse_attempt, stored.get("attempts", ()))) if stored is not None else ()
+    return tuple(map(_parse_attempt, _read(run, ROUTES).get("attempts") or ()))
 
 
 def store(run: Path, attempts: tuple[Attempt, ...]) -> None:
     """Write the attempts into a run folder."""
-    write_json(run / FILE, {"schema": SCHEMA, "attempts": [to_json(one) for one in attempts]})
+    write_json(run / ROUTES, {"schema": SCHEMA, "attempts": [to_json(one) for one in attempts]})
 
 
 def _parse_attempt(row: dict[str, Any]) -> Attempt:
@@ -199,13 +201,10 @@ def _parse_attempt(row: dict[str, Any]) -> Attempt:
 
 # Which trials got no further rounds, because the time was short and a winner leads them clearly.
 
-FEWER_ROUNDS = "fewer-rounds.json"  # in a run folder
-
 
 def read_dropped(run: Path) -> frozenset[str]:
     """Return the ids of the trials that further rounds left out; empty where all were measured."""
-    stored = read_table(run / FEWER_ROUNDS, [], DROPPED_TRIALS)
-    return frozenset(stored.get("trials") or ()) if stored is not None else frozenset()
+    return frozenset(_read(run, FEWER_ROUNDS).get("trials") or ())
 
 
 def store_dropped(run: Path, ids: Collection[str]) -> None:

@@ -331,14 +331,14 @@ class Contention:
         if self.mostly:
             return f"No winner is named: {busy}, and on a quiet machine the order may be another."
         if not self.compared:
-            doubt = "those latencies are inflated; measure again on a quiet machine"
+            doubt = "those latencies may differ from a quiet machine's; measure again on one"
         elif not self.alone:
             doubt = (
                 "rankings were measured interleaved and hold under this load, which may slow engines unequally; "
-                "absolute latencies may be inflated"
+                "absolute latencies may differ from a quiet machine's"
             )
         else:
-            doubt = "those latencies are inflated and their order may be wrong; measure again on a quiet machine"
+            doubt = "those latencies and their order may differ from a quiet machine's; measure again on one"
         return f"{busy.capitalize()}: {doubt}."
 
 

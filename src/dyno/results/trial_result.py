@@ -21,12 +21,22 @@ import numpy as np
 
 from dyno.formatting import NO_IMAGE
 from dyno.results import stats, timeline
-from dyno.results.files import MODELS, PLACEMENT, measured, read_job, read_round, read_settings, read_table, trials_in
+from dyno.results.files import (
+    MODELS,
+    NOTES,
+    PLACEMENT,
+    measured,
+    read_job,
+    read_round,
+    read_settings,
+    read_table,
+    trials_in,
+)
 from dyno.results.rounds import GPU, HOST, Round
 from dyno.worker import tasks
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import SAME_OUTPUTS, Facts
-from dyno.worker.record import Record
+from dyno.worker.record import LOCK, Record, lock_owner
 from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, Trial, UserError, usual_name
 from dyno.worker.tasks import Task
 
@@ -434,7 +444,7 @@ class Results:
 
     `models` has what was counted of each model at each size (`flops` of one image, `parameters`), by name and size;
     `peak` is the record of the device's peak, None without; `self_test` the summary of the machine's self-test, empty
-    without.
+    without; `owner` the number of the process that is measuring in the folder now, "" if none is.
     """
 
     folder: Path
@@ -445,6 +455,7 @@ class Results:
     models: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     peak: Record | None = None
     self_test: dict[str, Any] = field(default_factory=dict)
+    owner: str = ""
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -493,11 +504,13 @@ def load_run(run: Path) -> Results:
     if not (run / "trials").is_dir():
         raise UserError(f"{run} is not a run folder: it has no trials/; give the folder that `dyno run` wrote")
     problems: list[str] = []
+    owner = lock_owner(run / LOCK)
     trials = [t for folder in trials_in(run) if (t := _read_trial(folder, problems))]
     if not trials and problems:
         raise UserError(f"nothing in {run} can be read: {problems[0]}")
     if not trials:
-        raise UserError(f"{run} has no trials yet; run the study first")
+        advice = f"process {owner} is measuring it" if owner else "run the study first"
+        raise UserError(f"{run} has no trials yet; {advice}")
     study = run / "study.toml"
     models = _index_models(read_table(run / "models.json", problems, MODELS) or {})
     file_forms, placed = forms(models), placements(run, problems)
@@ -513,7 +526,10 @@ def load_run(run: Path) -> Results:
         models=models,
         peak=read_round(run / "peak", problems),
         self_test=read_table(run / SELF_TEST, problems, {}) or {},
+        owner=owner,
     )
+    for name, shape in NOTES.items():  # read again where they are used
+        read_table(run / name, problems, shape)
     if results.study.strip() and not results.settings:
         problems.append(f"{study} is damaged, or isn't what Dyno writes; its settings are left out")
     return results

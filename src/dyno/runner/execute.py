@@ -20,6 +20,7 @@ from dyno.formatting import counting
 from dyno.jobs.launcher import LOGS, read_end
 from dyno.jobs.progress import Progress
 from dyno.results import correctness, remarks, timeline
+from dyno.results.files import FEWER_ROUNDS
 from dyno.results.notes import read_dropped, store_dropped
 from dyno.runner import ensemble, search, self_test
 from dyno.runner.device_lock import launch_in_turn
@@ -271,7 +272,7 @@ class Rounds:
         dropped = read_dropped(self.run.folder)
         others = dropped.difference(trial.id for trial in trials)
         if _sum_seconds(self.run, trials) * (number + 1) / number <= limit_s:
-            if others != dropped:
+            if others != dropped or (self.run.folder / FEWER_ROUNDS).is_file():  # which may be damaged
                 store_dropped(self.run.folder, others)
             return [*trials]
         if others == dropped and any(_find_record(self.run, trial, number) is None for trial in trials):

@@ -18,7 +18,7 @@ from dyno.jobs.progress import Progress
 from dyno.jobs.telemetry import Telemetry
 from dyno.results.energy import IDLE
 from dyno.runner.device_lock import held, launch_in_turn
-from dyno.store import good_record, gpu_identity, remember, remembered, versions, worker_code_sha256
+from dyno.store import copy_folder, good_record, gpu_identity, remember, remembered, versions, worker_code_sha256
 from dyno.study.interpreters import runtime_of
 from dyno.study.study import Choice, Study
 from dyno.worker import system
@@ -48,7 +48,7 @@ def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
             remember(folder, "peaks", key)
         return record
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(cached, folder)
+    copy_folder(cached, folder)
     return good_record(folder) or Record("failed", "peak", "the peak could not be copied from the cache")
 
 

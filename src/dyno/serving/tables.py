@@ -123,10 +123,11 @@ def _explain_no_rate(served: ServingRun, bound: str) -> Iterator[str]:
         yield f"{of} ended without a rate that holds {bound} twice."
     else:
         yield f"{_nothing_holds(served, bound, once)}."
-    if facts.lowest:
+    if facts.lowest and min(t.step.rate for t in served.tried) <= 1.01 * facts.lowest:
         yield (
-            f"Below {_format_rate(facts.lowest)} the --duration brings fewer than the {facts.least:,} requests that "
-            f"{_name_percentile(served.bounded)} needs, so no lower rate was tried; omit it."
+            f"Below {_format_rate(facts.lowest)} fewer than the {facts.least:,} requests that "
+            f"{_name_percentile(served.bounded)} needs come in {show(facts.least / facts.lowest, 'duration')}, "
+            "so no lower rate was tried; a longer --duration tries them."
         )
 
 

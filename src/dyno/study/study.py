@@ -258,7 +258,9 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             table = tomllib.loads(regular(path, "study file").read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             raise UserError(f"there is no study file {path}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        except UnicodeDecodeError as e:  # such as UTF-16, which PowerShell writes
+            raise UserError(f"{path} is not a text in UTF-8; save it in that encoding") from e
+        except tomllib.TOMLDecodeError as e:
             raise UserError(f"{path} is not valid TOML: {e}") from e
         except RecursionError:
             raise UserError(f"{path} is not valid TOML: its brackets are nested too deeply") from None

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -100,6 +101,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+LOCK = "lock"  # who works in a folder holds this file in it
+
+
 @contextmanager
 def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterator[None]:
     """Hold the file; while another process has it, `busy` gets its number, and raises or lets this wait.
@@ -118,9 +122,11 @@ def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterat
         with open(number, "a+") as f:
             if os.fstat(number).st_nlink > 1:  # and what another name has would be overwritten
                 raise UserError(f"{path} is a hard link to another file, so it can't be locked; remove it")
-            try:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            is_mine = _try_lock(f)
+            if not is_mine:
+                time.sleep(0.02)  # `lock_owner` has a file for a moment
+                is_mine = _try_lock(f)
+            if not is_mine:
                 f.seek(0)
                 busy(f.read(20).strip() or "unknown")
                 fcntl.flock(f, fcntl.LOCK_EX)
@@ -131,6 +137,27 @@ def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterat
             f.flush()
             yield
             return
+
+
+def _try_lock(opened: IO[str], kind: int = fcntl.LOCK_EX) -> bool:
+    try:
+        fcntl.flock(opened, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock_owner(path: Path) -> str:
+    """Return the number of the process that holds the file, "" if none does or it can't be read."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    with open(number) as f:
+        try:
+            return "" if _try_lock(f, fcntl.LOCK_SH) else f.read(20).strip() or "unknown"
+        except OSError:  # of a file system without locks
+            return ""
 
 
 def _is_at(opened: IO[str], path: Path) -> bool:

@@ -284,7 +284,7 @@ def test_a_round_without_blocks_is_cut_into_stretches(tmp_path: Path) -> None:
     assert (row["rounds"], row["blocks"], row["of"]) == (3, 10, "latency") and row["rounds_share"] > 90
 
 
-@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+@pytest.mark.parametrize("columns", [30, 40, 60, 80, 100, 200])
 def test_a_table_is_as_wide_as_the_terminal(tmp_path: Path, columns: int) -> None:
     ways = [Way("pytorch", seconds=0.00412), Way("onnxruntime", "int8", 0.00105), Way("openvino", "fp16", 0.00207)]
     run = trial_table.read_trials(synthetic.write_run(tmp_path / "run", ways, samples=40, count=30))
@@ -292,6 +292,7 @@ def test_a_table_is_as_wide_as_the_terminal(tmp_path: Path, columns: int) -> Non
     assert max(map(len, text.splitlines())) <= columns
     for value in run.frame["latency_model_ms_median"]:
         assert f"{value:.2f}" in text, "a number is never broken"
+    assert {"pytorch", "onnxruntime", "openvino", "reference"} <= set(text.split()), "nor is a word"
     assert "not shown at this width" not in printed.trials(run), "a pipe takes all eight columns"
 
 

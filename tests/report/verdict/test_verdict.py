@@ -44,7 +44,8 @@ def test_the_demo_in_words(demo: Results) -> None:
     assert "openvino fp32 (batch 1, 8) did not run as requested: asked for fp32: openvino ran 0 of 21 compute" in text
     assert "onnxruntime int8 is slower than onnxruntime fp32 (batch 1: 0.9" in text
     assert "11 of 20 convolutions were not fused into QLinearConv." in text
-    assert "3 of 20 trials did not finish: 1 crashed, 1 timeout, 1 oom" in text
+    assert "3 of 20 trials did not finish: 1 crashed, 1 timeout, 1 oom (" in text
+    assert "); the same command with --retry-failed measures them again." in text and "; 1 more in the report)" in text
     assert "1 of 20 trials was skipped" in text
     assert "2 of 20 trials have warnings" in text
 

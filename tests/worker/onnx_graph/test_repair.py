@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.file import check, prepare_given, read_io
-from dyno.worker.onnx_graph.repair import retype
+from dyno.worker.onnx_graph.repair import find_free_axes, retype
 from dyno.worker.spec import UserError
 
 FEEDS = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
@@ -56,6 +56,16 @@ def test_a_batch_stored_as_less_than_1_is_free(tmp_path: Path, stored: int | Non
         assert warnings[0].startswith(f"axes stored as less than 1 are read as free ones: x axis 0 ({stored})")
         assert repaired.graph.input[0].type.tensor_type.shape.dim[0].dim_param
     np.testing.assert_allclose(output(repaired), FEEDS @ (np.arange(12).reshape(4, 3) / 8), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "shape", "free"), [
+    ("past", (1, 2, 0, 4), []), ("tokens", (1, 0), []), ("x", (0, 3, 0, 0), [0, 2, 3]), ("x", (-1, -1), [0, 1]),
+    ("x", ("n", None, 4), [0, 1]),
+])  # fmt: skip
+def test_a_length_of_0_is_one_but_for_a_batch_and_an_image(
+    name: str, shape: tuple[int | str | None, ...], free: list[int]
+) -> None:
+    assert find_free_axes(h.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)) == free
 
 
 @pytest.mark.parametrize(("ir", "opset", "changed"), [(3, 8, False), (8, 17, True)])

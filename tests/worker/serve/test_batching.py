@@ -10,7 +10,7 @@ from dyno.worker.backend import Arrays, Session
 from dyno.worker.jobs.serve import _list_powers
 from dyno.worker.serve import rates
 from dyno.worker.serve.batching import Batcher, BatchFormingSession, BatchingRules, Clock, Rung, answer_requests
-from dyno.worker.serve.rates import Arrivals, draw_arrivals
+from dyno.worker.serve.rates import Arrivals, draw_arrivals, find_lowest
 from dyno.worker.spec import Dims, Tensor, Unanswered
 
 
@@ -62,6 +62,8 @@ def test_arrivals_are_a_poisson_process_of_that_rate() -> None:
 
 
 def test_so_many_requests_count_as_the_percentile_needs() -> None:
+    slowest = draw_arrivals(find_lowest(662, 0.0), 662, 0.0, 0)
+    assert 660 < len(slowest.times) - slowest.first < 664 and slowest.times[-1] < 150, "a search ends in minutes"
     short, given = draw_arrivals(5.0, 662, 0.0, 0), draw_arrivals(100.0, 662, 2.0, 0)
     assert len(short.times) - short.first == 662 and short.first == 66
     assert len(given.times) - given.first == 200

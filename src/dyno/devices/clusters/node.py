@@ -24,9 +24,8 @@ from typing import Any
 from dyno import __version__
 from dyno.devices import blocks, places
 from dyno.devices.places import LOG, Place, RunningBlock, share
-from dyno.store import LOCK
 from dyno.worker import system
-from dyno.worker.record import write_bytes
+from dyno.worker.record import LOCK, write_bytes
 from dyno.worker.spec import UserError
 
 # Clusters and their sites set these for what they start. A block has them as the host has where the command was given.

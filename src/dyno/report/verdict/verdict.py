@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from dyno.formatting import counting, indentation, plain, ratio, sized
+from dyno.formatting import counting, indentation, plain, ratio, short, sized
 from dyno.report import self_test
 from dyno.report.verdict import decisions
 from dyno.report.verdict import findings as verdict_findings
@@ -32,6 +32,7 @@ OTHER_NETWORK = (
     "if they are different networks, run one command for each."
 )
 MOST_GROUPS = 8  # model x size pairs with sentences; the rest is in the tables
+MOST_REASONS, LONGEST_REASON = 2, 160  # reasons of failures in one sentence, and the characters of one
 MOST_RATIOS = 3  # batches whose ratio one sentence gives
 # Wider precisions that a lowered one should be faster than, in the order of comparison.
 WIDER = {
@@ -263,14 +264,18 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         counts = ", ".join(f"{n} {status}" for status, n in failed.items())
         yield Finding(
             FAILURE,
-            f"{sum(failed.values())} of {counting(total, 'trial')} did not finish: {counts}; each has its reason, and "
-            "dyno run --retry-failed measures them again.",
+            f"{sum(failed.values())} of {counting(total, 'trial')} did not finish: {counts} "
+            f"({_list_reasons(t for t in results if t.status in failed)}); the same command with --retry-failed "
+            "measures them again.",
             PROBLEMS,
         )
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
         yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
     dropped = read_dropped(results.folder)
-    if short := [t for t in results if t.is_cut_short and t.id not in dropped]:
+    if results.owner:
+        answer = f"Process {results.owner} is measuring this run: this is the answer so far."
+        yield Finding(WARNING, answer)
+    elif short := [t for t in results if t.is_cut_short and t.id not in dropped]:
         rounds = counting(min(len(t.rounds) for t in short), "round")
         answer = f"Not all rounds are measured: this is the answer after {rounds}; the same command goes on."
         yield Finding(WARNING, answer)
@@ -303,6 +308,16 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         )
     for problem in results.problems:
         yield Finding(FAILURE, problem)
+
+
+def _list_reasons(failed: Iterable[TrialResult]) -> str:
+    """Return the reasons of the first trials that failed for different ones, in words that a line has room for."""
+    of_reason: dict[str, TrialResult] = {}
+    for t in failed:
+        of_reason.setdefault(t.reason, t)
+    first = [short(f"{t.configuration}: {reason}", LONGEST_REASON) for reason, t in of_reason.items()]
+    more = [f"{len(first) - MOST_REASONS} more in the report"] if len(first) > MOST_REASONS else []
+    return "; ".join([*first[:MOST_REASONS], *more])
 
 
 def _find_gpu_doubts(results: Results) -> Iterator[Finding]:

@@ -522,8 +522,9 @@ def _read_tensor(arg: Any) -> Tensor:
     kind = re.fullmatch(r"tensor\((\w+)\)", arg.type)
     if kind is None or kind[1] in ("string", "bfloat16"):
         raise UserError(f"{arg.name!r} is a {arg.type}, which can't be fed from or read into an array")
-    # A free dimension without a name comes as None.
-    return Tensor(arg.name, NUMPY_TYPES.get(kind[1], kind[1]), tuple(size or "" for size in arg.shape))
+    # A free dimension without a name comes as None; a batch of 0 is one, too.
+    shape = tuple("" if size is None or (size == 0 and not axis) else size for axis, size in enumerate(arg.shape))
+    return Tensor(arg.name, NUMPY_TYPES.get(kind[1], kind[1]), shape)
 
 
 def overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:

@@ -194,7 +194,7 @@ class ServeFacts:
     are needed. At most `most` are a batch, for which the first waits at most `max_wait_s`; engines were loaded for
     the `rungs`. `lanes` batches are answered at once, by `instances` sessions. `capacity` is how many requests per
     second full batches allow. `highest` is the highest rate that holds, 0 for none, None where none was searched.
-    Rates below `lowest` weren't tried, as the time that was asked for brings too few requests (0: any time).
+    Rates below `lowest` weren't tried, as the time for a rate brings too few requests (0: any time).
     `trace` is the name of the file that says when requests came, and `endpoint` the server.
     """
 

@@ -234,8 +234,7 @@ class _ServeJob:
     def _search_rate(self) -> None:
         """Search for the highest rate that holds; if the server ends the search, `highest` stays unknown."""
         options, least = self._options, self._facts.least
-        # A tenth of a request more, so that rounding never has one less.
-        lowest = (least + 0.1) / options.duration_s if options.duration_s else 0.0
+        lowest = serve_rates.find_lowest(least, options.duration_s)
         self._facts = replace(self._facts, searched=True, lowest=lowest)
         found = find_highest_rate(self._can_hold_rate, self._facts.capacity, options.resolution, lowest)
         self._facts = replace(self._facts, highest=found)
@@ -245,6 +244,14 @@ class _ServeJob:
         return self._seed + len(self._facts.steps)
 
     def _can_hold_rate(self, rate: float) -> bool:
+        """Try the rate, unless the one before showed that a request in its own batch takes longer than the bound."""
+        if self._facts.steps:
+            began, ended, size = (
+                self._arrays[f"{name}_{len(self._facts.steps) - 1}"] for name in ("began", "ended", "size")
+            )
+            alone = (ended - began)[size == 1]
+            if alone.size and np.nanmin(alone) > self._facts.bound_s:
+                return False
         return self._try_rate(rate).verdict == serve_rates.HOLDS
 
     def _try_rate(self, rate: float) -> ServeStep:

@@ -133,9 +133,9 @@ def read_model(path: str) -> Any:
 def _read_tensor(value: Any) -> Tensor:
     """Return the input or output; PaddlePaddle's converter calls every free dimension `?`, which is no name."""
     onnx = import_onnx()
-    kind = value.type.tensor_type
+    kind, free = value.type.tensor_type, repair.find_free_axes(value)
     shape = tuple(
-        dim.dim_value if dim.dim_value > 0 else dim.dim_param.strip("?") or f"{value.name}_{axis}"
+        dim.dim_param.strip("?") or f"{value.name}_{axis}" if axis in free else dim.dim_value
         for axis, dim in enumerate(kind.shape.dim)
     )
     if kind.elem_type == onnx.TensorProto.UNDEFINED:

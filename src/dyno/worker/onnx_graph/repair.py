@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.facts.files import AS_IN_TRAINING, IN_SINGLE, MakerFacts
+from dyno.worker.inputs.specs import is_image
 from dyno.worker.onnx_graph.graph_facts import (
     add_weight,
     copied,
@@ -23,7 +24,7 @@ from dyno.worker.onnx_graph.graph_facts import (
     set_nodes,
     tensors_in,
 )
-from dyno.worker.spec import Artifact, Recipe, UserError, shorten
+from dyno.worker.spec import Artifact, Recipe, Tensor, UserError, shorten
 
 Functions = Mapping[tuple[str, str, str], Any]
 
@@ -33,7 +34,7 @@ WHOLE = 2**31 - 2**26  # bytes of weights that a protobuf file has room for
 def repaired(model: Any) -> tuple[Any, list[str]]:
     """Return a copy of the graph, and one line for each change in it; no lines for a valid graph.
 
-    Nodes come after those whose results they take, axes stored as -1 or 0 (PaddlePaddle's free batch) become free ones,
+    Nodes come after those whose results they take, axes stored as -1 or 0 become free ones (see `find_free_axes`),
     initialisers that are listed as inputs stop being inputs, the file's own functions become the operators they are
     made of, and a graph in float64 becomes one in float32. Weights beside the file are not touched.
     """
@@ -129,13 +130,30 @@ def retype(model: Any, kinds: tuple[int, ...], to: int, exact: Mapping[str, Any]
                     attribute.i = to
 
 
+def find_free_axes(value: Any) -> list[int]:
+    """Return the axes of an input or output that have no length, or one that stands for none.
+
+    Some tools store -1 for those, or 0 for the batch (PaddlePaddle) and an image's sides. Elsewhere 0 is a length, as
+    of a cache that is empty at first.
+    """
+    dims = value.type.tensor_type.shape.dim
+    shape = tuple(dim.dim_value if dim.dim_value > 0 else dim.dim_param for dim in dims)
+    image = is_image(Tensor(value.name, "float32", shape))
+    return [
+        axis
+        for axis, dim in enumerate(dims)
+        if dim.dim_value < 0 or (dim.dim_value == 0 and (image or not axis or not dim.HasField("dim_value")))
+    ]
+
+
 def _free_axes(model: Any) -> str:
     values = [v for v in (*model.graph.input, *model.graph.output) if v.type.HasField("tensor_type")]
     weights = {tensor.name for tensor in model.graph.initializer}
     wrong = []
     for value in values:
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            if value.name not in weights and dim.HasField("dim_value") and dim.dim_value < 1:
+        for axis in find_free_axes(value):
+            dim = value.type.tensor_type.shape.dim[axis]
+            if value.name not in weights and dim.HasField("dim_value"):
                 wrong.append(f"{value.name} axis {axis} ({dim.dim_value})")
                 dim.dim_param = "batch" if axis == 0 else f"{value.name}_{axis}"
     if not wrong:

@@ -39,7 +39,9 @@ class ServeOptions:
     instances: int = option(1, "Sessions that answer at once, each with its own copy of the model.", common=True)
     queue: int = option(0, "Most requests that wait; those that come then are refused (0: no limit).", "no limit")
     duration: str = option(
-        "", "How long requests come at each rate, with its unit: 30s.", "10 s, longer where the percentile needs it"
+        "",
+        "How long requests come at each rate, with its unit: 30s.",
+        "10 s, longer where the percentile needs it; in a search 2 min at most",
     )
     resolution: float = option(0.05, "The search ends when the next rate would be less than this share higher.")
     engine_batches: tuple[int, ...] = option(

@@ -71,6 +71,7 @@ def judge_rate(seconds: np.ndarray, q: float, bound: float, least: int, grows: b
 # Arrival times: random, or from a trace; fixed before the first request is sent, whatever the answers do.
 
 USUAL_S = 10.0
+LONGEST_RATE_S = 120.0  # of a rate in a search, unless its duration is given
 LONGEST_S = 1e6  # of a trace: eleven days; clocks and timeouts can't count to whatever a number can say
 WARM_UP = 0.1  # of the requests: they come before those that count, since the queue is empty at first
 
@@ -91,6 +92,11 @@ class Arrivals:
 def count_requests(rate: float, least: int, seconds: float) -> int:
     """Return the number of requests expected in `seconds`, or, if that is 0, in ten seconds, at least `least`."""
     return max(1, round(rate * seconds)) if seconds else max(least, round(rate * USUAL_S))
+
+
+def find_lowest(least: int, seconds: float) -> float:
+    """Return the lowest rate that brings enough requests in `seconds`, or, if that is 0, in `LONGEST_RATE_S`."""
+    return (least + 0.1) / (seconds or LONGEST_RATE_S)  # a tenth more, so that rounding never has one less
 
 
 def draw_arrivals(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
