@@ -272,3 +272,28 @@ def test_class_scores_are_found_or_it_is_said_that_there_are_none(
     assert ("top-1 %" in done.stdout) == scored
     missing = "net: no accuracy was measured: no output has a row of class scores for each image (N x C)"
     assert (f"{missing}; the budget was not checked." in " ".join(done.stdout.split())) != scored
+
+
+def test_a_network_that_numbers_its_classes_otherwise(call: Any, tmp_path: Path) -> None:
+    from PIL import Image
+
+    for colour in ("red", "green", "blue"):
+        (tmp_path / "photos" / colour).mkdir(parents=True)
+        for k in range(6):
+            shade = Image.new("RGB", (20, 20), colour).point(lambda value, k=k: max(value - 5 * k, 0))
+            shade.save(tmp_path / "photos" / colour / f"{k}.png")
+    nodes = "mean = ReduceMean<axes = [2, 3], keepdims = 0>(image) scores = MatMul(mean, w)"
+    graph = "g (float[N, 3, 16, 16] image) => (float[N, 3] scores) <float[3, 3] w = {4, 0, 0, 0, 4, 0, 0, 0, 4}>"
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {graph} {{ {nodes} }}')
+    onnx.save(model, tmp_path / "net.onnx")
+    words = ("net.onnx", "--data", "photos", "--backend", "onnxruntime", "--seconds", "0.02")
+    words += ("--mean", "0,0,0", "--std", "1,1,1")
+    _, out, _ = call("eval", *words, "--out", "unnamed", code=0)
+    assert "warning: the network seems to number its classes otherwise than the data" in " ".join(out.split())
+    _, out, _ = call("run", *words, "--rounds", "1", "--out", "run", code=0)
+    assert "net: the network seems to number its classes otherwise than the data" in " ".join(out.split())
+    for text in ("red, green, blue", "['red', 'green', 'blue']", '{"0": "red", "1": "green", "2": "blue"}'):
+        onnx.helper.set_model_props(model, {"labels": text})
+        onnx.save(model, tmp_path / "net.onnx")
+        code, _, error = call("eval", *words, "--out", "named")
+        assert code == 2 and "'blue' is class 0 of photos and class 2 of net" in error

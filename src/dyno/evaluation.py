@@ -148,6 +148,8 @@ def _describe_classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
         yield "worst classes: " + "; ".join(worst)
     if largest := matrix.largest(WORST):
         yield "most common confusions: " + "; ".join(f"{a} for {b} ({n:,} of {of:,})" for a, b, n, of in largest)
+    if other := matrix.describe_other_order():
+        yield f"warning: {other}"
 
 
 def _iter_tables(trial: TrialResult, per_class: bool) -> Iterator[Sequence[Any]]:

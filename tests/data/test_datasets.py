@@ -19,7 +19,8 @@ from dyno import data as dyno_data
 from dyno.data import cache as store
 from dyno.data.decode import Transform
 from dyno.data.photos import stratified_order
-from dyno.worker.spec import DataSpec, Preprocess, UserError
+from dyno.worker.nets import models
+from dyno.worker.spec import DataSpec, ModelSpec, Preprocess, UserError
 from refusals import refuses
 
 STRAIGHT = Preprocess(resize=0)
@@ -141,11 +142,26 @@ def test_pixels_are_torchvision_s(tmp_path: Path, width: int, height: int, crop:
 
     path = tmp_path / "a.jpg"
     picture(1, width, height).save(path)
-    theirs = transforms.Compose([transforms.Resize(round(crop * resize)), transforms.CenterCrop(crop)])
+    theirs = transforms.Compose([transforms.Resize(int(crop * resize + 1e-6)), transforms.CenterCrop(crop)])
     with Image.open(path) as image:
         wanted = np.asarray(theirs(image.convert("RGB"))).transpose(2, 0, 1)
     mine = Transform((crop, crop), Preprocess(resize=resize), 3).read(path)
     assert np.array_equal(mine, wanted)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet50", "inception_v3"])
+def test_pixels_are_timm_s(name: str) -> None:
+    data = pytest.importorskip("timm.data")
+    source = ModelSpec(name=name, source=f"timm:{name}")
+    config = pytest.importorskip("timm").get_pretrained_cfg(name).to_dict()
+    prepare = data.create_transform(**data.resolve_data_config(pretrained_cfg=config))
+    preprocess, size = models.preprocess(source), models.image_size(source)
+    assert size is not None
+    mean, std = (np.reshape(values, (3, 1, 1)) for values in (preprocess.mean, preprocess.std))
+    for shape in ((533, 400), (301, 477)):
+        image = picture(1, *shape)
+        mine = (Transform(size, preprocess, 3).pixels(image) / 255 - mean) / std
+        assert np.abs(mine - prepare(image).numpy()).max() < 1e-5
 
 
 @pytest.mark.parametrize("size", [(20, 50), (50, 20), (33, 33)])

@@ -43,6 +43,7 @@ def labels(data: DataSpec) -> dict[int, str]:
         ("filename,class", "{name}.jpg,{colour}"),
         (",File Name,width,Category", "7,{name}.jpg,40,{colour}"),
         ("id;label", "{name};{colour}"),
+        ("id|label", "{name}|{colour}"),
         ("label\tImage-Path", "{colour}\timages\\{name}.jpg"),
         ("filename, red, green, blue", "{name}.jpg, {red}, {green}, {blue}"),
     ],
@@ -59,6 +60,21 @@ def test_columns_are_found(folder: Path, head: str, row: str) -> None:
     order = ["red", "green", "blue"] if "{red}" in row else ["blue", "green", "red"]
     assert dyno_data.meta(data)["classes"] == order and dyno_data.meta(data)["label_source"] == "table"
     assert load(file).sha256 == data.sha256
+    file.write_text(file.read_text(encoding="utf-8-sig"), encoding="utf-16")
+    assert labels(load(folder)) == dict(enumerate(COLOURS))
+
+
+@pytest.mark.parametrize("head", ["filename,label,label_id", "filename,class_name,class", "filename,label,category id"])
+def test_numbers_beside_the_names_are_the_networks(folder: Path, head: str) -> None:
+    number = {"red": 0, "green": 1, "blue": 3}
+    rows = [f"{name}.jpg,{colour},{number[colour]}" for name, colour in zip(NAMES, COLOURS, strict=True)]
+    (folder / "labels.csv").write_text("\n".join([head, *rows]))
+    data = load(folder, outputs=5)
+    assert labels(data) == dict(enumerate(COLOURS)), "the names remain"
+    assert dyno_data.meta(data)["classes"] == ["red", "green", "2", "blue", "4"]
+    rows[0] = rows[0].replace(",0", ",1")
+    (folder / "labels.csv").write_text("\n".join([head, *rows]))
+    assert "red" in dyno_data.meta(load(folder))["classes"] or head.startswith("filename,class_name"), "another meaning"
 
 
 def test_the_only_other_folder_is_no_class(folder: Path) -> None:

@@ -64,6 +64,9 @@ def test_a_folder_without_a_description(yolo: Any, make: Any) -> None:
     named = dyno_data.meta(make(folder, outputs=3))
     assert named["classes"] == ["0", "1", "2"]
     assert named["warnings"] == ["class '2' is in no image"]
+    (folder / "labels/val/classes.txt").write_text("disc\ntriangle\n")
+    assert dyno_data.meta(make(folder))["classes"] == ["disc", "triangle"], "as labelling tools list them"
+    assert dyno_data.meta(make(folder, outputs=3))["classes"] == ["0", "1", "2"], "the list is not the network's"
 
 
 def test_splits_and_layouts(yolo: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from dyno.data.rows import DecodedRow, Row, seal_row
 from dyno.worker.extras import install
-from dyno.worker.inputs.specs import geometry
+from dyno.worker.inputs.specs import geometry, size_before_crop
 from dyno.worker.spec import Preprocess, Unavailable, UserError, check_known, to_json
 
 # Many images decoded by processes, in order, through memory that they share.
@@ -144,9 +144,9 @@ class Transform:
             "preprocess": {"resize": preprocess.resize, "interpolation": preprocess.interpolation},
         }
         self.made_of = [list(size), to_json(preprocess), channels, upright]
-        self._resize = preprocess.resize
-        self._method = preprocess.interpolation.upper()
-        self._letterbox = preprocess.letterbox
+        self._preprocess = preprocess
+        if preprocess.squash:
+            self.identity["preprocess"]["squash"] = True
         if preprocess.letterbox:
             self.identity["preprocess"] = {"letterbox": True}
         self._upright = upright
@@ -159,9 +159,10 @@ class Transform:
 
         channels, height, width = self.shape
         image = _convert_mode(image, channels)
-        if self._letterbox:
+        if self._preprocess.letterbox:
             return self._letterbox_image(image)
-        image = image.resize(self._size_before_crop(*image.size), Image.Resampling[self._method])
+        size = size_before_crop(image.size, (width, height), self._preprocess)
+        image = image.resize(size, Image.Resampling[self._preprocess.interpolation.upper()])
         left, top = round((image.width - width) / 2), round((image.height - height) / 2)
         pixels = np.asarray(image.crop((left, top, left + width, top + height)))
         return np.ascontiguousarray(pixels.reshape(height, width, channels).transpose(2, 0, 1))
@@ -183,16 +184,6 @@ class Transform:
         pixels = np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
         canvas[:, top : top + height, left : left + width] = pixels
         return canvas
-
-    def _size_before_crop(self, width: int, height: int) -> tuple[int, int]:
-        """Return (width, height) to resize to: one side is exact, the other follows, truncated as in torchvision."""
-        _, crop_height, crop_width = self.shape
-        if not self._resize:
-            return crop_width, crop_height
-        wanted_width, wanted_height = round(crop_width * self._resize), round(crop_height * self._resize)
-        if width * wanted_height <= height * wanted_width:
-            return wanted_width, wanted_width * height // width
-        return wanted_height * width // height, wanted_height
 
     def read(self, path: Path) -> Row:
         """Read the file's pixels; return the reason if it can't be read."""

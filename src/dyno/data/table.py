@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ BOXES = {"xmin", "x1", "bbox", "boxes", "xcenter", "predictionstring"}
 TESTED, TRAINED = ("test", "val", "valid", "validation"), ("train", "training")
 MOST_CLASSES = 100_000  # a larger number is an identity, not a class
 SEEN = 20  # rows that decide what a column is
+NUMBER = re.compile(r"\d+(\.0+)?")
 
 
 class LabelTable(DataFormat):
@@ -73,7 +75,7 @@ class LabelTable(DataFormat):
         if wanted.train:
             raise UserError(f"{file} is a table of labels; training needs class folders, train/<class>/… and test/…")
         table = _read_table(file)
-        labels, classes, standard = _number_labels(file, table.labels, table.classes, wanted.outputs)
+        labels, classes, standard = _number_labels(file, table, wanted.outputs)
         folder, suffix = find_image_folder(file, table.names)
         rows = zip(table.names, labels, table.splits, strict=True)
         photos = [Photo(folder / (name + suffix), printable(name), label, split) for name, label, split in rows]
@@ -88,12 +90,14 @@ TABLE = LabelTable()
 
 @dataclass(frozen=True)
 class _LabelRows:
-    """Each image's name, label and split; `classes` are named in their order where a column is one of them."""
+    """Each image's name, label and split; `classes` are named in their order where a column is one of them, `texts`
+    name the labels where one column has the names of another's numbers."""
 
     names: list[str]
     labels: list[str]
     splits: list[str]
     classes: list[str]
+    texts: list[str]
 
 
 def _are_in_one_folder(file: Path) -> bool:
@@ -137,11 +141,12 @@ def _find_tables(folder: Path) -> list[Path]:
 def _read_table(file: Path) -> _LabelRows:
     """Read the table, whose columns are recognised by their names or contents."""
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        content = file.read_bytes()
+        text = content.decode("utf-16" if content[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"the table {file} can't be read: {getattr(e, 'strerror', None) or 'it is not UTF-8'}") from e
     first = text.split("\n", 1)[0]
-    delimiter = max("\t;,", key=first.count)
+    delimiter = max("\t;,|", key=first.count)
     rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines(), delimiter=delimiter) if any(row)]
     if not rows or len(rows[0]) < 2:
         raise UserError(f"{file} is not a table of labels; it needs a row of path,label for each image")
@@ -177,8 +182,9 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
     label = next((header.index(name) for name in LABELS if name in header and header.index(name) in rest), None)
     label = rest[0] if label is None and len(rest) == 1 else label
     classes: list[str] = []
+    texts: list[str] = []
     if label is not None:
-        labels = [row[label] for row in body]
+        labels, texts = _find_numbers(body, label, [c for c in rest if header[c] in LABELS])
     elif all(row[c] in ("0", "1", "0.0", "1.0") for row in body for c in rest) and rest:
         classes = [printable(shown[c]) for c in rest]
         marks = [[k for k, c in enumerate(rest) if float(row[c])] for row in body]
@@ -193,14 +199,26 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
     if twice := next((name for name, count in Counter(names).items() if count > 1), ""):
         raise UserError(f"{file} lists {twice} twice; each image needs one row with one class")
     splits = ["test"] * len(body) if split is None else [row[split].lower() for row in body]
-    return _LabelRows(names, labels, splits, classes)
+    return _LabelRows(names, labels, splits, classes, texts)
 
 
-def _number_labels(file: Path, labels: list[str], named: list[str], outputs: int) -> tuple[list[int], list[str], bool]:
+def _find_numbers(body: list[list[str]], label: int, columns: list[int]) -> tuple[list[str], list[str]]:
+    """Return each row's label, and its name where another column has just one for each number: numbers decide."""
+    labels = [row[label] for row in body]
+    for other in ([row[c] for row in body] for c in columns if c != label):
+        pairs = {*zip(labels, other, strict=True)}
+        is_number = all(map(NUMBER.fullmatch, labels))
+        if len(pairs) == len({*labels}) == len({*other}) and is_number != all(map(NUMBER.fullmatch, other)):
+            return (labels, other) if is_number else (other, labels)
+    return labels, []
+
+
+def _number_labels(file: Path, table: _LabelRows, outputs: int) -> tuple[list[int], list[str], bool]:
     """Return each image's class, the classes' names, and whether they are ImageNet's 1,000."""
+    labels, named = table.labels, table.classes
     if all(re.fullmatch(r"-?\d+(\.0+)?", label) for label in labels) and (below := min(labels, key=float))[0] == "-":
         raise UserError(f"{file} has class {below}; classes are numbered from 0: leave out rows without a class")
-    if not all(re.fullmatch(r"\d+(\.0+)?", label) for label in labels):
+    if not all(map(NUMBER.fullmatch, labels)):
         order = sorted(set(labels))
         if outputs == COUNT and are_known_synsets(order):
             every = list(list_synsets())
@@ -215,7 +233,8 @@ def _number_labels(file: Path, labels: list[str], named: list[str], outputs: int
         )
         since = "; the table counts from 1, subtract 1" if min(numbers) == 1 and highest == count else ""
         raise UserError(f"{file} has class {highest}, but {known}{since}")
-    return numbers, named or [str(k) for k in range(count or highest + 1)], False
+    texts = dict(zip(numbers, table.texts, strict=False))
+    return numbers, named or [printable(texts.get(k, str(k))) for k in range(count or highest + 1)], False
 
 
 def _split_photos(photos: list[Photo], wanted: ScanRequest) -> list[Photo]:

@@ -205,9 +205,10 @@ class Yolo(DataFormat):
         _check_orphans(description.folder, labels)
         photos = test + sample_calibration(description.train, description.folder, wanted.calibration, wanted.seed)
         if not description.names:
-            description = dataclasses.replace(
-                description, names=[str(i) for i in range(max(wanted.outputs, count_classes(present)))]
-            )
+            count = max(wanted.outputs, count_classes(present))
+            beside = dict.fromkeys([description.folder, *(label.parent for label in present)])
+            listed, found = _read_names([folder / name for folder in beside for name in BESIDE], count)
+            description = dataclasses.replace(description, names=listed, sources=found)
         name = printable(path.name if path.is_dir() else path.parent.name)
 
         def annotate_photos(photos: list[Photo], sizes: Sizes) -> Annotations:
@@ -221,6 +222,16 @@ class Yolo(DataFormat):
 
 
 YOLO = Yolo()
+
+
+def _read_names(files: list[Path], count: int) -> tuple[list[str], list[Path]]:
+    """Return the names of that many classes, from the first file that lists so many, else their numbers."""
+    for file in filter(Path.is_file, files):
+        names = [printable(line.strip()) for line in file.read_text("utf-8-sig", "replace").splitlines()]
+        names = [name for name in names if name]
+        if len(names) == count:
+            return names, [file]
+    return [str(i) for i in range(count)], []
 
 
 def _has_labels(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from dyno.study.study import Choice, Study, model_name, name_fields
 from dyno.worker import registry
 from dyno.worker.extras import lacking
 from dyno.worker.option_values import check_types
-from dyno.worker.spec import ENDPOINT, FIXED, UserError, check_known, usual_name
+from dyno.worker.spec import ENDPOINT, FIXED, SAVED, UserError, check_known, usual_name
 
 # What a command refuses before anything is trained, measured or written.
 
@@ -171,7 +171,7 @@ def study_of(model: str, defaults: Mapping[str, Any], settings: Mapping[str, Any
     """Build a one-round study of the model in its format's default backend; `settings` override `defaults`."""
     backend, device = default_runner(model)
     fields = {"backends": (backend,), "device": device, **ONE_ROUND, **defaults}
-    if registry.format_of(model):  # a file's batch may be fixed
+    if registry.format_of(model) or str(model).endswith(SAVED):  # a file's batch may be fixed
         fields.pop("batches", None)
     return one_model(model, settings, fields)
 

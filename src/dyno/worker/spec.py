@@ -172,8 +172,8 @@ class Preprocess:
     """How 8-bit pixels become the model's input: `(pixel / 255 - mean) / std` per channel, after a resize.
 
     `resize` is the length of the shorter side before the centre crop, as a multiple of the crop (0: straight to the
-    crop's size, aspect ratio ignored). With `letterbox` the longer side becomes the size instead and the rest is filled
-    with grey (114), evenly on both sides, as detectors want it.
+    crop's size, aspect ratio ignored); with `squash` both sides become that multiple. With `letterbox` the longer side
+    becomes the size instead and the rest is filled with grey (114), evenly on both sides, as detectors want it.
     """
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
@@ -181,6 +181,7 @@ class Preprocess:
     resize: float = 256 / 224
     interpolation: str = "bilinear"
     letterbox: bool = False
+    squash: bool = False
 
 
 @dataclass(frozen=True)
@@ -417,7 +418,8 @@ UNHASHED = {
 }
 # Fields that came later count only where they say something, so that the ids of what was stored before them hold.
 LATER = {
-    ModelSpec: {"task", "keypoints", "inputs"}, Preprocess: {"letterbox"}, Plan: {"blocks", "block_s"}, Trial: {"side"},
+    ModelSpec: {"task", "keypoints", "inputs"}, Preprocess: {"letterbox", "squash"}, Plan: {"blocks", "block_s"},
+    Trial: {"side"},
 }  # fmt: skip
 
 

@@ -194,6 +194,18 @@ def test_the_matrix(trial: TrialResult) -> None:
     assert found.largest() == [("cat", "dog", 2, 3), ("dog", "class 7", 1, 2)]
 
 
+def test_answers_in_another_order_of_classes_are_told() -> None:
+    names = ["blue", "green", "red"]
+    swapped = accuracy.Confusion(np.array([[0, 0, 6], [1, 5, 0], [6, 0, 0]]), np.arange(3), names)
+    assert "renumbered, 94% of its answers would be right instead of 28% (it takes" in swapped.describe_other_order()
+    for counts in (
+        [[5, 1, 0], [0, 4, 2], [1, 1, 4]],
+        [[2, 2, 2], [1, 2, 3], [2, 3, 1]],
+        [[0, 2, 0], [2, 0, 0], [0, 0, 2]],
+    ):
+        assert accuracy.Confusion(np.array(counts), np.arange(3), names).describe_other_order() == ""
+
+
 def test_each_class_with_its_interval_the_worst_first(trial: TrialResult) -> None:
     found = accuracy.read_confusion(trial)
     assert found is not None

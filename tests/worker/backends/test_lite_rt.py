@@ -12,7 +12,7 @@ import pytest
 from dyno.jobs.launcher import launch
 from dyno.worker import registry
 from dyno.worker.backends import lite_rt
-from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Option, Runtime, Trial, Unavailable
+from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Option, Runtime, Tensor, Trial, Unavailable
 
 LITERT = registry.find("litert")
 CONVERTER = os.environ.get("DYNO_TEST_LITERT_TORCH", "")
@@ -73,6 +73,46 @@ def load(trial: Trial, folder: Path) -> Any:
     recipe = LITERT.recipe(trial)
     assert recipe is not None
     return LITERT.load(trial, registry.maker(recipe.maker).make(recipe, None, folder))
+
+
+def test_one_of_several_signatures_is_named(library: Any, call: Any, tmp_path: Path) -> None:
+    import flatbuffers
+
+    model = library.ModelT.InitFromPackedBuf(Path(tflite(library, tmp_path / "a.tflite")).read_bytes())
+    model.signatureDefs = []
+    for name in ("embed", "predict"):
+        signature, given, result = library.SignatureDefT(), library.TensorMapT(), library.TensorMapT()
+        (given.name, given.tensorIndex), (result.name, result.tensorIndex) = ("x", 0), ("y", 2)
+        signature.signatureKey, signature.inputs, signature.outputs = name, [given], [result]
+        model.signatureDefs.append(signature)
+    builder = flatbuffers.Builder()
+    builder.Finish(model.Pack(builder), b"TFL3")
+    (tmp_path / "two.tflite").write_bytes(bytes(builder.Output()))
+    _, out, _ = call(
+        "run", "two.tflite", "--rounds", "1", "--seconds", "0.02", "--warmup", "0.01", "--out", "run", code=0
+    )
+    assert "one of the file's signatures was run: the one with the input x, of embed, predict" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("stored", "scale", "zero_point", "expected"),
+    [
+        ("int8", 1.0, -128, (0.0, 1 / 255)),
+        ("uint8", 1.0, 0, (0.0, 1 / 255)),
+        ("uint8", 1 / 255, 0, (0.0, 1.0)),
+        ("int8", 0.003921568859368563, -128, (0.0, 1.0)),
+        ("uint8", 2 / 255, 127, (0.5, 0.5)),
+        ("uint8", 1 / 128, 128, (0.5, 0.5)),
+        ("uint8", 0.0187, 114, None),
+        ("float32", 0.0, 0, None),
+    ],
+)
+def test_the_range_of_a_quantised_image_says_how_it_is_normalised(
+    stored: str, scale: float, zero_point: int, expected: tuple[float, float] | None
+) -> None:
+    port = lite_rt.TflitePort(0, Tensor("image", "float32", ("batch", 32, 32, 3)), stored, scale, zero_point)
+    found = lite_rt.find_range([port])
+    assert found is None if expected is None else found is not None and (found.mean[0], found.std[0]) == expected
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from drawn import photographs
 from dyno.worker import journal, measure
 from dyno.worker.facts.job import ServeFacts, ServeStep
 from dyno.worker.jobs import turns
@@ -21,6 +22,7 @@ from dyno.worker.jobs.serve import _ServeJob
 from dyno.worker.jobs.turns import Interleaved
 from dyno.worker.journal import Journal
 from dyno.worker.main import perform
+from dyno.worker.nets import saved_modules
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.serve.rates import Arrivals
 from dyno.worker.spec import Dims, Job, ModelSpec, Runtime, Trial, Unanswered, UserError
@@ -74,6 +76,37 @@ def test_a_program_takes_the_batch_of_its_example_or_any(batch: int, free: bool,
     found = inspect_model(Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime()), [], {})
     assert (found.size, found.usual_batch, found.batch) == ((8, 8), batch, 0 if free else batch)
     assert found.outputs == 4 and found.flops == {"8": 2 * 27 * 4 * 36}, "of one image"
+
+
+class Scaled(torch.nn.Module):  # type: ignore[misc, name-defined]
+    def forward(self, x: Any, scale: float = 2.0, *, shift: Any) -> Any:
+        return torch.nn.functional.dropout(x, training=self.training) * scale + shift
+
+
+def test_a_program_with_inputs_by_place_and_by_keyword(call: Any, tmp_path: Path) -> None:
+    free = {0: torch.export.Dim("batch", min=1, max=8)}
+    example, keywords = (torch.randn(2, 6),), {"scale": 3.0, "shift": torch.randn(2, 6)}
+    shapes = {"x": free, "scale": None, "shift": free}
+    program = torch.export.export(Scaled().eval(), example, keywords, dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "net.pt2")
+    words = ("--backend", "pytorch,onnxruntime", "--routes", "usual", "--rounds", "1", "--seconds", "0.02")
+    _, out, _ = call("run", "net.pt2", *words, "--warmup", "0.01", "--batch", "4", "--out", "run", code=0)
+    assert "outputs agree with those of pytorch fp32" in " ".join(out.split())
+
+
+def test_torchscript_saved_in_training_runs_as_for_answers(tmp_path: Path) -> None:
+    script = torch.jit.script(torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(6, 4)).train())
+    script.save(tmp_path / "net.torchscript")
+    loaded, x = saved_modules.load(str(tmp_path / "net.torchscript")), torch.randn(3, 6)
+    assert torch.equal(loaded(x), script.eval()(x)) and not loaded.training
+
+
+def test_the_batch_of_a_program_goes_before_the_usual_one_of_dyno_eval(call: Any, tmp_path: Path) -> None:
+    photographs(tmp_path / "pets", "a", "b", "c", "d")
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()).eval()
+    torch.export.save(torch.export.export(net, (torch.randn(2, 3, 8, 8),)), tmp_path / "net.pt2")
+    _, out, _ = call("eval", "net.pt2", "--data", "pets", "--seconds", "0.02", "--out", "run", code=0)
+    assert "batch 2" in out and "top-1" in out
 
 
 def test_a_function_s_module_of_one_image(tmp_path: Path) -> None:

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from drawn import photographs
 from dyno import Study, UserError
+from dyno.data.decode import Transform
 from dyno.results.trial_result import load_run
 from dyno.study.model_info import inspect_model, model_spec
 from dyno.worker.nets import huggingface, models
@@ -147,7 +150,8 @@ def test_the_hubs_cache_is_enough(folders: Path, tmp_path: Path, monkeypatch: py
     ("processor", "resize", "interpolation"),
     [
         ({"size": {"shortest_edge": 32}, "crop_pct": 0.875, "resample": None}, 1 / 0.875, "bilinear"),
-        ({"size": {"shortest_edge": 384}, "crop_pct": 0.875, "resample": 3}, 1.0, "bicubic"),
+        ({"size": {"shortest_edge": 384}, "crop_pct": 0.875, "resample": 3}, 0.0, "bicubic"),
+        ({"size": 48, "crop_size": 32, "do_center_crop": True, "resample": 1}, 1.5, "lanczos"),
         ({"size": 32, "resample": 2}, 0.0, "bilinear"),
         ({"size": {"height": 32, "width": 48}}, 0.0, "bilinear"),
     ],
@@ -192,6 +196,72 @@ def test_images_that_the_processor_prepares_otherwise_are_refused(folders: Path,
     code, _, error = call(*words, "--data", "pets")
     assert code == 2 and error.startswith("dyno: vit takes images with red and blue swapped (do_flip_channel_order)")
     assert call(*words)[0] == 0, "speed needs no images"
+
+
+def put_processor(folders: Path, folder: Path, kind: str, **settings: Any) -> Any:
+    shutil.copytree(folders / "vit", folder, dirs_exist_ok=True)
+    processor = getattr(transformers, kind)(**settings)
+    processor.save_pretrained(folder)
+    return processor
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("ViTImageProcessor", {"size": {"height": 32, "width": 32}}),
+        ("DeiTImageProcessor", {"size": {"height": 48, "width": 48}, "crop_size": {"height": 32, "width": 32}}),
+        ("ConvNextImageProcessor", {"size": {"shortest_edge": 384}, "crop_pct": 0.875}),
+        ("ConvNextImageProcessor", {"size": {"shortest_edge": 32}, "crop_pct": 0.875}),
+        ("CLIPImageProcessor", {"size": {"shortest_edge": 32}, "crop_size": 32}),
+    ],
+)
+def test_pixels_are_the_processors(kind: str, settings: dict[str, Any], folders: Path, tmp_path: Path) -> None:
+    processor = put_processor(folders, tmp_path, kind, **settings)
+    assert huggingface.find_unsupported_steps(str(tmp_path)) == ""
+    preprocess, size = huggingface.image_config(str(tmp_path))
+    assert preprocess is not None and size is not None
+    for shape in ((90, 131), (131, 90)):
+        noise = np.random.default_rng(0).integers(0, 256, (12, 12, 3)).astype(np.uint8)
+        image = Image.fromarray(noise).resize(shape, Image.Resampling.BICUBIC)
+        expected = np.asarray(processor(image, return_tensors="np")["pixel_values"])[0]
+        pixels = Transform(size, preprocess, 3).pixels(image) / 255
+        mean, std = (np.reshape(values, (3, 1, 1)) for values in (preprocess.mean, preprocess.std))
+        assert np.abs((pixels - mean) / std - expected).mean() < 0.15
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("LevitImageProcessor", {"size": {"shortest_edge": 224}, "crop_size": 224}),
+        ("ViTImageProcessor", {"do_resize": False}),
+        ("EfficientNetImageProcessor", {"size": {"height": 32, "width": 32}}),
+    ],
+)
+def test_a_processor_of_other_steps_is_refused(
+    kind: str, settings: dict[str, Any], folders: Path, call: Any, tmp_path: Path
+) -> None:
+    put_processor(folders, tmp_path / "vit", kind, **settings)
+    photographs(tmp_path / "pets", "a", "b", "c", "d", "e")
+    words = ("run", "vit", "--backend", "pytorch", "--size", "32", "--dry-run")
+    code, _, error = call(*words, "--data", "pets")
+    assert code == 2 and "takes images prepared otherwise than by resize, centre crop and normalisation" in error
+    assert call(*words)[0] == 0, "speed needs no images"
+
+
+def test_a_folder_without_a_processor_has_a_guess(folders: Path, call: Any, tmp_path: Path) -> None:
+    MAKERS["vit"]().save_pretrained(tmp_path / "bare")
+    photographs(tmp_path / "pets", "a", "b", "c", "d", "e")
+    words = ("--data", "pets", "--backend", "pytorch", "--rounds", "1", "--seconds", "0.02", "--warmup", "0.01")
+    assert "images were normalised by mean 0.485" in call("run", "bare", *words, "--out", "run", code=0)[1]
+
+
+def test_weights_of_another_network_are_not_completed_at_random(folders: Path, call: Any, tmp_path: Path) -> None:
+    shutil.copytree(folders / "bert", tmp_path / "bert")
+    config = json.loads((tmp_path / "bert/config.json").read_text())
+    config["architectures"] = ["BertForSequenceClassification"]
+    (tmp_path / "bert/config.json").write_text(json.dumps(config))
+    code, _, error = call("run", "bert", "--backend", "pytorch", "--dry-run")
+    assert code == 2 and "no weights for 2 tensors of its BertForSequenceClassification, e.g. classifier.bias" in error
 
 
 def test_a_networks_own_class_names_count(folders: Path, call: Any, tmp_path: Path) -> None:

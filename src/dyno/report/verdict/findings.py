@@ -16,7 +16,7 @@ from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
-from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE
+from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE, ONE_OF
 from dyno.worker.spec import TEXT_ORDER
 from dyno.worker.tasks.classify import AMBIGUOUS, UNSCORED
 from dyno.worker.tasks.layouts import UNREAD
@@ -219,13 +219,15 @@ def _report_failure(plain: TrialResult, tried: Sequence[TrialResult], budget: st
 
 
 def list_weight_findings(results: Results) -> Iterator[Finding]:
-    """Yield a warning for each model in float64 that is computed in float32, or whose file has averaged weights too, or
-    runs as in training."""
+    """Yield a warning for each model in float64 that is computed in float32, or whose file has averaged weights or
+    other functions too, or runs as in training."""
     models = dict.fromkeys(t.given for t in results if t.good and IN_SINGLE in remarks.list_warnings(t))
     advice = "values next to a threshold, as in trees, may differ from float64's by more than rounding"
     yield from (Finding(WARNING, f"{model}: {IN_SINGLE}; {advice}.") for model in models)
     lines = ((t.given, line) for t in results if t.good for line in remarks.list_warnings(t))
-    told = dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith((AVERAGED, AS_IN_TRAINING)))
+    told = dict.fromkeys(
+        f"{model}: {line}." for model, line in lines if line.startswith((AVERAGED, AS_IN_TRAINING, ONE_OF))
+    )
     yield from (Finding(WARNING, text) for text in told)
 
 
@@ -233,10 +235,15 @@ def list_weight_findings(results: Results) -> Iterator[Finding]:
 
 
 def list_label_findings(results: Results) -> Iterator[Finding]:
-    """Yield a warning where class names are numbers in the order of text, which decides what each label means."""
+    """Yield a warning where class names are numbers in the order of text, which decides what each label means, and for
+    each model whose answers fit the labels in another order."""
     lines = (line.removeprefix("data: ") for t in results if t.good for line in remarks.list_warnings(t))
     told = dict.fromkeys(f"Labels: {line}." for line in lines if line.startswith(TEXT_ORDER))
     yield from (Finding(WARNING, text) for text in told)
+    matrices = ((t.given, matrix) for t in results if t.good and (matrix := accuracy.read_confusion(t)))
+    for model, matrix in dict(matrices).items():
+        if other := matrix.describe_other_order():
+            yield Finding(WARNING, f"{model}: {other}.")
 
 
 # Images whose size or normalisation is a guess, since a file doesn't say how its network was trained.

@@ -406,6 +406,24 @@ class Confusion:
         return [(self.names[i], self.names[j], int(wrong[i, j]), int(self.counts[i].sum())) for i, j in places
                 if wrong[i, j]]  # fmt: skip
 
+    def describe_other_order(self) -> str:
+        """Describe answers that are right under another numbering of the classes, beyond chance; "" elsewhere."""
+        from scipy.optimize import linear_sum_assignment
+
+        total, right = int(self.counts.sum()), int(np.trace(self.counts))
+        rows, columns = linear_sum_assignment(self.counts, maximize=True)
+        renumbered = int(self.counts[rows, columns].sum())
+        if 2 * renumbered < total or wilson(right, total).high >= wilson(renumbered, total).low:
+            return ""
+        moved = [(int(self.counts[i, j]), i, j) for i, j in zip(rows, columns, strict=True) if i != j]
+        count, i, j = max(moved)
+        example = f"it takes {self.names[i]} for {self.names[j]} in {count:,} of {int(self.counts[i].sum()):,} images"
+        return (
+            f"the network seems to number its classes otherwise than the data: renumbered, {renumbered / total:.0%} of "
+            f"its answers would be right instead of {right / total:.0%} ({example}); give a table of path,label with "
+            "its numbers as labels"
+        )
+
 
 def read_confusion(trial: TrialResult) -> Confusion | None:
     """Return the trial's confusion matrix over its first answers; None unless it is a classifier on labelled images."""

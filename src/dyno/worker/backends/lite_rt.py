@@ -30,13 +30,13 @@ from dyno.worker.backends.aot_package import numbered_names
 from dyno.worker.backends.pytorch import module_inputs
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
-from dyno.worker.facts.files import MakerFacts
+from dyno.worker.facts.files import ONE_OF, MakerFacts
 from dyno.worker.inputs import calibration
-from dyno.worker.inputs.specs import fitted, static_shapes
+from dyno.worker.inputs.specs import fitted, image_of, static_shapes
 from dyno.worker.nets import models
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions import torch_support
-from dyno.worker.spec import BATCH, Artifact, Recipe, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import BATCH, Artifact, Preprocess, Recipe, Tensor, Trial, Unavailable, UserError
 
 ENGINE, DELEGATE = "LiteRT", "XNNPACK"
 CONVERTER = "litert_torch"  # the name that an interpreter is given for making files
@@ -70,7 +70,9 @@ class TfliteFormat(FileFormat):
         types = count_types(opened)
         integers = sum(types[kind] for kind in types if kind in INTEGERS)
         precision = "int8" if 2 * integers > types.total() else "fp32"
-        return FileContents(tuple(p.tensor for p in inputs), tuple(p.tensor for p in outputs), precision)
+        ports = tuple(p.tensor for p in inputs), tuple(p.tensor for p in outputs)
+        contents = FileContents(*ports, precision)
+        return replace(contents, task=replace(contents.task, preprocess=find_range(inputs)))
 
 
 TFLITE = TfliteFormat()
@@ -211,6 +213,20 @@ def _read_port(details: Mapping[str, Any], name: str) -> TflitePort:
     return TflitePort(int(details["index"]), Tensor(name, seen, shape), stored, scale, int(zero_point))
 
 
+def find_range(inputs: Sequence[TflitePort]) -> Preprocess | None:
+    """Return how the pixels of a quantised image are normalised where its range is a usual one: 0 to 255, 0 to 1 or -1
+    to 1; None for others."""
+    image = image_of([port.tensor for port in inputs])
+    scale, low = next(((p.scale, float(p.read_values(np.array(np.iinfo(p.stored).min))))
+                       for p in inputs if p.tensor == image and p.scale), (0.0, 0.0))  # fmt: skip
+    steps = np.iinfo("uint8").max
+    for least, most in ((0, 255), (0, 1), (-1, 1)):
+        step = (most - least) / steps
+        if abs(scale - step) <= step / steps and abs(low - least) <= step:
+            return Preprocess((-least / (most - least),) * 3, (1 / (most - least),) * 3)
+    return None
+
+
 def count_types(opened: Any) -> Counter[str]:
     """Return how many operators multiply in each type: where weights are quantised, in integers.
 
@@ -333,7 +349,7 @@ class LiteRTMaker(Maker):
             facts = _convert_module(recipe, facts, source)
         made = _describe_file(Path(file or source), recipe, facts, began)
         if file:
-            facts = replace(facts, weights_sha256=made.sha256)
+            facts = replace(facts, weights_sha256=made.sha256, warnings=_warn_of_signatures(file))
         if recipe.precision != made.precision:
             facts = (_cast_weights if recipe.precision == "fp16" else _quantise_file)(made, recipe, facts, path)
             (folder / "float.tflite").unlink(missing_ok=True)
@@ -344,6 +360,15 @@ class LiteRTMaker(Maker):
 
 
 LITERT_MAKER = LiteRTMaker()
+
+
+def _warn_of_signatures(file: str) -> tuple[str, ...]:
+    """Return a warning on a file with several functions, of which an interpreter runs the first."""
+    opened = open_file(file)
+    names = list(opened.get_signature_list())
+    inputs = ", ".join(port.tensor.name for port in list_ports(opened)[0])
+    line = f"{ONE_OF}: the one with the input {inputs}, of {', '.join(names)}; convert another alone to measure it"
+    return (line,) if len(names) > 1 else ()
 
 
 def _describe_file(path: Path, recipe: Recipe, facts: MakerFacts, began: float) -> Artifact:

@@ -123,7 +123,17 @@ def signature_of(module: Any) -> Signature:
     many = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     named = [p for p in parameters if p not in many]
     keyword = frozenset(p.name for p in named if p.kind is p.KEYWORD_ONLY)
+    keyword |= _list_program_keywords(module)
     return Signature({p.name: p.default is p.empty for p in named}, keyword, bool(many))
+
+
+def _list_program_keywords(module: Any) -> frozenset[str]:
+    """Return the inputs with which a program of torch.export was exported by keyword: it takes them so alone."""
+    codegen = getattr(getattr(module, "graph", None), "_codegen", None)
+    in_spec: Any = getattr(getattr(codegen, "pytree_info", None), "in_spec", None)
+    # older versions of PyTorch have the attribute alone, newer ones warn of it
+    sides: list[Any] = in_spec.children() if hasattr(in_spec, "children") else getattr(in_spec, "children_specs", [])
+    return frozenset(sides[1].context or ()) if len(sides) == 2 and sides[1].type is dict else frozenset()
 
 
 def advice(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.spec import BATCH, Dims, InputSpec, Tensor, UserError
+from dyno.worker.spec import BATCH, Dims, InputSpec, Preprocess, Tensor, UserError
 
 # Which inputs are images, and how they lie: channels first (N x C x H x W, as in PyTorch) or last (N x H x W x C,
 # TensorFlow).
@@ -339,7 +339,22 @@ def _read_array(spec: InputSpec) -> np.ndarray:
     return array
 
 
-# Geometry of a letterbox: the image's longer side fits the size, grey fills the rest evenly on both sides.
+# Geometry of images: before a centre crop, and of a letterbox, in which the longer side fits the size and grey fills
+# the rest evenly on both sides.
+
+EXACT = 1e-6  # pixels that the product of a ratio may lack
+
+
+def size_before_crop(size: tuple[int, int], crop: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
+    """Return (width, height) to resize an image of this size to, truncated as in torchvision, timm and transformers."""
+    if not preprocess.resize:
+        return crop
+    (width, height), (to_width, to_height) = size, (int(side * preprocess.resize + EXACT) for side in crop)
+    if preprocess.squash:
+        return to_width, to_height
+    if width * to_height <= height * to_width:
+        return to_width, to_width * height // width
+    return to_height * width // height, to_height
 
 
 def geometry(height: float, width: float, to_height: int, to_width: int) -> tuple[float, int, int, int, int]:

@@ -325,7 +325,7 @@ def _inspect_module(
     return replace(
         inspection,
         preprocess=inspection.preprocess or preprocess,
-        preprocess_guessed=model.source.startswith("saved:"),
+        preprocess_guessed=models.guesses_preprocess(model),
         unsupported_images=models.find_unsupported_steps(model) if all(own) else "",
         size=own,
         flops={size: n for size, n in operations.items() if n},

@@ -20,6 +20,7 @@ from dyno.worker.tasks import OutputShapes
 
 DEFAULT_SIZE = 224
 KEYS = ("imgsz", "batch", "stride")  # of a file's metadata, as ultralytics writes them
+NAMES = ("class_names", "classes", "labels", "id2label")  # keys under which other tools list classes
 
 
 def read_image_facts(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -93,6 +94,14 @@ def _parse_value(text: str | None) -> Any:
         return None
 
 
+def _parse_names(text: str | None) -> tuple[str, ...]:
+    """Return class names from a list or a dict by number, or from a text with commas or line breaks; () elsewhere."""
+    found = _parse_value(text)
+    if found is None and text and not text.lstrip().startswith(("{", "[")):
+        found = [part.strip() for part in text.strip().split("\n" if "\n" in text.strip() else ",")]
+    return order_class_names(found) if isinstance(found, (dict, list, tuple)) and len(found) > 1 else ()
+
+
 def _read_length(length: int | str) -> int:
     return length if isinstance(length, int) else 0
 
@@ -112,6 +121,8 @@ def read_purpose(metadata: Mapping[str, str]) -> Purpose:
     names, points = _parse_value(metadata.get("names")), _parse_value(metadata.get("kpt_shape"))
     if isinstance(names, (dict, list, tuple)) and names:
         purpose = replace(purpose, classes=len(names), class_names=order_class_names(names))
+    elif own := next((found for key in NAMES if (found := _parse_names(metadata.get(key)))), ()):
+        purpose = replace(purpose, class_names=own)
     if isinstance(points, (list, tuple)) and points:
         purpose = replace(purpose, keypoints=tuple(int(n) for n in points))
     readers: dict[str, Callable[[Any], Any]] = {
@@ -160,7 +171,7 @@ def find_task_facts(model: ModelSpec, requested: str, metadata: Purpose, outputs
             f"or export it again with --task {requested}"
         )
     name = metadata.task or requested
-    named = Purpose(class_names=metadata.class_names)
+    named = Purpose(class_names=metadata.class_names, preprocess=metadata.preprocess)
     if not name:
         return named
     task = tasks.find_task(name)

@@ -11,15 +11,20 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dyno.worker.extras import install
-from dyno.worker.spec import NETWORK_FOLDER, ModelSpec, Preprocess, Unavailable, UserError
+from dyno.worker.inputs.specs import size_before_crop
+from dyno.worker.spec import NETWORK_FOLDER, ModelSpec, Preprocess, Unavailable, UserError, numbered
 
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
-INTERPOLATIONS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # of Pillow, by number
+INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}  # Pillow's numbers
 UNCROPPED = 384  # pixels from which ConvNeXt's processor resizes to the size, without its `crop_pct`
 TOKENS, SAMPLES = 128, 16_000  # of an example, where the model takes as many
 FRAMES = "input_features"  # of a speech encoder's spectrogram
+PROBE, GREY = (500, 375), 128  # width and height of a gradient, and its third channel
+CLOSE, SHIFT = 0.01, 1.5  # by how much of its range it may differ, and by how many pixels a crop may be shifted
 
 
 def is_folder(source: str) -> bool:
@@ -79,11 +84,19 @@ def build(model: ModelSpec, folder: str) -> Any:
         config.use_cache = False  # a cache of keys and values would be an output
     if not model.pretrained:
         return kind(config)
+    options = {"config": config, "local_files_only": True, "dtype": "float32", "output_loading_info": True}
     try:
-        return kind.from_pretrained(folder, config=config, local_files_only=True, dtype="float32")
-    except (OSError, ValueError, RuntimeError) as e:
-        reason = (str(e) or type(e).__name__).splitlines()[0]
+        network, report = kind.from_pretrained(folder, **options)
+    except (OSError, ValueError, RuntimeError, ImportError) as e:
+        reason = (str(e) or type(e).__name__).strip().splitlines()[0]
         raise UserError(f"the weights of {folder} can't be loaded: {reason}") from e
+    if missing := sorted(report["missing_keys"]):
+        lacks = f"{numbered(len(missing), 'tensor')} of its {kind.__name__}, e.g. {missing[0]}"
+        raise UserError(
+            f"{folder} has no weights for {lacks}, so they would be random; "
+            "save the trained model again, or correct architectures in config.json"
+        )
+    return network
 
 
 def write_call(network: Any) -> str:
@@ -110,10 +123,33 @@ def examples(model: ModelSpec, folder: str) -> Any:
 
 
 def find_unsupported_steps(folder: str) -> str:
-    """Return the steps of the folder's processor that Dyno doesn't apply to images and that change answers; "" for
-    none."""
-    swaps = bool(_read_processor(folder).get("do_flip_channel_order"))
-    return "with red and blue swapped (do_flip_channel_order)" if swaps else ""
+    """Return how the folder's processor prepares images where Dyno can't do it alike; "" where it can."""
+    if _read_processor(folder).get("do_flip_channel_order"):
+        return "with red and blue swapped (do_flip_channel_order)"
+    return "" if _is_prepared_alike(folder) else "prepared otherwise than by resize, centre crop and normalisation"
+
+
+def _is_prepared_alike(folder: str) -> bool:
+    """Return whether the folder's processor makes of a gradient what Dyno makes of it, whatever the interpolation."""
+    preprocess, size = image_config(folder)
+    if preprocess is None or size is None or len(preprocess.mean) != 3:
+        return True
+    (width, height), (crop_height, crop_width) = PROBE, size
+    image = np.full((height, width, 3), GREY, np.uint8)
+    image[..., 0], image[..., 1] = np.linspace(0, 255, width), np.linspace(0, 255, height)[:, None]
+    try:
+        processor = _import_library().AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        found = np.asarray(processor(image, return_tensors="np")["pixel_values"])
+    except Exception:  # it needs its own code, another version of the library, or other inputs beside images
+        return True
+    sides = size_before_crop(PROBE, (crop_width, crop_height), preprocess)
+    crops = zip((crop_width, crop_height), sides, strict=True)
+    across, down = ((np.arange(n) + 0.5 + (side - n) / 2) / side for n, side in crops)
+    expected = np.broadcast_arrays(across, down[:, None], np.float64(GREY / 255))
+    if found.shape != (1, 3, crop_height, crop_width):
+        return False
+    mean, std = (np.reshape(values, (3, 1, 1)) for values in (preprocess.mean, preprocess.std))
+    return bool(np.abs(found[0] * std + mean - np.stack(expected)).max() < CLOSE + SHIFT / min(sides))
 
 
 def _read_processor(folder: str) -> dict[str, Any]:
@@ -133,17 +169,21 @@ def image_config(folder: str) -> tuple[Preprocess | None, tuple[int, int] | None
     resized = {"height": resized, "width": resized} if isinstance(resized, int) else resized
     shortest = resized.get("shortest_edge")
     cropped = _read_pair(given.get("crop_size")) if given.get("do_center_crop") else None
-    size = cropped or _read_pair(resized) or ((shortest, shortest) if shortest else size)
+    whole = _read_pair(resized)
+    size = cropped or whole or ((shortest, shortest) if shortest else size)
     normalises = given.get("do_normalize", True) and given.get("image_mean") and given.get("image_std")
     mean, std = (given["image_mean"], given["image_std"]) if normalises else ([0.0] * 3, [1.0] * 3)
     # Its processor computes (pixel x factor - mean) / std, Dyno (pixel / 255 - mean) / std.
     factor = float(given.get("rescale_factor") or 1 / 255) if given.get("do_rescale", True) else 1.0
     mean, std = ([value / (255 * factor) for value in values] for values in (mean, std))
-    resize = shortest / min(size) if shortest and size else 0.0
-    if shortest and shortest < UNCROPPED and given.get("crop_pct"):
-        resize = 1 / given["crop_pct"]
+    squash = bool(cropped and whole and cropped != whole)
+    resize = (
+        whole[0] / cropped[0] if squash and cropped and whole else shortest / min(size) if shortest and size else 0.0
+    )
+    if shortest and given.get("crop_pct"):
+        resize = 1 / given["crop_pct"] if shortest < UNCROPPED else 0.0
     how = INTERPOLATIONS.get(given.get("resample", 2), "bilinear")
-    return Preprocess(tuple(map(float, mean)), tuple(map(float, std)), float(resize), how), size
+    return Preprocess(tuple(map(float, mean)), tuple(map(float, std)), float(resize), how, squash=squash), size
 
 
 def _read_pair(value: Any) -> tuple[int, int] | None:

@@ -234,6 +234,12 @@ def preprocess(model: ModelSpec) -> Preprocess:
     return _library_config(model)[0] or model.preprocess
 
 
+def guesses_preprocess(model: ModelSpec) -> bool:
+    """Return whether a stored network, which may say how images are normalised, doesn't."""
+    kind = parse(model.source)[0]
+    return kind == "saved" or (kind == NETWORK_FOLDER and _library_config(model)[0] is None)
+
+
 def find_unsupported_steps(model: ModelSpec) -> str:
     """Return how the model's library prepares images where Dyno can't do it alike; "" elsewhere."""
     kind, name = parse(model.source)

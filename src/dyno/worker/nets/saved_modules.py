@@ -70,7 +70,7 @@ def program_examples(program: Any) -> Any:
     if not keywords:
         return tuple(args)  # a program refuses by name what it was exported with by place
     names = [*inspect.signature(program.module().forward).parameters]
-    return {**dict(zip(names, args, strict=False)), **keywords}
+    return (*args, *(keywords[name] for name in names[len(args) :]))
 
 
 def _load_program(path: str, extra: dict[str, str] | None = None) -> Any:
@@ -111,7 +111,9 @@ def _load_script(path: str, extra: dict[str, str] | None = None) -> Any:
     import torch
 
     module = _read_file(path, lambda: torch.jit.load(path, map_location="cpu", _extra_files=extra))
-    if not hasattr(module, "training"):  # frozen, it is in one mode for ever; the exporters and torch.compile ask
+    if hasattr(module, "training"):
+        module.eval()
+    else:  # frozen, it is in one mode for ever; the exporters and torch.compile ask
         module.training = False
     return module
 

@@ -48,9 +48,11 @@ def prepare(path):
         picture = {upright}.convert("L" if channels == 1 else "RGB")
 '''
 CROPPED = """        size = width, height
-        if RESIZE:  # one side as long as this times the crop's, the other in proportion; then the centre
-            wide, high = round(width * RESIZE), round(height * RESIZE)
-            if picture.width * high <= picture.height * wide:
+        if RESIZE:  # this times the crop, one side in proportion or (SQUASH) neither; then the centre
+            wide, high = int(width * RESIZE + 1e-6), int(height * RESIZE + 1e-6)
+            if SQUASH:
+                size = wide, high
+            elif picture.width * high <= picture.height * wide:
                 size = wide, wide * picture.height // picture.width
             else:
                 size = high * picture.width // picture.height, high
@@ -194,6 +196,7 @@ def _collect_preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
         constants = {"MEAN": _for_each(mean, channels), "STD": _for_each(std, channels)}
     if not preprocess.letterbox:
         constants |= {"RESIZE": preprocess.resize, "INTERPOLATION": preprocess.interpolation.upper()}
+        constants["SQUASH"] = preprocess.squash
     return constants
 
 
