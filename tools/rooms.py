@@ -59,7 +59,7 @@ WORKER = {
     "record": "facts spec inspection",
     "option_values": "spec",
     "system": "spec",
-    "extras": "system",
+    "extras": "spec system",
     "plugins": "",
     "backend": "facts spec inspection option_values",
     "inputs": "facts spec",

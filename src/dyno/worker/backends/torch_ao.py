@@ -241,15 +241,12 @@ class TorchAOSession(CompiledSession):
         made_by = self._artifact.made_by if self._artifact else None
         return replace(
             super().facts(),
-            parameters=made_by.parameters if made_by else self._count_parameters(),
+            parameters=made_by.parameters if made_by else sum(p.numel() for p in self._module.parameters()),
             layers_by_type=types,
             precision_truth=precision_truth("int8", types or {UNKNOWN: 1}, "torchao"),
             calibration=made_by.calibration if made_by else None,
             notes=() if _has_wide_sums() or self._on_gpu else (NARROW[self._artifact is None],),
         )
-
-    def _count_parameters(self) -> int:
-        return sum(p.numel() for p in self._module.parameters())
 
     def _watch_types(self) -> dict[str, int]:
         """Return how many convolutions and matrix products a run calls in each type, outermost calls alone."""
