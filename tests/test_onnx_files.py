@@ -45,10 +45,9 @@ def network(
         h.make_node("GlobalAveragePool", ["own" if more else "r"], ["g"]),
         h.make_node("Flatten", ["g"], ["y"]),
     ]
-    io = [h.make_tensor_value_info(n, kind, s) for n, s in (("image", shape), ("y", [shape[0], 6]))]
-    stored = [numpy_helper.from_array(array.astype(dtype), name) for name, array in weights.items()]
-    opsets = [h.make_opsetid("", opset), *([h.make_opsetid("my.ops", 1)] if more else [])]
-    return h.make_model(h.make_graph(nodes, "net", io[:1], io[1:], stored), opset_imports=opsets, ir_version=ir)
+    settings = {"kind": kind, "opset": opset, "ir": ir, "domains": ["my.ops"] if more else []}
+    stored = {name: array.astype(dtype) for name, array in weights.items()}
+    return onnx_text.of_nodes(nodes, {"image": shape}, {"y": [shape[0], 6]}, stored, **settings)
 
 
 @pytest.fixture
@@ -619,12 +618,8 @@ def test_outputs_below_the_absolute_tolerance_are_not_called_close(call: Any) ->
     """The second network gives -5 times the outputs of the first, which lie around 1e-29."""
     weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32) * np.float32(1e-30)
     for name, factor in (("first.onnx", 1), ("second.onnx", -5)):
-        product = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
-        ends = [onnx.helper.make_tensor_value_info(n, KINDS.FLOAT, ["n", c]) for n, c in (("x", 8), ("y", 4))]
-        stored = onnx.numpy_helper.from_array(np.float32(factor) * weights, "w")
-        graph = onnx.helper.make_graph([product], "g", ends[:1], ends[1:], [stored])
-        opsets = [onnx.helper.make_opsetid("", 17)]
-        onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), name)
+        text = "(float[n, 8] x) => (float[n, 4] y) { y = MatMul(x, w) }"
+        onnx_text.write(name, text, w=np.float32(factor) * weights)
     words = ("diff", "first.onnx", "second.onnx", "--backend", "onnxruntime", "--out", "d")
     code, _, err = call(*words)
     assert code == 2 and "so --atol 1e-08 would call any outputs close; give e.g. --atol " in err
