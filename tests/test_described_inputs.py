@@ -16,7 +16,7 @@ onnx = pytest.importorskip("onnx")
 
 ENGINES = ("pytorch", "onnxruntime", "openvino")
 QUICK = ("--routes", "usual", "--compared", 4, "--threads", 1,
-         "--rounds", 1, "--seconds", 0.02, "--block", 0.01, "--warmup", 0.01)  # fmt: skip
+         "--rounds", 1, "--seconds", 0.02, "--block", 0.01, "--warmup", 0.01, "--boundaries", "model")  # fmt: skip
 
 
 @pytest.fixture

@@ -48,11 +48,6 @@ def test_the_help_of_a_study_has_every_field_at_the_same_indentation() -> None:
     assert {line.partition(":")[0] for line in lines} >= {f.name for f in dataclasses.fields(Study)}
 
 
-def test_one_thing_need_not_be_a_list() -> None:
-    study = Study(models="fake:net", backends="fake", batches=4, sizes=224)  # type: ignore[arg-type]
-    assert (study.models, study.backends, study.batches, study.sizes) == (("fake:net",), ("fake",), (4,), ("224",))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -292,6 +287,7 @@ def test_usual_names_of_backends_and_precisions_are_known() -> None:
 
 def test_one_value_has_the_name_of_one_in_python() -> None:
     study = Study(model="fake:n", backend="torch", precision="half", batch=8, size=32)
+    assert (study.models, study.backends, study.batches, study.sizes) == (("fake:n",), ("pytorch",), (8,), ("32",))
     assert study == Study(models="fake:n", backends="pytorch", precisions="fp16", batches=8, sizes=32)
     with pytest.raises(UserError, match=r"^batch and batches are one setting; give one of them$"):
         Study(models="fake:n", batch=1, batches=[2])
