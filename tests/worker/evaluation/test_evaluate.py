@@ -14,7 +14,7 @@ import pytest
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.evaluate import AHEAD, BatchSource, Pipeline, evaluate, find_rows
 from dyno.worker.facts.job import PipelineFacts
-from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Runtime, Tensor, Trial, UserError
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Preprocess, Runtime, Tensor, Trial, UserError
 
 CLASSES = 12
 
@@ -48,7 +48,7 @@ def data(tmp_path: Path) -> DataSpec:
 
 def trial(data: DataSpec, batch: int) -> Trial:
     model = ModelSpec("net", "fake:net", channels=1, preprocess=Preprocess((0.5,), (0.5,)))
-    return Trial(model, "fake", "fp32", Dims(batch, 2, 2), data=data)
+    return Trial(model, "fake", "fp32", Dims(batch, 2, 2), data=data, plan=Plan(seconds=0.05))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 10])
