@@ -24,7 +24,7 @@ import onnx_text
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-SHORT = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02".split()
+SHORT = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --boundaries model".split()
 QUICK = [*SHORT, "--backend", "onnxruntime,openvino"]
 KINDS = onnx.TensorProto
 
