@@ -45,6 +45,7 @@ IMPORTED = {
     "cuda": "cuda-bindings",
     "cv2": "opencv-python",
     "mlperf_loadgen": "mlcommons-loadgen",
+    "modelopt": "nvidia-modelopt",
     "sklearn": "scikit-learn",
     "supervision": "trackers",
     "yaml": "pyyaml",
@@ -52,8 +53,8 @@ IMPORTED = {
 }
 
 
-def load_library(module: str, user: str = "", error: type[Exception] = Unavailable) -> Any:
-    """Import a module; raise the error, with the command that installs its library and with its `user`, if it can't."""
+def load_library(module: str, user: str = "", error: type[Exception] = Unavailable, cure: str = "") -> Any:
+    """Import a module; raise the error with its library, what needs it, and the cure: how to install it."""
     try:
         return importlib.import_module(module)
     except (ImportError, OSError, AttributeError, RuntimeError) as e:  # the last three: a library that is broken here
@@ -61,7 +62,7 @@ def load_library(module: str, user: str = "", error: type[Exception] = Unavailab
         is_absent = isinstance(e, ModuleNotFoundError) and f"{module}.".startswith(f"{e.name}.")
         first, *_ = str(e).splitlines() or [type(e).__name__]
         reason = "is not installed in this Python" if is_absent else f"can't be imported ({first})"
-        raise error(f"{f'{user} needs {name}, which' if user else name} {reason}; {install(name)}") from e
+        raise error(f"{f'{user} needs {name}, which' if user else name} {reason}; {cure or install(name)}") from e
 
 
 def install(*libraries: str) -> str:
