@@ -506,7 +506,7 @@ def test_a_size_is_for_the_images_of_a_study_alone(call: Any) -> None:
     weights = np.random.default_rng(0).standard_normal((12, 5)).astype(np.float32)
     saved("(float[batch, 12] x) => (float[batch, 5] y) { y = MatMul(x, g) }", g=weights)
     onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
-    words = ("--backend", "onnxruntime", "--rounds", 1, "--seconds", 0.02, "--size", 16)
+    words = (*SHORT, "--backend", "onnxruntime", "--size", 16)
     call("run", "net.onnx", "image.onnx", *words, "--out", "run", code=0)
     assert {(row["model"], row["size"], row["status"]) for row in rows(Path("run"))} == {
         ("net", "0", "ok"), ("image", "16", "ok"),
@@ -517,7 +517,7 @@ def test_a_size_is_for_the_images_of_a_study_alone(call: Any) -> None:
 
 def test_a_size_that_nobody_gave_is_a_warning(call: Any) -> None:
     onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
-    words = ("run", "image.onnx", "--backend", "onnxruntime", "--rounds", 1, "--seconds", 0.02)
+    words = ("run", "image.onnx", *SHORT, "--backend", "onnxruntime")
     for size, is_warned in ((), True), (("--size", "24x32"), False), (("--shapes", "image:batchx3x24x32"), False):
         _, out, _ = call(*words, *size, "--out", "run" + "".join(size)[2:6], code=0)
         assert ("the file leaves the image's size free; 224 was chosen" in " ".join(out.split())) == is_warned, out
