@@ -68,6 +68,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Every timing collects garbage first, and would look through the libraries' million objects each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _all_processors() -> Iterator[None]:
     """A job pins the process it runs in; where that was the tests' own, the others have all processors again."""
@@ -225,12 +232,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and _no_gpu():
             item.add_marker(pytest.mark.skip(reason=_no_gpu()))
-
-
-def pytest_collection_finish() -> None:
-    """Every timing collects garbage first, and would look through the libraries' million objects each time."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def running(**settings: Any) -> Iterator[tuple[str, list[int]]]:
     batches: list[int] = []
     own = {"batches": batches, "places": threading.Semaphore(settings.get("most", Handler.most)), **settings}
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Handler,), own))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", batches

@@ -1,5 +1,6 @@
-"""Networks in the text that ONNX reads: `(float[n, 4] x) => (float[n, 4] y) { [name] y = MatMul(x, w) }`."""
+"""Networks of ONNX's text, `(float[n, 4] x) => (float[n, 4] y) { [name] y = MatMul(x, w) }`, or of nodes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,3 +22,21 @@ def write(path: Path | str, text: str, **more: Any) -> Path:
 
     onnx.save(model(text, **more), path)
     return Path(path)
+
+
+def of_nodes(
+    nodes: Sequence[Any], inputs: dict[str, Any], outputs: dict[str, Any], weights: dict[str, Any] | None = None, *,
+    kind: int = 1, opset: int = 17, ir: int = 8, domains: Sequence[str] = (), functions: Any = (), **more: Any,
+) -> Any:  # fmt: skip
+    """Return the model of these nodes. `inputs` and `outputs` have shapes, None where unknown, and the type `kind`; a
+    weight is an array or a tensor.
+    """
+    from onnx import helper, numpy_helper
+
+    ends = [[helper.make_tensor_value_info(name, kind, shape) for name, shape in side.items()]
+            for side in (inputs, outputs)]  # fmt: skip
+    stored = [a if hasattr(a, "data_type") else numpy_helper.from_array(np.asarray(a), name)
+              for name, a in (weights or {}).items()]  # fmt: skip
+    opsets = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
+    graph = helper.make_graph(nodes, "net", *ends, stored, **more)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=ir, functions=functions)

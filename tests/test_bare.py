@@ -12,6 +12,7 @@ import pytest
 
 import preloaded as forked
 from dyno.worker import extras
+from dyno.worker.spec import Unavailable
 
 HIDE = """
 import importlib.metadata as metadata, sys
@@ -106,6 +107,13 @@ def test_what_is_missing_is_listed() -> None:
     assert extras.lacking(["torch", "torchvision", "sklearn"]).startswith(
         "this needs torch, torchvision and scikit-learn"
     )
+
+
+def test_a_library_that_is_broken_here_is_named_with_its_user(importable: Any) -> None:
+    importable("brokenlib", "raise RuntimeError('it finds no card\\nand goes on')")
+    said = r"^video needs brokenlib, which can't be imported \(it finds no card\); pip install brokenlib$"
+    with pytest.raises(Unavailable, match=said):
+        extras.load_library("brokenlib", "video")
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,9 @@ def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
     assert row["status"] == "ok"
     assert float(row["latency_model_ms_median"]) > 0
     reason = "no boxes are read from the outputs (output0 1x7x84)"
-    code, out, errors = call("eval", file, "--data", data, "--seconds", 0.03, "--out", tmp_path / "eval")
+    code, out, errors = call(
+        "eval", file, "--data", data, "--seconds", 0.03, "--warmup", 0.02, "--out", tmp_path / "eval"
+    )
     assert code == 2 and errors.splitlines()[-1].startswith(f"dyno: {reason}") and "onnxruntime" in out
     words = (
         "--json", tmp_path / "boxes.jsonl", "--backend", "onnxruntime", "--rounds", 1, "--out", tmp_path / "video",

@@ -16,7 +16,7 @@ onnx = pytest.importorskip("onnx")
 
 ENGINES = ("pytorch", "onnxruntime", "openvino")
 QUICK = ("--routes", "usual", "--compared", 4, "--threads", 1,
-         "--rounds", 1, "--seconds", 0.02, "--block", 0.01, "--warmup", 0.01)  # fmt: skip
+         "--rounds", 1, "--seconds", 0.02, "--block", 0.01, "--warmup", 0.01, "--boundaries", "model")  # fmt: skip
 
 
 @pytest.fixture
@@ -302,7 +302,7 @@ def test_a_module_in_memory_that_takes_time_first_counts_sequences(tmp_path: Pat
     import torch
 
     net = torch.nn.LSTM(3, 5), torch.randn(7, 4, 3)
-    result = dyno.Study(models=net, backends="pytorch", rounds=1, seconds=0.02).run(tmp_path / "r")
+    result = dyno.Study(models=net, backends="pytorch", rounds=1, seconds=0.02, warmup=0.02).run(tmp_path / "r")
     assert [trial.batch for trial in result.records] == [4]
 
 

@@ -109,7 +109,7 @@ def evaluated(preloaded: str, tmp_path: Path) -> Callable[..., tuple[int, str]]:
     (tmp_path / "nets.py").write_text(COLOUR_NETS)
 
     def run(out: str, *words: object) -> tuple[int, str]:
-        asked = ["eval", *words, "--seconds", 0.05, "--threads", 1, "--out", out]
+        asked = ["eval", *words, "--seconds", 0.05, "--warmup", 0.02, "--threads", 1, "--out", out]
         done = forked.command(preloaded, [*map(str, asked)], tmp_path, os.environ, 1200)
         return done.returncode, done.stdout + done.stderr
 
@@ -175,7 +175,7 @@ def test_csv_and_json_hold_every_column(command: Any, tmp_path: Path) -> None:
 def test_from_python(photos: Path, tmp_path: Path) -> None:
     result = dyno.evaluate(
         "fake:net", str(photos), tmp_path / "run", backends=("fake",), channels=1, seconds=0.05, sizes=("16",),
-        threads=1,
+        warmup=0.02, threads=1,
     )  # fmt: skip
     frame = result.to_pandas()
     assert frame["images"].tolist() == [30] and frame["batch"].tolist() == [8]
@@ -242,7 +242,8 @@ def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
         onnx.helper.set_model_props(model, metadata)
         onnx.save(model, tmp_path / "net.onnx")
         out = f"run{len([*tmp_path.iterdir()])}"
-        asked = ["eval", "net.onnx", "--data", str(photos), "--out", out, "--seconds", "0.05", "--threads", "1", *words]
+        short = ["--seconds", "0.05", "--warmup", "0.02", "--threads", "1"]
+        asked = ["eval", "net.onnx", "--data", str(photos), "--out", out, *short, *words]
         done = forked.command(preloaded, asked, tmp_path, os.environ, 1200)
         assert done.returncode == 0, done.stderr
         return "warning: images were normalised by mean 0.5 and std 0.5, as the file doesn't say by what" in done.stdout
@@ -266,7 +267,7 @@ def test_class_scores_are_found_or_it_is_said_that_there_are_none(
     weights = np.eye(256, 3, dtype=np.float32)
     onnx_text.write(tmp_path / "net.onnx", text, weights=weights, form=np.array(shape, np.int64))
     asked = ["run", "net.onnx", "--backend", "onnxruntime", "--data", str(photos), "--budget", "top1=1",
-             "--rounds", "1", "--confirm", "0", "--seconds", "0.05", "--threads", "1"]  # fmt: skip
+             "--rounds", "1", "--confirm", "0", "--seconds", "0.05", "--warmup", "0.02", "--threads", "1"]  # fmt: skip
     done = forked.command(preloaded, asked, tmp_path, os.environ, 1200)
     assert done.returncode == (0 if scored else 3), done.stderr
     assert ("top-1 %" in done.stdout) == scored

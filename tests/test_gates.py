@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -34,13 +36,16 @@ HEAVY = set(
 MACHINE = re.compile(rb"p[y]pi\.org|python[h]osted|/wor[k]/|/roo[t]/|registry\.n[p]m|deb\.d[e]bian")
 
 
+parse = lru_cache(maxsize=1)(ast.parse)  # each check of a file has the same tree
+
+
 def module_name(path: Path) -> str:
     """Dotted name of a file below src/."""
     parts = path.relative_to(SRC).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(nodes: list[ast.AST], package: str) -> Iterator[tuple[int, str]]:
+def imports(nodes: Iterable[ast.AST], package: str) -> Iterator[tuple[int, str]]:
     """Line and full dotted name of everything these nodes import; relative imports count from `package`."""
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -51,15 +56,17 @@ def imports(nodes: list[ast.AST], package: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
-def at_module_level(tree: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that run when the module is imported: not those in functions, nor under `if TYPE_CHECKING`."""
+def walk(tree: ast.AST, functions: bool = False) -> Iterator[ast.AST]:
+    """Nodes that run when the module is imported, or ever: not those under `if TYPE_CHECKING`, as a type's name is no
+    dependency when the code runs.
+    """
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not functions:
             continue
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         yield node
-        yield from at_module_level(node)
+        yield from walk(node, functions)
 
 
 def inside(name: str, prefixes: tuple[str, ...]) -> bool:
@@ -69,7 +76,7 @@ def inside(name: str, prefixes: tuple[str, ...]) -> bool:
 def foreign_to_worker(source: str, module: str, package: str) -> list[str]:
     """Module-level imports that would stop the worker in a Python that has numpy alone."""
     bad = []
-    for line, name in imports(list(at_module_level(ast.parse(source))), package):
+    for line, name in imports(walk(parse(source)), package):
         first = name.split(".")[0]
         standard = first in sys.stdlib_module_names and first not in NOT_EVERYWHERE
         if not (standard or first == "numpy" or inside(name, ("dyno.worker",))):
@@ -82,19 +89,9 @@ def against_direction(source: str, module: str, package: str) -> list[str]:
     rule = max((prefix for prefix in MAY_IMPORT if inside(module, (prefix,))), key=len)
     return [
         f"{module}:{line} imports {name}"
-        for line, name in imports(list(ast.walk(without_types(ast.parse(source)))), package)
+        for line, name in imports(walk(parse(source), functions=True), package)
         if name.split(".")[0] == "dyno" and not inside(name, MAY_IMPORT[rule])
     ]
-
-
-def without_types(tree: ast.AST) -> ast.AST:
-    """The tree without what stands under `if TYPE_CHECKING`: a type's name is no dependency when the code runs."""
-
-    class Drop(ast.NodeTransformer):
-        def visit_If(self, node: ast.If) -> ast.AST:
-            return ast.Pass() if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
-
-    return Drop().visit(tree)
 
 
 def newer_than_310(source: str) -> str:
@@ -109,7 +106,7 @@ def newer_than_310(source: str) -> str:
 def too_long(source: str, name: str) -> list[str]:
     """Name the functions of a file that have too many lines."""
     bad = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION:
@@ -133,18 +130,42 @@ def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def each(check: Callable[[str, Path], list[str]], *folders: str) -> list[str]:
-    return [line for path in sources(*folders) for line in check(path.read_text(encoding="utf-8"), path)]
-
-
 def package_of(path: Path) -> str:
     name = module_name(path)
     return name if path.name == "__init__.py" else name.rpartition(".")[0]
 
 
-def test_worker_needs_numpy_alone() -> None:
+CHECKS: dict[str, dict[str, Callable[[str, Path], Iterable[str]]]] = {
+    "src/dyno/worker": {
+        "foreign": lambda text, path: foreign_to_worker(text, module_name(path), package_of(path)),
+        "newer": lambda text, path: [f"{path}: {e}"] if (e := newer_than_310(text)) else [],
+    },
+    "src/dyno": {
+        "direction": lambda text, path: against_direction(text, module_name(path), package_of(path)),
+        "imported": lambda text, path: (name for _, name in imports(ast.walk(parse(text)), package_of(path))),
+    },
+    ".": {
+        "long": lambda text, path: too_long(text, str(path.relative_to(ROOT))),
+        "misnamed": lambda text, path: misnamed(text, str(path.relative_to(ROOT))),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    """What each check finds in the files of its folder, which are read once."""
+    lines: dict[str, list[str]] = defaultdict(list)
     assert sources("src/dyno/worker"), "the folder moved"
-    assert not each(lambda text, path: foreign_to_worker(text, module_name(path), package_of(path)), "src/dyno/worker")
+    for path in sources("src", "tests", "benchmarks"):
+        text = path.read_text(encoding="utf-8")
+        for folder, checks in CHECKS.items():
+            for name, check in checks.items() if path.is_relative_to(ROOT / folder) else ():
+                lines[name] += check(text, path)
+    return lines
+
+
+def test_worker_needs_numpy_alone(found: dict[str, list[str]]) -> None:
+    assert not found["foreign"]
 
 
 @pytest.mark.parametrize(
@@ -168,8 +189,8 @@ def test_imports_in_functions_are_the_worker_s_own_business() -> None:
     assert foreign_to_worker(good, "dyno.worker.x", "dyno.worker") == []
 
 
-def test_worker_is_python_310() -> None:
-    assert not each(lambda text, path: [f"{path}: {e}"] if (e := newer_than_310(text)) else [], "src/dyno/worker")
+def test_worker_is_python_310(found: dict[str, list[str]]) -> None:
+    assert not found["newer"]
     assert newer_than_310("try:\n    pass\nexcept* ValueError:\n    pass")
 
 
@@ -180,8 +201,8 @@ def test_worker_imports_in_another_python(other_python: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_imports_run_one_way() -> None:
-    assert not each(lambda text, path: against_direction(text, module_name(path), package_of(path)), "src/dyno")
+def test_imports_run_one_way(found: dict[str, list[str]]) -> None:
+    assert not found["direction"]
 
 
 @pytest.mark.parametrize(
@@ -239,21 +260,17 @@ def test_the_architecture_s_page_is_the_code() -> None:
     assert rooms.generated() in text, "run python tools/rooms.py"
 
 
-def test_no_module_hides_another() -> None:
+def test_no_module_hides_another(found: dict[str, list[str]]) -> None:
     files = sources("src/dyno")
     names = [path.stem for path in files if path.name != "__init__.py"]
     names += [path.parent.name for path in files if path.name == "__init__.py" and path.parent != SRC / "dyno"]
-    roots = {
-        name.split(".")[0]
-        for path in files
-        for _, name in imports(list(ast.walk(ast.parse(path.read_text("utf-8")))), package_of(path))
-    }
+    roots = {name.split(".")[0] for name in found["imported"]}
     assert shadows(names, roots - {"dyno"}) == []
     assert shadows(["types", "onnxruntime", "stats", "somelib"], {"somelib"}) == ["onnxruntime", "somelib", "types"]
 
 
-def test_no_function_is_too_long() -> None:
-    assert not each(lambda text, path: too_long(text, str(path.relative_to(ROOT))), "src", "tests", "benchmarks")
+def test_no_function_is_too_long(found: dict[str, list[str]]) -> None:
+    assert not found["long"]
 
 
 def test_a_long_function_is_seen() -> None:
@@ -265,13 +282,13 @@ def test_a_long_function_is_seen() -> None:
 
 def misnamed(text: str, path: str) -> list[str]:
     """List functions called `is_` or `has_` that return anything but a boolean."""
-    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.returns)
+    functions = (node for node in ast.walk(parse(text)) if isinstance(node, ast.FunctionDef) and node.returns)
     named = (node for node in functions if node.name.lstrip("_").startswith(("is_", "has_")))
     return [f"{path}: {node.name}" for node in named if not re.search("bool|TypeGuard", ast.unparse(node.returns))]
 
 
-def test_what_is_called_is_or_has_is_a_boolean() -> None:
-    assert not each(lambda text, path: misnamed(text, str(path.relative_to(ROOT))), "src", "tests", "benchmarks")
+def test_what_is_called_is_or_has_is_a_boolean(found: dict[str, list[str]]) -> None:
+    assert not found["misnamed"]
     assert misnamed("def _is_late() -> str: ...\ndef has_a() -> bool: ...", "a.py") == ["a.py: _is_late"]
 
 

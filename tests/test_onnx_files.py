@@ -24,7 +24,7 @@ import onnx_text
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-SHORT = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02".split()
+SHORT = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --boundaries model".split()
 QUICK = [*SHORT, "--backend", "onnxruntime,openvino"]
 KINDS = onnx.TensorProto
 
@@ -45,10 +45,9 @@ def network(
         h.make_node("GlobalAveragePool", ["own" if more else "r"], ["g"]),
         h.make_node("Flatten", ["g"], ["y"]),
     ]
-    io = [h.make_tensor_value_info(n, kind, s) for n, s in (("image", shape), ("y", [shape[0], 6]))]
-    stored = [numpy_helper.from_array(array.astype(dtype), name) for name, array in weights.items()]
-    opsets = [h.make_opsetid("", opset), *([h.make_opsetid("my.ops", 1)] if more else [])]
-    return h.make_model(h.make_graph(nodes, "net", io[:1], io[1:], stored), opset_imports=opsets, ir_version=ir)
+    settings = {"kind": kind, "opset": opset, "ir": ir, "domains": ["my.ops"] if more else []}
+    stored = {name: array.astype(dtype) for name, array in weights.items()}
+    return onnx_text.of_nodes(nodes, {"image": shape}, {"y": [shape[0], 6]}, stored, **settings)
 
 
 @pytest.fixture
@@ -507,7 +506,7 @@ def test_a_size_is_for_the_images_of_a_study_alone(call: Any) -> None:
     weights = np.random.default_rng(0).standard_normal((12, 5)).astype(np.float32)
     saved("(float[batch, 12] x) => (float[batch, 5] y) { y = MatMul(x, g) }", g=weights)
     onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
-    words = ("--backend", "onnxruntime", "--rounds", 1, "--seconds", 0.02, "--size", 16)
+    words = (*SHORT, "--backend", "onnxruntime", "--size", 16)
     call("run", "net.onnx", "image.onnx", *words, "--out", "run", code=0)
     assert {(row["model"], row["size"], row["status"]) for row in rows(Path("run"))} == {
         ("net", "0", "ok"), ("image", "16", "ok"),
@@ -518,7 +517,7 @@ def test_a_size_is_for_the_images_of_a_study_alone(call: Any) -> None:
 
 def test_a_size_that_nobody_gave_is_a_warning(call: Any) -> None:
     onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
-    words = ("run", "image.onnx", "--backend", "onnxruntime", "--rounds", 1, "--seconds", 0.02)
+    words = ("run", "image.onnx", *SHORT, "--backend", "onnxruntime")
     for size, is_warned in ((), True), (("--size", "24x32"), False), (("--shapes", "image:batchx3x24x32"), False):
         _, out, _ = call(*words, *size, "--out", "run" + "".join(size)[2:6], code=0)
         assert ("the file leaves the image's size free; 224 was chosen" in " ".join(out.split())) == is_warned, out
@@ -619,12 +618,8 @@ def test_outputs_below_the_absolute_tolerance_are_not_called_close(call: Any) ->
     """The second network gives -5 times the outputs of the first, which lie around 1e-29."""
     weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32) * np.float32(1e-30)
     for name, factor in (("first.onnx", 1), ("second.onnx", -5)):
-        product = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
-        ends = [onnx.helper.make_tensor_value_info(n, KINDS.FLOAT, ["n", c]) for n, c in (("x", 8), ("y", 4))]
-        stored = onnx.numpy_helper.from_array(np.float32(factor) * weights, "w")
-        graph = onnx.helper.make_graph([product], "g", ends[:1], ends[1:], [stored])
-        opsets = [onnx.helper.make_opsetid("", 17)]
-        onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), name)
+        text = "(float[n, 8] x) => (float[n, 4] y) { y = MatMul(x, w) }"
+        onnx_text.write(name, text, w=np.float32(factor) * weights)
     words = ("diff", "first.onnx", "second.onnx", "--backend", "onnxruntime", "--out", "d")
     code, _, err = call(*words)
     assert code == 2 and "so --atol 1e-08 would call any outputs close; give e.g. --atol " in err

@@ -126,7 +126,7 @@ def test_its_table_and_its_chart_stand_beside_dyno_s_own(dyno: Any, built: Path,
 
 
 def test_its_format_of_data_sets_has_labels(dyno: Any, built: Path) -> None:
-    (row,) = rows(dyno("eval", built, "--data", "photos", "--seconds", "0.05", "--format", "csv").stdout)
+    (row,) = rows(dyno("eval", built, "--data", "photos", *QUICK, "--format", "csv").stdout)
     assert row["status"] == "ok" and 0 <= float(row["top1"]) <= 100
 
 

@@ -151,7 +151,6 @@ class Table:
         grouped = self._group_rows(keys)
         shown = [by_name[name] for name in chosen] or self._choose_columns(keys, by_name)
         for number, (values, rows) in enumerate(grouped.items(), 1):
-            rows = sorted(rows, key=lambda row: row.get(RANK, 0))
             columns = [c for c in shown if c.identity or any(c.text(r) for r in rows)]
             own = [*(self.below(rows) if self.below else ()), *(self.notes if number == len(grouped) else ())]
             yield TablePart(_make_title(keys, values), columns, rows, own)
@@ -160,19 +159,18 @@ class Table:
         grouped: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             grouped.setdefault(tuple(row.get(k) for k in keys), []).append(row)
-        return grouped
+        return {values: sorted(rows, key=lambda row: row.get(RANK, 0)) for values, rows in grouped.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields with what the functions in them say, since most are closures, which can't be pickled."""
-        made = [column for column in self.columns if column.cell]
-        rows = {id(row): row | {CELL + c.name: c.text(row) for c in made} for row in self.rows}
-        for part in self._group_rows(self.group).values() if self.below else ():
-            notes = self.below(sorted(part, key=lambda row: row.get(RANK, 0))) if self.below else []
-            for row in part:
-                rows[id(row)][BELOW] = notes
         columns = tuple(replace(c, cell=itemgetter(CELL + c.name)) if c.cell else c for c in self.columns)
-        stored = {"columns": columns, "rows": [*rows.values()], "below": self.below and _read_notes}
-        return vars(self) | stored
+        rows = [row | {CELL + c.name: c.text(row) for c in self.columns if c.cell} for row in self.rows]
+        if self.below:
+            for part in replace(self, rows=rows)._group_rows(self.group).values():
+                notes = self.below(part)
+                for row in part:
+                    row[BELOW] = notes
+        return vars(self) | {"columns": columns, "rows": rows, "below": self.below and _read_notes}
 
     def _choose_columns(self, keys: list[str], by_name: Mapping[str, Column]) -> list[Column]:
         """Return the printed columns, without those grouped by, and without identities in which all rows agree."""

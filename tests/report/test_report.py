@@ -178,37 +178,27 @@ def test_what_the_report_lists_is_linked(written: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_phone_shows_the_verdict_without_scrolling(written: Path, tmp_path: Path) -> None:
-    script = """
-      const frame = document.createElement("iframe");
-      frame.style.width = "420px";
-      frame.srcdoc = "<!doctype html>" + document.documentElement.outerHTML.replaceAll("<script", "<template");
-      frame.onload = () => {
-        const heads = [...frame.contentDocument.querySelectorAll("table.sortable th")];
-        const end = name => heads.find(h => h.textContent.trim() === name).getBoundingClientRect().right;
-        const letters = Math.min(...heads.map(h => parseFloat(getComputedStyle(h).fontSize)));
-        say({speedup: end("speed-up"), verdict: end("verdict"), accuracy: end("top-1 %"), letters});
-      };
-      document.body.append(frame);"""
-    ends = ask(written, script, tmp_path / "probe.html", "--virtual-time-budget=5000")
-    assert 0 < ends["speedup"] < ends["verdict"] < ends["accuracy"] <= 420 and ends["letters"] >= 12
-
-
-@pytest.mark.slow
-def test_a_phone_s_chart_has_letters_of_twelve_pixels(written: Path, tmp_path: Path) -> None:
+def test_a_phone_shows_the_verdict_without_scrolling_and_charts_with_letters_of_twelve_pixels(
+    written: Path, tmp_path: Path
+) -> None:
     script = """
       const frame = document.createElement("iframe");
       frame.style.width = "420px";
       frame.srcdoc = "<!doctype html>" + document.documentElement.outerHTML.replaceAll("<script", "<template");
       frame.onload = () => {
         const page = frame.contentDocument, drawn = [...page.querySelectorAll(".chart svg text")];
+        const heads = [...page.querySelectorAll("table.sortable th")];
+        const end = name => heads.find(h => h.textContent.trim() === name).getBoundingClientRect().right;
+        const letters = Math.min(...heads.map(h => parseFloat(getComputedStyle(h).fontSize)));
         const size = text => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a;
         const seen = drawn.filter(text => text.getBoundingClientRect().width);
         const right = Math.max(...[...page.querySelectorAll(".decision *")].map(e => e.getBoundingClientRect().right));
-        say({count: seen.length, least: Math.min(...seen.map(size)), right});
+        say({speedup: end("speed-up"), verdict: end("verdict"), accuracy: end("top-1 %"), letters,
+             count: seen.length, least: Math.min(...seen.map(size)), right});
       };
       document.body.append(frame);"""
     found = ask(written, script, tmp_path / "probe.html", "--virtual-time-budget=5000")
+    assert 0 < found["speedup"] < found["verdict"] < found["accuracy"] <= 420 and found["letters"] >= 12
     assert found["count"] > 10 and found["least"] >= 11.9
     assert found["right"] <= 420, "the verdict is whole"
 

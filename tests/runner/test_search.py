@@ -19,7 +19,7 @@ from dyno.worker.spec import Dims, ModelSpec, Trial
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --confirm 0".split()
+QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --boundaries model --threads 1 --confirm 0".split()
 
 
 def test_the_command_line_finds_the_layer_that_must_stay_higher(

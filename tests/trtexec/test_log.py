@@ -87,11 +87,8 @@ def test_exported_times() -> None:
     assert found.enqueue == pytest.approx(20e-6)
     assert found.rate == pytest.approx(5 / (0.8e-3 + 0.22e-3))
     assert (found.transfers, found.graph, found.engine, found.shapes) == (True, None, "", {})
-
-
-def test_exported_times_as_trtexec_lays_them_out() -> None:
     text = "[\n  " + "\n, ".join(json.dumps(row(i)).replace(":", " :") for i in range(3)) + "\n]\n"
-    assert log.parse_log(text).compute == pytest.approx(170e-6)
+    assert log.parse_log(text).compute == pytest.approx(170e-6), "as trtexec lays them out"
 
 
 def test_exported_times_without_transfers_and_with_starts_and_ends_alone() -> None:

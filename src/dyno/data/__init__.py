@@ -25,8 +25,8 @@ from dyno.data.folders import list_calibration_folder
 from dyno.data.photos import CALIBRATION, DecodeOptions, calibrate_on, decode_listing, make_spec, stratified_order
 from dyno.data.photos import OnUnreadable as OnUnreadable
 from dyno.data.rows import DecodedRow, seal_row
-from dyno.worker.extras import distribution, install
-from dyno.worker.spec import DataSpec, Preprocess, Unavailable, UserError, absolute
+from dyno.worker.extras import load_library
+from dyno.worker.spec import DataSpec, Preprocess, UserError, absolute
 
 DIGITS = Preprocess(mean=(0.5,), std=(0.5,), resize=0.0)
 DIGITS_TEST, DIGITS_CALIBRATION = 900, 128
@@ -145,11 +145,7 @@ def meta(data: DataSpec) -> dict[str, Any]:
 
 
 def _small_digits() -> tuple[list[Any], np.ndarray]:
-    try:
-        from PIL import Image
-        from sklearn.datasets import load_digits
-    except ImportError as e:
-        raise Unavailable(f"digits need {distribution(str(e.name))}; {install(str(e.name))}") from e
-    pixels, labels = load_digits(return_X_y=True)
+    image = load_library("PIL.Image", "the data set digits")
+    pixels, labels = load_library("sklearn.datasets", "the data set digits").load_digits(return_X_y=True)
     shades = np.rint(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    return [Image.fromarray(image) for image in shades], labels.astype(np.int64)
+    return [image.fromarray(each) for each in shades], labels.astype(np.int64)

@@ -27,8 +27,8 @@ from dyno.data.photos import (
     printable,
     sample_calibration,
 )
-from dyno.worker.extras import install
-from dyno.worker.spec import Unavailable, UserError, absolute, numbered
+from dyno.worker.extras import load_library
+from dyno.worker.spec import UserError, absolute, numbered
 
 # A line of a YOLO label file: a class and a box, a polygon, or a box and keypoints, as shares of the image's sides.
 
@@ -250,10 +250,7 @@ def _find_yaml(path: Path) -> Path | None:
 
 
 def _from_yaml(file: Path) -> _Description:
-    try:
-        import yaml
-    except ImportError as e:
-        raise Unavailable(f"reading YAML needs PyYAML; {install('pyyaml')}") from e
+    yaml = load_library("yaml", "YOLO's format")
     try:
         about = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:

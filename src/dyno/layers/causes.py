@@ -302,12 +302,9 @@ class _RegionSplitter:
 def _make_form(pair: FormPair, side: PairSide) -> _TimedForm:
     form = pair.forms[side.form]
     names = name_modules(pair.form_set, side.form)
-    return _TimedForm(side, form.layers, names, compute_medians(side), modules=form.form == MODULES)
-
-
-def compute_medians(side: PairSide) -> np.ndarray:
-    """Return the seconds of each layer: the median over processes of the median over repeats."""
-    return np.array(np.median([np.median(each.layers, axis=0) for each in side.processes], axis=0))
+    # Of each layer the median over processes of the median over repeats.
+    seconds = np.array(np.median([np.median(each.layers, axis=0) for each in side.processes], axis=0))
+    return _TimedForm(side, form.layers, names, seconds, modules=form.form == MODULES)
 
 
 def by_cause(parts: Sequence[CausePart]) -> Mapping[Cause, list[int]]:

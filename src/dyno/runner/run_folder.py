@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 import shlex
 import shutil
@@ -450,9 +451,5 @@ def _iter_alternatives(study: Study, preferred: Path) -> Iterator[Path]:
         parts.append("pretrained")
     if len(parts) > 1:
         yield preferred.with_name(_clean_name("-".join(parts)))
-    for number in range(2, 3 + len(list(preferred.parent.glob(f"{_escape_glob(preferred.name)}-*")))):
+    for number in range(2, 3 + len(list(preferred.parent.glob(f"{glob.escape(preferred.name)}-*")))):
         yield preferred.with_name(f"{preferred.name}-{number}")
-
-
-def _escape_glob(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)

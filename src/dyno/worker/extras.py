@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from dyno.worker.spec import Unavailable
 from dyno.worker.system import versions
 
 EXTRAS = {
@@ -38,12 +41,28 @@ TORCHAO = {"2.7": "0.12.0", "2.8": "0.13.0", "2.9.0": "0.14.1", "2.9": "0.15.0",
 # What some libraries are called where they are imported, by themselves or by another.
 IMPORTED = {
     "PIL": "pillow",
+    "huggingface_hub": "transformers",
+    "cuda": "cuda-bindings",
     "cv2": "opencv-python",
     "mlperf_loadgen": "mlcommons-loadgen",
+    "modelopt": "nvidia-modelopt",
     "sklearn": "scikit-learn",
+    "supervision": "trackers",
     "yaml": "pyyaml",
     "markupsafe": "jinja2",
 }
+
+
+def load_library(module: str, user: str = "", error: type[Exception] = Unavailable, cure: str = "") -> Any:
+    """Import a module; raise the error with its library, what needs it, and the cure: how to install it."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError, AttributeError, RuntimeError) as e:  # the last three: a library that is broken here
+        name = distribution(module)
+        is_absent = isinstance(e, ModuleNotFoundError) and f"{module}.".startswith(f"{e.name}.")
+        first, *_ = str(e).splitlines() or [type(e).__name__]
+        reason = "is not installed in this Python" if is_absent else f"can't be imported ({first})"
+        raise error(f"{f'{user} needs {name}, which' if user else name} {reason}; {cure or install(name)}") from e
 
 
 def install(*libraries: str) -> str:

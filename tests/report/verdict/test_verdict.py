@@ -66,16 +66,6 @@ def test_what_ran_in_another_type_is_not_crowned_under_the_type_asked_for(tmp_pa
     assert "fastest is a fp16 (unconfirmed), " in study(tmp_path / "silent", Way("pytorch"), silent)
 
 
-def test_a_close_race_is_called_one(tmp_path: Path) -> None:
-    text = study(tmp_path, Way("pytorch", seconds=0.01), Way("a", spread=0.05, seconds=0.005), Way("b", seconds=0.0051))
-    assert re.search(r"fastest is one of . fp32 and . fp32 \(undecided\)", text)
-    assert re.search(r"not decided against . fp32 \(", text)
-    alike = [Way(name, spread=1e-4, seconds=0.005, statuses=("ok",) * 6) for name in "ab"]
-    text = study(tmp_path / "alike", Way("pytorch", seconds=0.01), *alike)
-    assert re.search(r"fastest is one of . fp32 and . fp32 \(equal within ±2 %\)", text)
-    assert re.search(r"real: no difference that matters, in 6 rounds, .*; as fast as . fp32 \(1\.", text)
-
-
 def test_a_precision_that_is_slower_at_one_batch_and_undecided_at_another_is_both(tmp_path: Path) -> None:
     ways = [Way("onnxruntime", p, s, batch=1) for p, s in (("fp32", 0.004), ("int8", 0.005))]
     ways += [Way("onnxruntime", p, 0.02, batch=8, spread=0.2) for p in ("fp32", "int8")]
@@ -120,11 +110,6 @@ def test_preparation_that_may_buy_nothing_is_said_to(tmp_path: Path) -> None:
     text = study(tmp_path, Way("pytorch", seconds=0.010), Way("a", seconds=0.005, spread=0.4, build=10.0))
     assert "one of a fp32 and pytorch fp32 (undecided)" in text
     assert re.search(r"pays off after about \S+ images, or never, as the gain is not proven\.", text)
-
-
-def test_nothing_that_ended_well_is_said_first(tmp_path: Path) -> None:
-    text = study(tmp_path, Way("a", statuses=("failed",), reason="no"))
-    assert text.splitlines()[0] == "digits at size 64: no trial succeeded."
 
 
 def test_unreadable_records_are_findings(tmp_path: Path) -> None:

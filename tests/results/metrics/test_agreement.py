@@ -158,10 +158,15 @@ def test_a_box_must_overlap_by_half(shift: float, share: float) -> None:
     assert both is not None and both.share == both.own_share == share
 
 
-def test_class_and_image_must_be_the_same() -> None:
-    reference = detection_arrays((0, 1, 0.9, BOX))
-    for other in (detection_arrays((0, 2, 0.9, BOX)), detection_arrays((1, 1, 0.9, BOX)), detection_arrays()):
-        both = agreement.judge_boxes(other, reference)
+def test_class_and_image_must_be_the_same_and_boxes_without_an_area_overlap_nothing() -> None:
+    reference, flat = (0, 1, 0.9, BOX), (0, 0, 0.9, (10.0, 10.0, 10.0, 50.0))
+    for own, other in (
+        ([(0, 2, 0.9, BOX)], reference),
+        ([(1, 1, 0.9, BOX)], reference),
+        ([], reference),
+        ([flat], flat),
+    ):
+        both = agreement.judge_boxes(detection_arrays(*own), detection_arrays(other))
         assert both is not None and both.share == 0
 
 
@@ -191,12 +196,6 @@ def test_only_images_that_both_have_seen_count() -> None:
     )
     both = agreement.judge_boxes(other, reference)
     assert both is not None and (both.expected, both.share) == (1, 1.0)
-
-
-def test_boxes_without_an_area_overlap_nothing() -> None:
-    flat = (10.0, 10.0, 10.0, 50.0)
-    both = agreement.judge_boxes(detection_arrays((0, 0, 0.9, flat)), detection_arrays((0, 0, 0.9, flat)))
-    assert both is not None and both.share == 0
 
 
 def test_stored_trials_are_held_against_each_other(tmp_path: Path) -> None:

@@ -151,7 +151,10 @@ def test_a_package_is_told_from_a_program_by_its_content(tmp_path: Path) -> None
         aot_package.read_package(str(tmp_path / "program.pt2"))
 
 
-def test_a_given_package_has_one_precision_one_device_and_one_backend(tmp_path: Path) -> None:
+def test_a_given_package_has_one_precision_one_device_and_one_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aot_inductor, "probe_processor", lambda: 0.0)  # which compiles for seconds
     path = written(tmp_path / "n.pt2")
     model = replace(MODEL, source=f"file:{path}", precision="fp32")
     trial = Trial(model, "aoti", "fp32", Dims(2, 8, 9))

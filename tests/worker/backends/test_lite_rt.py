@@ -12,6 +12,7 @@ import pytest
 from dyno.jobs.launcher import launch
 from dyno.worker import registry
 from dyno.worker.backends import lite_rt
+from dyno.worker.extras import load_library
 from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Option, Runtime, Tensor, Trial, Unavailable
 
 LITERT = registry.find("litert")
@@ -209,10 +210,10 @@ def test_files_are_made_where_the_converter_is() -> None:
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ai_edge_litert.interpreter", "litert_torch"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(Unavailable, match=r"ai-edge-litert can't be imported .*'inference-dyno\[litert\]'"):
+    with pytest.raises(Unavailable, match=r"ai-edge-litert is not installed .*'inference-dyno\[litert\]'"):
         LITERT.probe()
     with pytest.raises(Unavailable, match=r"--python litert_torch=PATH \(there: pip install litert-torch"):
-        lite_rt._import_module("litert_torch", lite_rt.HERE)
+        load_library("litert_torch", cure=lite_rt.HERE)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import onnx_text
 from dyno.worker.backends.open_vino_files import IR
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Trial, to_json
@@ -15,9 +16,7 @@ openvino = pytest.importorskip("openvino")
 
 
 def save(path: Path, **metadata: str) -> None:
-    value, out = (onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["n", 3, 8, 8]) for n in ("x", "y"))
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    model = onnx_text.model("(float[n, 3, 8, 8] x) => (float[n, 3, 8, 8] y) { y = Relu(x) }")
     onnx.helper.set_model_props(model, metadata)
     onnx.save(model, path)
 

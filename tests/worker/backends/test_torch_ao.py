@@ -91,7 +91,7 @@ def test_the_version_that_fits_the_torch_at_hand_is_named(
 
 def test_a_missing_torchao_names_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torchao.quantization", None)
-    with pytest.raises(Unavailable, match=r"^torchao can't be imported \(.*\); for torch 2\..*: pip install .?torchao"):
+    with pytest.raises(Unavailable, match=r"^torchao is not installed .*; for torch 2\..*: pip install .?torchao"):
         torch_ao.import_torchao()
 
 

@@ -22,6 +22,7 @@ import torch._dynamo  # before a stand-in for tensorrt is there, which it would 
 from dyno.worker import main
 from dyno.worker.backends import torch_trt
 from dyno.worker.backends.torch_trt import attributes, engines, left_in_pytorch
+from dyno.worker.extras import load_library
 from dyno.worker.inputs.input_data import batches
 from dyno.worker.nets import models
 from dyno.worker.record import Record, read_record, write_json
@@ -114,8 +115,8 @@ def test_an_unknown_option_is_named() -> None:
 
 def test_what_is_missing_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
-    with pytest.raises(Unavailable, match=r"can't be imported .*pip install torch-tensorrt.*LD_LIBRARY_PATH"):
-        torch_trt.import_torch_tensorrt()
+    with pytest.raises(Unavailable, match=r"is not installed .*; pip install torch-tensorrt.*LD_LIBRARY_PATH"):
+        load_library("torch_tensorrt", cure=torch_trt.CURE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Unavailable, match="sees no CUDA device"):
         find("torch_tensorrt").probe()

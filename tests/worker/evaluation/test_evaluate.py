@@ -14,7 +14,7 @@ import pytest
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.evaluate import AHEAD, BatchSource, Pipeline, evaluate, find_rows
 from dyno.worker.facts.job import PipelineFacts
-from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Runtime, Tensor, Trial, UserError
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Preprocess, Runtime, Tensor, Trial, UserError
 
 CLASSES = 12
 
@@ -48,7 +48,7 @@ def data(tmp_path: Path) -> DataSpec:
 
 def trial(data: DataSpec, batch: int) -> Trial:
     model = ModelSpec("net", "fake:net", channels=1, preprocess=Preprocess((0.5,), (0.5,)))
-    return Trial(model, "fake", "fp32", Dims(batch, 2, 2), data=data)
+    return Trial(model, "fake", "fp32", Dims(batch, 2, 2), data=data, plan=Plan(seconds=0.05))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 10])
@@ -83,8 +83,10 @@ def test_ties_rank_alike_everywhere(data: DataSpec) -> None:
     assert (arrays["topk_index"] == np.arange(10)).all()
 
 
-def test_random_inputs_have_no_labels() -> None:
-    arrays = evaluate(Linear(2), trial(DataSpec(count=5), 2), timed=False).arrays
+def test_random_inputs_have_no_labels_and_are_not_timed() -> None:
+    evaluation = evaluate(Linear(2), trial(DataSpec(count=5), 2))
+    assert (evaluation.measurements(), evaluation.facts()) == ([], None)
+    arrays = evaluation.arrays
     assert set(arrays) == {"output:output", "output:scale", "rows:scale", "topk_index", "topk_score", "sample"}
     assert arrays["sample"].tolist() == [0, 1, 2, 3, 4]
     assert arrays["output:output"].shape == (5, CLASSES)
@@ -120,11 +122,6 @@ def test_real_images_are_timed_after_a_tenth_of_warm_up(data: DataSpec) -> None:
     assert all(len(samples) >= 3 and (samples > 0).all() for samples in evaluation.stages.values())
     for name, array in evaluate(Linear(2), trial(data, 2), timed=False).arrays.items():
         np.testing.assert_array_equal(array, evaluation.arrays[name])
-
-
-def test_random_inputs_are_not_timed() -> None:
-    evaluation = evaluate(Linear(2), trial(DataSpec(count=5), 2))
-    assert (evaluation.measurements(), evaluation.facts()) == ([], None)
 
 
 def test_pixels_go_as_they_are_to_a_uint8_input(data: DataSpec) -> None:
@@ -219,13 +216,9 @@ def test_a_free_axis_of_the_engine_has_any_number_of_rows() -> None:
 
     free = (Tensor("y", "float32", ("found", 5)),)
     assert find_rows(Net(most, (8, 4), free), shaped_trial(), 8).axes == {"y": None}
-    with pytest.raises(UserError, match="the outputs are 3 x 5 for a batch of 8, which has no row for each input"):
-        find_rows(Net(most, (8, 4)), shaped_trial(), 8)
-
-
-def test_one_row_of_all_inputs_is_none_for_each() -> None:
-    with pytest.raises(UserError, match="the outputs are 1 x 40 for a batch of 8, which has no row for each input"):
-        find_rows(Net(lambda x: {"y": scores(x).reshape(1, -1)}, (8, 4)), shaped_trial(), 8)
+    for compute, shape in ((most, "3 x 5"), (lambda x: {"y": scores(x).reshape(1, -1)}, "1 x 40")):
+        with pytest.raises(UserError, match=f"the outputs are {shape} for a batch of 8, which has no row for each inp"):
+            find_rows(Net(compute, (8, 4)), shaped_trial(), 8)
 
 
 def test_rows_that_change_with_others_where_the_axis_is_assumed_are_a_warning() -> None:

@@ -99,7 +99,7 @@ def test_without_values_or_for_one_bare_image_it_is_still_refused(file: Path, ba
 
 def test_the_row_of_a_run_says_what_it_was_calibrated_on(call: Any, file: Path) -> None:
     pytest.importorskip("openvino")
-    short = ("--seconds", 0.02, "--block", 0.01)
+    short = ("--seconds", 0.02, "--block", 0.01, "--boundaries", "model")
     words = ("--backend", "onnxruntime,openvino", "--precision", "int8", "--input", "x=-2..2", *short)
     call("run", file, *words, "--rounds", 1, "--warmup", 0.01, "--threads", 1, "--out", "r", code=0)
     for each in dyno.load("r").records:

@@ -13,6 +13,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+import onnx_text
 from dyno.layers import tables
 from dyno.worker.layers import graph, module
 from dyno.worker.nets import saved_modules
@@ -23,11 +24,7 @@ FLOAT = TensorProto.FLOAT
 
 def stored(path: Path, nodes: list[Any], weights: dict[str, Any], shape: tuple[Any, ...] = (1, 3, 8, 8)) -> str:
     """An ONNX file of these nodes from `x` to `y`."""
-    constants = [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
-    x, y = helper.make_tensor_value_info("x", FLOAT, shape), helper.make_tensor_value_info("y", FLOAT, None)
-    made = helper.make_graph(nodes, "net", [x], [y], constants)
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("mine", 1)]
-    onnx.save(helper.make_model(made, opset_imports=opsets), path)
+    onnx.save(onnx_text.of_nodes(nodes, {"x": shape}, {"y": None}, weights, domains=["mine"]), path)
     return str(path)
 
 

@@ -102,7 +102,8 @@ def test_a_branch_on_values_is_measured_in_pytorch_and_crowned_nowhere_else(dyno
     for k in range(6):  # dark and bright ones: each takes another branch
         pixels = rng.integers(0, 60, (32, 32, 3)) + (190 if k % 2 else 0)
         Image.fromarray(pixels.astype(np.uint8)).save(photos / f"{k}.png")
-    words = ("--data", photos, "--size", 32, "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02)
+    words = ("--data", photos, "--size", 32, "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02,
+             "--boundaries", "model")  # fmt: skip
     done = dyno(
         "run", f"{nets}:branch", "--backend", "pytorch,onnxruntime,openvino", *words, "--out", nets.parent / "r", code=3
     )

@@ -10,8 +10,9 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
+import onnx_text
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.evaluate import evaluate
 from dyno.worker.inputs import input_data
@@ -306,10 +307,8 @@ def test_names_lose_the_wrapper_but_for_those_that_are_taken(tmp_path: Path) -> 
     ]
     stored = {"model.scale": np.float32([2]), "scale": np.float32([3]), "model.fc.weight": np.float32([5]),
               "yes": np.array(True)}  # fmt: skip
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
-    graph = helper.make_graph(nodes, "net", [x], [y], [numpy_helper.from_array(v, k) for k, v in stored.items()])
     path = tmp_path / "net.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    onnx.save(onnx_text.of_nodes(nodes, {"x": [1]}, {"y": [1]}, stored), path)
     unwrap(path)
     read = onnx.load(path).graph
     assert [node.name for node in read.node] == [

@@ -180,5 +180,6 @@ def test_routes_by_name() -> None:
 
 
 def test_a_transformer_in_half_precision_runs_on_a_cpu(dyno: Any, net: str, tmp_path: Path) -> None:
-    words = ("--precision", "fp16", "--size", 32, "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02)
+    words = ("--precision", "fp16", "--size", 32, "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02,
+             "--boundaries", "model")  # fmt: skip
     dyno("run", net, *words, "--backend", "onnxruntime", "--out", tmp_path / "run", code=0)

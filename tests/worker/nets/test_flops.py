@@ -10,6 +10,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torchvision import ops
 
+import onnx_text
 from dyno.worker.nets import flops
 
 FLOAT = TensorProto.FLOAT
@@ -17,11 +18,8 @@ FLOAT = TensorProto.FLOAT
 
 def stored(path: Path, nodes: list[Any], weights: dict[str, tuple[int, ...]], shape: tuple[Any, ...]) -> str:
     """An ONNX file of these nodes from `x` to `y`."""
-    constants = [numpy_helper.from_array(np.ones(s, np.float32), name) for name, s in weights.items()]
-    x, y = helper.make_tensor_value_info("x", FLOAT, shape), helper.make_tensor_value_info("y", FLOAT, None)
-    graph = helper.make_graph(nodes, "net", [x], [y], constants)
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets), path)
+    ones = {name: np.ones(s, np.float32) for name, s in weights.items()}
+    onnx.save(onnx_text.of_nodes(nodes, {"x": shape}, {"y": None}, ones, domains=["own"]), path)
     return str(path)
 
 
@@ -165,7 +163,7 @@ def test_einsum_is_a_product_where_it_sums(tmp_path: Path) -> None:
 def test_a_part_of_a_shape_is_no_more_than_that_part() -> None:
     """PyTorch's exporter asks a shape for the batch alone, to make a recurrent layer's first state."""
     lengths = {"two": 2, "five": 5, "rest": -1, "width": 8}
-    constants = [numpy_helper.from_array(np.array([n], np.int64), name) for name, n in lengths.items()]
+    weights = {name: np.array([n]) for name, n in lengths.items()}
     nodes = [
         helper.make_node("Shape", ["x"], ["batch"], start=0, end=1),
         helper.make_node("Div", ["batch", "two"], ["half"]),  # which ONNX's own inference doesn't follow
@@ -173,9 +171,8 @@ def test_a_part_of_a_shape_is_no_more_than_that_part() -> None:
         helper.make_node("Expand", ["w", "state_shape"], ["state"]),
         helper.make_node("MatMul", ["state", "m"], ["y"]),
     ]
-    x, y = helper.make_tensor_value_info("x", FLOAT, ("n", 3, 8)), helper.make_tensor_value_info("y", FLOAT, None)
-    weights = [numpy_helper.from_array(np.ones(s, np.float32), name) for name, s in (("w", (1, 1, 8)), ("m", (8, 7)))]
-    model = helper.make_model(helper.make_graph(nodes, "net", [x], [y], [*constants, *weights]))
+    weights |= {name: np.ones(s, np.float32) for name, s in (("w", (1, 1, 8)), ("m", (8, 7)))}
+    model = onnx_text.of_nodes(nodes, {"x": ("n", 3, 8)}, {"y": None}, weights)
     found = flops.with_shapes(model, {"x": (4, 3, 8)})
     assert found is not None and found[1]["state"] == (2, 5, 8) and found[1]["y"] == (2, 5, 7)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import onnx_text
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets import file_facts
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
@@ -20,10 +21,7 @@ def outputs(*shapes: Any, size: tuple[int, int] = (640, 640)) -> OutputShapes:
 
 
 def file(path: Path, **metadata: str) -> str:
-    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
-    out = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])
-    model = onnx.helper.make_model(graph)
+    model = onnx_text.model("(float[1] x) => (float[1] y) { y = Relu(x) }")
     onnx.helper.set_model_props(model, metadata)
     onnx.save(model, path)
     return str(path)

@@ -175,7 +175,7 @@ def test_a_torchscript_program_is_a_model_whatever_its_suffix(tmp_path: Path) ->
 
 def test_a_checkpoint_runs_from_the_command_line(saved: Any, tmp_path: Path, dyno: Any) -> None:
     path = saved("yolov8n", 3)
-    short = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --routes usual".split()
+    short = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --boundaries model --routes usual".split()
     words = ("--backend", "pytorch,onnxruntime", "--size", 64, *short, "--out", "r")
     dyno("run", path, *words, cwd=tmp_path, code=0)
     shown = dyno("show", "r", "--format", "json", cwd=tmp_path)

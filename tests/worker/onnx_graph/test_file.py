@@ -40,11 +40,8 @@ def test_a_file_is_of_the_precision_that_its_weights_are_computed_with(
 def graph(kind: str, inputs: list[str], version: int, **attributes: Any) -> Any:
     """One node over `x`, 2 x 3, with `axes` = [1] at hand."""
     node = helper.make_node(kind, inputs, ["y"], **attributes)
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy")
-    x.type.tensor_type.shape.CopyFrom(helper.make_tensor_value_info("x", 1, [2, 3]).type.tensor_type.shape)
-    axes = helper.make_tensor("axes", TensorProto.INT64, [1], [1])
-    made = helper.make_graph([node], "one", [x], [y], [axes] if "axes" in inputs else [])
-    return helper.make_model(made, opset_imports=[helper.make_opsetid("", version)], ir_version=10)
+    axes = {"axes": np.array([1])} if "axes" in inputs else {}
+    return onnx_text.of_nodes([node], {"x": [2, 3]}, {"y": None}, axes, opset=version, ir=10)
 
 
 def test_a_mean_as_dynamo_writes_it_goes_back_to_opset_17() -> None:
@@ -70,12 +67,8 @@ def test_an_operator_that_the_wanted_opset_lacks_is_one_line() -> None:
 def test_a_split_that_only_names_the_number_of_its_parts_goes_back_to_opset_17(count: int) -> None:
     """11 columns in parts of 4, 4 and 3, or 3, 3, 3 and 2: below opset 18 the sizes have to stand there."""
     parts = [f"part{k}" for k in range(count)]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 11])
     node = helper.make_node("Split", ["x"], parts, axis=-1, num_outputs=count)
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, None]) for name in parts]
-    old = helper.make_model(
-        helper.make_graph([node], "one", [x], outputs), opset_imports=[helper.make_opsetid("", 18)], ir_version=10
-    )
+    old = onnx_text.of_nodes([node], {"x": [2, 11]}, dict.fromkeys(parts, (2, None)), opset=18, ir=10)
     feeds = {"x": np.arange(22, dtype=np.float32).reshape(2, 11)}
     expected = ReferenceEvaluator(old).run(None, feeds)
     new = convert_opset(old, 17)
@@ -154,12 +147,9 @@ MICROSOFT: dict[str, Any] = {"domain": "com.microsoft"}
 
 def of(nodes: list[Any], weights: dict[str, Any] | None = None, kind: int = Types.FLOAT, **more: Any) -> GraphFacts:
     """The facts of a graph from x to y; a weight is an array, or a tensor that is stored as it is."""
-    stored = [a if hasattr(a, "data_type") else numpy_helper.from_array(np.asarray(a), n)
-              for n, a in (weights or {}).items()]  # fmt: skip
-    ends = [h.make_tensor_value_info(name, kind, ["n", 16]) for name in "xy"]
-    graph = h.make_graph(nodes, "net", ends[:1], ends[1:], stored, sparse_initializer=more.pop("sparse", ()))
-    opsets = [h.make_opsetid(domain, 1 if domain else 21) for domain in ("", "com.microsoft", "own")]
-    return read_graph_facts(h.make_model(graph, opset_imports=opsets, **more))
+    settings = {"kind": kind, "opset": 21, "ir": 10, "domains": ("com.microsoft", "own")}
+    model = onnx_text.of_nodes(nodes, {"x": ["n", 16]}, {"y": ["n", 16]}, weights, **settings, **more)
+    return read_graph_facts(model)
 
 
 def body(nodes: list[Any], name: str, result: str, arrays: dict[str, Any]) -> Any:
@@ -181,7 +171,7 @@ def test_a_sparse_weight_is_as_large_as_the_matrix_that_it_stands_for(constant: 
     values = numpy_helper.from_array(np.ones(5, np.float16), "w")
     sparse = h.make_sparse_tensor(values, numpy_helper.from_array(np.arange(5)), [16, 16])
     node = h.make_node("Constant", [], ["w"], sparse_value=sparse)
-    facts = of([node, PRODUCT]) if constant else of([PRODUCT], sparse=[sparse])
+    facts = of([node, PRODUCT]) if constant else of([PRODUCT], sparse_initializer=[sparse])
     assert (facts.precision, facts.parameters) == ("fp16", 256)
 
 

@@ -41,10 +41,7 @@ def raw() -> Any:
         h.make_node("Conv", ["x", "same"], ["seen"], pads=[1, 1, 1, 1]),
         h.make_node("BatchNormalization", ["seen", "scale", "bias", "mean", "var"], ["y"]),
     ]
-    io = [h.make_tensor_value_info(n, 1, ["batch", c, 8, 8]) for n, c in (("x", 3), ("y", 4))]
-    return h.make_model(
-        h.make_graph(nodes, "raw", io[:1], io[1:]), opset_imports=[h.make_opsetid("", 17)], ir_version=8
-    )
+    return onnx_text.of_nodes(nodes, {"x": ["batch", 3, 8, 8]}, {"y": ["batch", 4, 8, 8]})
 
 
 def outputs(model: Any) -> np.ndarray:

@@ -6,8 +6,9 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
 
+import onnx_text
 from dyno.worker.onnx_graph.placement import place
 
 
@@ -21,14 +22,8 @@ def graph(*nodes: str, weights: dict[str, tuple[int, ...]], reads: tuple[int, ..
         output, *axes = right.split()
         more = {"axes": [int(axis) for axis in axes]} if axes else {}
         made.append(helper.make_node(kind, inputs, [output], name=output, **more))
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, reads)
-    y = helper.make_tensor_value_info(made[-1].output[0], TensorProto.FLOAT, None)
-    constants = [
-        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name)
-        for name, shape in weights.items()
-    ]
-    body = helper.make_graph(made, "net", [x], [y], constants)
-    return helper.make_model(body, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    stored = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in weights.items()}
+    return onnx_text.of_nodes(made, {"x": reads}, {made[-1].output[0]: None}, stored)
 
 
 def placed(model: Any, transformer: bool = False, excluded: frozenset[str] = frozenset()) -> dict[str, list[bool]]:
@@ -116,14 +111,8 @@ READS = (1, 4, 6, 6)
 def joint_graph(*nodes: Any, outputs: tuple[str, ...]) -> Any:
     rng = np.random.default_rng(0)
     weights = {"w": (4, 4, 1, 1), "half": (2, 2, 1, 1), "wide": (4, 6, 1, 1)}
-    constants = [
-        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name)
-        for name, shape in weights.items()
-    ]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, READS)
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
-    body = helper.make_graph([*nodes], "net", [x], ends, constants)
-    return helper.make_model(body, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    stored = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in weights.items()}
+    return onnx_text.of_nodes(nodes, {"x": READS}, dict.fromkeys(outputs), stored, opset=13)
 
 
 def node(kind: str, inputs: str, outputs: str, **more: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from onnx import helper as h
 from onnx import numpy_helper
 
+import onnx_text
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.file import check, prepare_given, read_io
 from dyno.worker.onnx_graph.repair import find_free_axes, retype
@@ -21,11 +22,9 @@ FEEDS = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
 def linear(dtype: Any = np.float32, ir: int = 8, inputs: bool = False, opset: int = 17) -> Any:
     """y = x w, with the weights among the inputs or not."""
     weight = numpy_helper.from_array(np.arange(12).reshape(4, 3).astype(dtype) / 8, "w")
-    kind = weight.data_type
-    x, y = h.make_tensor_value_info("x", kind, ["n", 4]), h.make_tensor_value_info("y", kind, ["n", 3])
-    listed = [x, h.make_tensor_value_info("w", kind, [4, 3])] if inputs else [x]
-    graph = h.make_graph([h.make_node("MatMul", ["x", "w"], ["y"])], "linear", listed, [y], [weight])
-    return h.make_model(graph, opset_imports=[h.make_opsetid("", opset)], ir_version=ir)
+    taken = {"x": ["n", 4], **({"w": [4, 3]} if inputs else {})}
+    nodes, settings = [h.make_node("MatMul", ["x", "w"], ["y"])], {"kind": weight.data_type, "opset": opset, "ir": ir}
+    return onnx_text.of_nodes(nodes, taken, {"y": ["n", 3]}, {"w": weight}, **settings)
 
 
 def prepared(model: Any, folder: Path) -> tuple[Any, list[str]]:

@@ -42,24 +42,19 @@ def test_no_rate_below_the_lowest_is_tried() -> None:
     assert 300 / 1.05 <= find_highest_rate(lambda rate: rate <= 300, 100.0, 0.05, lowest=200.0) <= 300
 
 
-def test_the_lowest_is_tried_before_it_gives_up() -> None:
+@pytest.mark.parametrize(
+    ("real", "by_luck", "lowest", "least"), [(20, 30, {"lowest": 20.0}, 20.0), (60, 70, {}, 60 / 1.05)]
+)
+def test_what_held_by_luck_alone_is_not_the_result_and_the_lowest_is_tried(
+    real: float, by_luck: float, lowest: dict[str, float], least: float
+) -> None:
     tried: list[float] = []
 
     def holds(rate: float) -> bool:
         tried.append(rate)
-        return rate <= 20 or (tried.count(rate) == 1 and rate < 30)
+        return rate <= real or (rate <= by_luck and tried.count(rate) == 1)
 
-    assert find_highest_rate(holds, 100.0, 0.05, lowest=20.0) == 20.0
-
-
-def test_what_held_by_luck_alone_is_not_the_result() -> None:
-    tried: list[float] = []
-
-    def holds(rate: float) -> bool:
-        tried.append(rate)
-        return rate <= 60 or (rate <= 70 and tried.count(rate) == 1)
-
-    assert 60 / 1.05 <= find_highest_rate(holds, 100.0, 0.05) <= 60
+    assert least <= find_highest_rate(holds, 100.0, 0.05, **lowest) <= real
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,11 +59,11 @@ class Driver:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, driver: Any) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
 
 
 def test_no_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(Unavailable, match="pip install cuda-bindings"):
         gpu.driver()
 

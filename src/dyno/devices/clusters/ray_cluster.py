@@ -16,7 +16,7 @@ from dyno import __version__
 from dyno.devices.clusters import node as nodes
 from dyno.devices.clusters.node import Node, NodeDescription, NodeLost, NodeSilent, RemoteHost
 from dyno.devices.places import Place
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.spec import UserError, shorten
 
 START_S = 120.0  # that a node has to start Ray's process with Dyno in it
@@ -37,10 +37,7 @@ def hold_places(address: str, device: str) -> Iterator[list[Place]]:
     """
     nodes.check_device(device)
     os.environ |= {**SETTINGS, **os.environ}
-    try:
-        import ray
-    except ImportError as e:
-        raise UserError(f"--cluster ray needs Ray: {e}; {install('ray')}") from e
+    ray = load_library("ray", "--cluster ray", UserError)
     _check_reachable(address)
     terminate = signal.getsignal(signal.SIGTERM)  # Ray's own handler prints the trace of its C++
     try:

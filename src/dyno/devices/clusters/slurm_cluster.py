@@ -26,7 +26,7 @@ from dyno.devices.places import Place
 from dyno.jobs.progress import Progress
 from dyno.store import SLURM
 from dyno.worker import system
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.record import refuse_links
 from dyno.worker.spec import UserError, check_known, plain
 
@@ -322,7 +322,7 @@ def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> It
     `UserError`, one line.
     """
     nodes.check_device(device)
-    wanted, submitit = parse(spec), _import_submitit()
+    wanted, submitit = parse(spec), load_library("submitit", "--cluster slurm", UserError)
     base = folder.resolve() / SLURM
     refuse_links(base.parent, [SLURM])
     try:
@@ -349,15 +349,6 @@ def _end_earlier(base: Path) -> None:
     found = [path.read_text(errors="replace").strip() for path in base.glob(f"*/*/{ID}") if path.is_file()]
     cancel([one for one in found if one.isascii() and one.isdecimal()])  # a folder from elsewhere may hold anything
     shutil.rmtree(base, ignore_errors=True)
-
-
-def _import_submitit() -> Any:
-    """Import and return submitit, the library that submits jobs."""
-    try:
-        import submitit.helpers
-    except ImportError as e:
-        raise UserError(f"--cluster slurm needs submitit: {e}; {install('submitit')}") from e
-    return submitit
 
 
 @contextmanager

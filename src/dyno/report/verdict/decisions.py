@@ -367,11 +367,6 @@ def describe_missing_images(row: pd.Series) -> str:
     return f"about {int(more):,} more images are needed to tell" if estimated else ""
 
 
-def advise_on_budget(ranking: Ranking, run: RunData) -> str:
-    """Describe the next step where no trial is within the budget."""
-    return _advise_on_images(ranking, run) or "allow more loss, or calibrate and quantise differently"
-
-
 # The figures on a decision's card: how fast, how much faster, how sure, how accurate, at what cost.
 
 
@@ -640,7 +635,8 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
         if run.limits and len(within := results_ranking.keep_within_budget(ranking.first)):
             return _report_no_fit(ranking, within, run, others)
         text = f"no trial is within {run.budget} with confidence."
-        return Decision(FAILURE, ranking.where, text, (("next", advise_on_budget(ranking, run)),), others)
+        step = _advise_on_images(ranking, run) or "allow more loss, or calibrate and quantise differently"
+        return Decision(FAILURE, ranking.where, text, (("next", step),), others)
     if ranked.empty:
         return Decision(NOTE, ranking.where, "no latency was measured.", findings=others)
     winner = ranked.iloc[0]

@@ -19,9 +19,9 @@ from dyno.results.metrics.accuracy import same_photographs
 from dyno.results.metrics.metric import Change, Metric, MetricValue
 from dyno.results.stats import Interval, t_quantile
 from dyno.results.trial_result import TrialResult
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.record import parse_json, save_arrays
-from dyno.worker.spec import Unavailable, UserError
+from dyno.worker.spec import UserError
 from dyno.worker.system import cache_dir
 
 # Average precision from matches: what COCOeval accumulates, in arrays, so that it can be done again without some
@@ -171,11 +171,6 @@ def jackknife_ap(values: np.ndarray) -> Interval:
     return Interval(whole, whole - reach, whole + reach)
 
 
-def kind_of(trial: TrialResult) -> str:
-    """Return COCO's name of the task's own measure, "" for a classifier."""
-    return trial.task.coco
-
-
 def read_detections(trial: TrialResult) -> MeanAP | None:
     """Return the trial's mAP; None for a classifier, without detections, or without ground truth in the run folder."""
     if "mean_ap" not in trial.computed:
@@ -184,7 +179,7 @@ def read_detections(trial: TrialResult) -> MeanAP | None:
 
 
 def _mean_ap(trial: TrialResult) -> MeanAP | None:
-    kind = kind_of(trial)
+    kind = trial.task.coco  # "" of a classifier
     place = next((r for r in trial.good if r.number == 0), None) if kind else None
     truth = truth_file(place.folder, trial) if place else None
     if place is None or truth is None or not truth.is_file():
@@ -272,11 +267,8 @@ def _evaluate_detections(
     arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str, images: list[int]
 ) -> Any:
     """Return a COCOeval that has matched every detection."""
-    try:
-        from pycocotools.coco import COCO
-        from pycocotools.cocoeval import COCOeval
-    except ImportError as e:
-        raise Unavailable(f"mAP needs pycocotools; {install('pycocotools')}") from e
+    COCO = load_library("pycocotools.coco", "mAP").COCO
+    COCOeval = load_library("pycocotools.cocoeval").COCOeval
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
         ground_truth, detections = COCO(), COCO()
         ground_truth.dataset = _number_objects(truth, kind)

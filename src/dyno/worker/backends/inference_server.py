@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.facts.engine import Probe
 from dyno.worker.option_values import Check
 from dyno.worker.spec import ENDPOINT as PREFIX
-from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Tensor, Trial, Unanswered, Unavailable, UserError
+from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Tensor, Trial, Unanswered, UserError
 
 SCHEMES = ("http", "https", "grpc")
 PROTOCOL = "KServe's protocol v2"
@@ -51,7 +51,7 @@ class Endpoint(Backend):
 
     def probe(self) -> Probe:
         """Return a probe without a version: without a server there is nothing to run."""
-        _import_library("http")
+        load_library("tritonclient.http", "an endpoint")
         return Probe(version="", devices=("cpu",), detail="a server's")
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
@@ -61,7 +61,7 @@ class Endpoint(Backend):
             raise UserError(f"the endpoint is {url!r}; write {expected}")
         scheme, _, host = url.partition("://")
         by_grpc = scheme == "grpc"
-        library = _import_library("grpc" if by_grpc else "http")
+        library = load_library(f"tritonclient.{'grpc' if by_grpc else 'http'}", "an endpoint")
         connect = partial(
             library.InferenceServerClient, host.rstrip("/"), **({"ssl": True} if scheme == "https" else {})
         )
@@ -171,17 +171,6 @@ def _request_metadata(client: Any, url: str, model: str, asking: Mapping[str, An
 
 def _is_timeout(e: Exception) -> bool:
     return isinstance(e, TimeoutError) or "DEADLINE_EXCEEDED" in str(e)
-
-
-def _import_library(kind: str) -> Any:
-    try:
-        if kind == "grpc":
-            import tritonclient.grpc as library
-        else:
-            import tritonclient.http as library
-    except (ImportError, RuntimeError) as e:  # it raises the latter where the part for one protocol is missing
-        raise Unavailable(f"an endpoint by {kind} needs tritonclient[{kind}]; {install('tritonclient')}") from e
-    return library
 
 
 def _import_dtype_converter() -> Any:

@@ -28,7 +28,7 @@ from dyno.worker.backend import (
 )
 from dyno.worker.backends.aot_package import numbered_names
 from dyno.worker.backends.pytorch import module_inputs
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
 from dyno.worker.facts.files import ONE_OF, MakerFacts
 from dyno.worker.inputs import calibration
@@ -36,7 +36,7 @@ from dyno.worker.inputs.specs import fitted, image_of, static_shapes
 from dyno.worker.nets import models
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions import torch_support
-from dyno.worker.spec import BATCH, Artifact, Preprocess, Recipe, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import BATCH, Artifact, Preprocess, Recipe, Tensor, Trial, UserError
 
 ENGINE, DELEGATE = "LiteRT", "XNNPACK"
 CONVERTER = "litert_torch"  # the name that an interpreter is given for making files
@@ -142,14 +142,9 @@ class LiteRT(Backend):
 LITERT = LiteRT()
 
 
-def _import_module(module: str, hint: str = "") -> Any:
-    try:
-        with torch_support.silenced():
-            return importlib.import_module(module)
-    except (ImportError, OSError, AttributeError) as e:
-        library = module.partition(".")[0].replace("_", "-")
-        reason = f"{library} can't be imported in this Python ({torch_support.first_line(e)})"
-        raise Unavailable(f"{reason}; {hint or install(library)}") from e
+def _import_module(module: str, cure: str = "") -> Any:
+    with torch_support.silenced():
+        return load_library(module, cure=cure)
 
 
 def open_file(path: str, threads: int = 1, has_delegate: bool = False) -> Any:

@@ -24,7 +24,7 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
-from dyno.worker.extras import ONNX_RUNTIME_BUILDS, install
+from dyno.worker.extras import ONNX_RUNTIME_BUILDS, load_library
 from dyno.worker.facts.engine import STORED, EngineFacts, Probe, precision_truth, sum_operations
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.calibration import missing_data
@@ -478,11 +478,7 @@ def _end_profile(session: Any) -> list[dict[str, Any]]:
 
 def import_library() -> Any:
     """Import ONNX Runtime; `Unavailable` with the command to install it."""
-    try:
-        import onnxruntime
-    except ImportError as e:
-        raise Unavailable(f"onnxruntime is not installed in this Python; {install('onnxruntime')}") from e
-    return onnxruntime
+    return load_library("onnxruntime")
 
 
 def _make_quiet_options(ort: Any) -> Any:

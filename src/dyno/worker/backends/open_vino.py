@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.facts.engine import (
     COMPUTED,
     QUANTISED,
@@ -474,11 +474,7 @@ def library() -> Any:
     # openvino.tools sends usage data when openvino_telemetry can be imported, and works without it when it can't.
     # This is the one way to switch it off that neither asks nor writes into the user's home.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
-    try:
-        import openvino
-    except ImportError as e:
-        raise Unavailable(f"openvino is not installed in this Python; {install('openvino')}") from e
-    return openvino
+    return load_library("openvino")
 
 
 @lru_cache(maxsize=1)

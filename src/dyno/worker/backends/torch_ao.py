@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from dyno.worker import system
 from dyno.worker.backend import Maker, Session, artifact_of
 from dyno.worker.backends.pytorch import PyTorch, module_inputs
 from dyno.worker.backends.torch_compile import MODES, CompiledSession
-from dyno.worker.extras import install
+from dyno.worker.extras import install, load_library
 from dyno.worker.facts.engine import UNKNOWN, EngineFacts, Probe, precision_truth
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import calibration_data, calibration_of, missing_data
@@ -131,13 +130,9 @@ def scheme_of(trial: Trial) -> str:
 
 def import_torchao(module: str = "") -> Any:
     """Import `torchao.quantization`, or a module below it; `Unavailable` with the version that fits this PyTorch."""
-    try:
-        with silenced():
-            return importlib.import_module(f"torchao.quantization{module}")
-    except (ImportError, OSError, AttributeError, RuntimeError) as e:  # the last three: one made for another PyTorch
-        torch = import_torch()
-        fitting = f"for torch {torch.__version__}: {install('torchao')}"
-        raise Unavailable(f"torchao can't be imported ({first_line(e)}); {fitting}") from e
+    fitting = f"for torch {import_torch().__version__}: {install('torchao')}"
+    with silenced():
+        return load_library(f"torchao.quantization{module}", cure=fitting)
 
 
 class TorchAOMaker(Maker):
@@ -241,15 +236,12 @@ class TorchAOSession(CompiledSession):
         made_by = self._artifact.made_by if self._artifact else None
         return replace(
             super().facts(),
-            parameters=made_by.parameters if made_by else self._count_parameters(),
+            parameters=made_by.parameters if made_by else sum(p.numel() for p in self._module.parameters()),
             layers_by_type=types,
             precision_truth=precision_truth("int8", types or {UNKNOWN: 1}, "torchao"),
             calibration=made_by.calibration if made_by else None,
             notes=() if _has_wide_sums() or self._on_gpu else (NARROW[self._artifact is None],),
         )
-
-    def _count_parameters(self) -> int:
-        return sum(p.numel() for p in self._module.parameters())
 
     def _watch_types(self) -> dict[str, int]:
         """Return how many convolutions and matrix products a run calls in each type, outermost calls alone."""

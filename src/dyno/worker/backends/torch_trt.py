@@ -20,6 +20,7 @@ from dyno.worker.backend import Session
 from dyno.worker.backends.pytorch import PyTorch, TorchSession
 from dyno.worker.backends.tensor_rt import layers
 from dyno.worker.backends.tensor_rt.settings import STATIC, batch_range, explain_outside
+from dyno.worker.extras import load_library
 from dyno.worker.facts.engine import NOTEWORTHY, Compilation, EngineFacts, Probe, precision_truth
 from dyno.worker.makers.control_flow import check_control_flow, traced_values
 from dyno.worker.option_values import Check, one_of, whole
@@ -90,6 +91,7 @@ def _list_nodes(part: Any) -> Any:
 
 
 ROUTES = ("ts", "dynamo")
+CURE = "pip install torch-tensorrt, and let LD_LIBRARY_PATH lead to TensorRT's libraries"
 NO_INT8 = "torch_tensorrt has no int8 here: newer versions have no calibrator; use tensorrt for int8"
 LEVELS = range(6)
 CALLS = 20  # whose mean is the engine's own time
@@ -133,7 +135,7 @@ class TorchTensorRT(PyTorch):
         """Compile one convolution and run it on the first GPU."""
         torch = import_torch()
         device = device_named(torch, "cuda:0")
-        library = import_torch_tensorrt()
+        library = load_library("torch_tensorrt", cure=CURE)
         module = torch.nn.Conv2d(3, 4, 3).eval().to(device)
         x = torch.randn(1, 3, 8, 8, device=device)
         with torch.no_grad():
@@ -169,17 +171,6 @@ def _find_conflict(trial: Trial) -> str:
     if level is not None and route == "ts":
         return "the TorchScript route has no optimization level; give ir=dynamo, or omit optimization"
     return explain_outside(str(options.get("profile", STATIC)), trial.dims.batch)
-
-
-def import_torch_tensorrt() -> Any:
-    """Import the library; raise `Unavailable` with the package to install."""
-    try:
-        return importlib.import_module("torch_tensorrt")
-    except (ImportError, OSError, RuntimeError) as e:  # the last two: libraries that don't load, no GPU to ask
-        raise Unavailable(
-            f"torch_tensorrt can't be imported ({first_line(e)}); install it with: pip install torch-tensorrt, "
-            "and let LD_LIBRARY_PATH lead to TensorRT's libraries"
-        ) from e
 
 
 def compiled(library: Any, module: Any, example: Any, precision: str, options: Mapping[str, Any]) -> Any:
@@ -262,7 +253,7 @@ class TorchTensorRTSession(TorchSession):
 
     def __init__(self, trial: Trial, options: dict[str, Any]) -> None:
         super().__init__(trial, options)
-        self._library = import_torch_tensorrt()
+        self._library = load_library("torch_tensorrt", cure=CURE)
         self.try_eager()
         self._torch.cuda.empty_cache()  # room for the builder
         started = time.perf_counter()

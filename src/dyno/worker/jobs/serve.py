@@ -13,6 +13,7 @@ import numpy as np
 
 from dyno.worker import measure, system
 from dyno.worker.backend import Arrays, Session
+from dyno.worker.extras import load_library
 from dyno.worker.facts.engine import ORIGIN
 from dyno.worker.facts.job import ServeFacts, ServeStep
 from dyno.worker.inputs import input_data
@@ -30,7 +31,7 @@ from dyno.worker.serve.batching import (
     Lane,
     answer_requests,
 )
-from dyno.worker.serve.loadgen import QueryQueue, ServerScenario, import_loadgen
+from dyno.worker.serve.loadgen import QueryQueue, ServerScenario
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.serve.rates import Arrivals, count_requests, draw_arrivals, read_trace
 from dyno.worker.spec import ENDPOINT, Job, Trial, Unanswered, from_json
@@ -240,9 +241,6 @@ class _ServeJob:
         self._facts = replace(self._facts, highest=found)
         self._journal.facts(serve=self._facts)
 
-    def _fresh_seed(self) -> int:
-        return self._seed + len(self._facts.steps)
-
     def _can_hold_rate(self, rate: float) -> bool:
         """Try the rate, unless the one before showed that a request in its own batch takes longer than the bound."""
         if self._facts.steps:
@@ -256,13 +254,14 @@ class _ServeJob:
 
     def _try_rate(self, rate: float) -> ServeStep:
         """Send requests at a rate: drawn here, or by LoadGen."""
-        facts, duration, seed = self._facts, self._options.duration_s, self._fresh_seed()
+        facts, duration, seed = self._facts, self._options.duration_s, self._seed + len(self._facts.steps)
         if not self._options.loadgen:
             return self._try_arrivals(draw_arrivals(rate, facts.least, duration, seed), rate)
         count = count_requests(rate, facts.least, duration)
         folder = self._journal.folder / f"loadgen-{len(facts.steps)}"
         scenario = ServerScenario(rate, count, facts.percentile, facts.bound_s, seed, folder)
-        return self._answer(QueryQueue(self._rules, Clock(), import_loadgen()), rate, count / rate, scenario=scenario)
+        queue = QueryQueue(self._rules, Clock(), load_library("mlperf_loadgen", "LoadGen"))
+        return self._answer(queue, rate, count / rate, scenario=scenario)
 
     def _try_arrivals(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
         """Send requests at these times."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.backend import Arrays, Session
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.facts.engine import STORED
 from dyno.worker.facts.job import MANY, CopyRate, PeakOfType, StressPhase, is_labels
 from dyno.worker.inputs import input_data
@@ -203,10 +203,7 @@ def copy(runtime: Runtime, seconds: float = SECONDS) -> CopyRate:
 
 def _prepare_torch(runtime: Runtime) -> tuple[Any, Any]:
     """Return PyTorch and the device, with the runtime's threads; raise `Unavailable` without them."""
-    try:
-        import torch
-    except ImportError as e:
-        raise Unavailable(f"the peak is measured with PyTorch: {e}; {install('torch')}") from e
+    torch = load_library("torch", "measuring the peak")
     device = torch.device(runtime.device)
     if device.type not in SIDES:
         raise Unavailable(f"the peak of a {device.type} can't be measured; cpu and cuda can")

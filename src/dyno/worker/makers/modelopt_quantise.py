@@ -13,20 +13,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dyno.worker import system
 from dyno.worker.backend import Maker, derived
-from dyno.worker.extras import ONNX_RUNTIME_BUILDS
+from dyno.worker.extras import ONNX_RUNTIME_BUILDS, load_library
 from dyno.worker.facts.engine import Calibration
 from dyno.worker.facts.files import MakerFacts, OutputCheck
 from dyno.worker.inputs.calibration import CalibrationImages, example
 from dyno.worker.onnx_graph.check import compared, outputs
 from dyno.worker.onnx_graph.placement import decoding
 from dyno.worker.onnx_graph.repair import with_metadata
-from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Unavailable, UserError
+from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, UserError
 
 RUNTIME = "modelopt"  # the name that an interpreter is given for this step
 METHODS = {"minmax": "max", "entropy": "entropy"}
@@ -85,17 +84,9 @@ class OnnxModelopt(Maker):
 ONNX_MODELOPT = OnnxModelopt()
 
 
-def _import_library() -> Any:
-    try:
-        from modelopt.onnx.quantization import quantize
-    except ImportError as e:
-        raise Unavailable(f"nvidia-modelopt can't be imported in this Python ({e}); {HERE}") from e
-    return quantize
-
-
 def _quantise_file(parent: Artifact, recipe: Recipe, method: str, images: CalibrationImages, path: Path) -> int:
     """Write the file; returns how many nodes of a detector's decoding were left out."""
-    quantize = _import_library()
+    quantize = load_library("modelopt.onnx.quantization", cure=HERE).quantize
     import onnx
 
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:

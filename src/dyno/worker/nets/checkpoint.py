@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.facts.files import AVERAGED
-from dyno.worker.spec import Unavailable, UserError
+from dyno.worker.spec import UserError
 
 # Files of torch.save, read without running them: no class is imported, no function of the pickle is called.
 #
@@ -444,13 +444,8 @@ def _list_names(what: str, names: list[str]) -> str:
 
 def _load_safetensors(file: Path) -> Any:
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError as e:
-        raise Unavailable(f"safetensors can't be imported ({e}); {install('safetensors')}") from e
-    try:
-        return load_file(file)
-    except SafetensorError as e:
+        return load_library("safetensors.torch").load_file(file)
+    except load_library("safetensors").SafetensorError as e:
         raise UserError(f"checkpoint {file} is not a whole .safetensors file: {e}; copy or save it again") from e
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.inputs.specs import size_before_crop
-from dyno.worker.spec import NETWORK_FOLDER, ModelSpec, Preprocess, Unavailable, UserError, numbered
+from dyno.worker.spec import NETWORK_FOLDER, ModelSpec, Preprocess, UserError, numbered
 
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -43,10 +43,7 @@ def locate(name: str, pretrained: bool) -> Path:
         return Path(name).absolute()
     if name.count("/") != 1:
         raise UserError(f"hf:{name} is neither a folder nor ORG/NAME, such as hf:google/vit-base-patch16-224")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as e:
-        raise UserError(f"huggingface_hub can't be imported ({e}); {install('transformers')}") from e
+    snapshot_download = load_library("huggingface_hub", error=UserError).snapshot_download
     wanted = ["*.json", *(WEIGHTS if pretrained else ())]
     with contextlib.suppress(Exception):  # it is not in the cache as a whole
         folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
@@ -195,10 +192,7 @@ def _read_pair(value: Any) -> tuple[int, int] | None:
 
 
 def _import_library() -> Any:
-    try:
-        import transformers
-    except ImportError as e:
-        raise Unavailable(f"transformers can't be imported ({e}); {install('transformers')}") from e
+    transformers = load_library("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

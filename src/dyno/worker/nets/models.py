@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import difflib
 import hashlib
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -17,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import tasks
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.inspection import order_class_names
 from dyno.worker.nets import darknet, huggingface, local_code, random_weights, saved_modules, ultralytics_models
 from dyno.worker.nets.checkpoint import apply, by_own_names, head_classes, read_checkpoint
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
 from dyno.worker.sessions.torch_support import eager, evaluating, one_thread
-from dyno.worker.spec import NETWORK_FOLDER, Dims, ModelSpec, Preprocess, Unavailable, UserError
+from dyno.worker.spec import NETWORK_FOLDER, Dims, ModelSpec, Preprocess, UserError
 
 # torchvision's detectors: they normalise, resize and suppress inside; the number of boxes differs per image.
 
@@ -142,10 +141,10 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
     random = not (model.weights or model.pretrained or model.source.endswith(ultralytics_models.CHECKPOINTS))
     if random and is_torchvision_detector(model):
         wanted = (dims.height, dims.width) if dims else SMALL_DETECTOR
-        init_detector(_import_library("torch"), module, *wanted)
+        init_detector(load_library("torch"), module, *wanted)
     elif random and (size := image_size(model)):
-        undo_zero_init(_import_library("torch"), module)
-        init_batch_norm(_import_library("torch"), module, model.channels, size)
+        undo_zero_init(load_library("torch"), module)
+        init_batch_norm(load_library("torch"), module, model.channels, size)
     return module
 
 
@@ -159,7 +158,7 @@ def name_classes(module: Any) -> tuple[str, ...]:
 def is_torchvision_detector(model: ModelSpec) -> bool:
     """Return whether the source names one of torchvision's detectors (see `torchvision_detectors`)."""
     kind, name = parse(model.source) if model.source and not model.file else ("", "")
-    return kind == "torchvision" and name in list_detectors(_import_library("torchvision"))
+    return kind == "torchvision" and name in list_detectors(load_library("torchvision"))
 
 
 def build(model: ModelSpec, dims: Dims | None = None) -> Any:
@@ -192,7 +191,7 @@ def examples(model: ModelSpec) -> Any:
     source = f"{model.source.partition('(')[0]}_inputs"
     if _find_attribute(source, model.source_sha256)[2] is None:
         return None
-    torch = _import_library("torch")
+    torch = load_library("torch")
     torch.manual_seed(model.seed)
     np.random.seed(model.seed)
     example = replace(model, source=source)
@@ -266,7 +265,7 @@ def _library_config(model: ModelSpec) -> tuple[Preprocess | None, tuple[int, int
 def _from_source(
     model: ModelSpec, dims: Dims | None, classes: int | None, state: Mapping[str, Any] | None = None
 ) -> Any:
-    torch = _import_library("torch")
+    torch = load_library("torch")
     kind, rest = parse(model.source)
     torch.manual_seed(model.seed)
     if kind == "torchvision":
@@ -290,13 +289,6 @@ def _from_source(
     return eager(torch, module)
 
 
-def _import_library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as e:
-        raise Unavailable(f"{name} can't be imported ({e}); {install(name)}") from e
-
-
 def _build_torchvision(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> Any:
     library = _find_library("torchvision", name).models
     if model.channels != 3:
@@ -313,7 +305,7 @@ def _build_torchvision(model: ModelSpec, name: str, dims: Dims | None, classes: 
 
 def torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
     """Return the options of `torchvision.models.get_model`: a backbone without weights, and a detector's size."""
-    torchvision = _import_library("torchvision")
+    torchvision = load_library("torchvision")
     builder = torchvision.models.get_model_builder(name)
     options: dict[str, Any] = {}
     if "weights_backbone" in inspect.signature(builder).parameters:
@@ -338,7 +330,7 @@ def timm_options(model: ModelSpec, name: str, dims: Dims | None, classes: int | 
     options: dict[str, Any] = {"in_chans": model.channels}
     if classes is not None:
         options["num_classes"] = classes
-    config = _import_library("timm").get_pretrained_cfg(name)
+    config = load_library("timm").get_pretrained_cfg(name)
     size = (dims.height, dims.width) if dims else None
     if config and config.fixed_input_size and size and size != tuple(config.input_size[1:]):
         options["img_size"] = size
@@ -361,8 +353,8 @@ def _load_published(model: ModelSpec, create: Callable[[], Any]) -> Any:
 
 def _find_library(library: str, name: str) -> Any:
     """Return torchvision or timm; raise a `UserError` with the nearest name unless it has a model of that name."""
-    imported, module = _import_library(library), {"torchvision": "torchvision.models", "timm": "timm"}[library]
-    names = _import_library(module).list_models()
+    imported, module = load_library(library), {"torchvision": "torchvision.models", "timm": "timm"}[library]
+    names = load_library(module).list_models()
     if not (name in names or (library == "timm" and imported.is_model(name))):
         near = difflib.get_close_matches(name, names, 1, NEAR)
         listed = f'list them with: python -c "import {module} as m; print(*m.list_models())"'
@@ -384,7 +376,7 @@ def _check_function(model: ModelSpec, location: str, module: Any, attribute: Any
         raise UserError(f"{Path(location).name} has no function {wanted!r}; {hint}")
     if _has_stages(attribute):
         return lambda: attribute
-    if not callable(attribute) or isinstance(attribute, _import_library("torch").nn.Module):
+    if not callable(attribute) or isinstance(attribute, load_library("torch").nn.Module):
         raise UserError(f"{model.source} is a {type(attribute).__name__}; it must be a function that returns a module")
     function: Callable[..., Any] = attribute
     return function
@@ -462,7 +454,7 @@ def _timm_config(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
     config = _find_library("timm", name).get_pretrained_cfg(name)
     if config is None:
         return None, None
-    settings = _import_library("timm.data").resolve_data_config(pretrained_cfg=dataclasses.asdict(config))
+    settings = load_library("timm.data").resolve_data_config(pretrained_cfg=dataclasses.asdict(config))
     resize = 0.0 if settings["crop_mode"] == "squash" else 1 / settings["crop_pct"]
     height, width = settings["input_size"][1:]
     return Preprocess(tuple(settings["mean"]), tuple(settings["std"]), resize, settings["interpolation"]), (
@@ -492,7 +484,7 @@ def load_application(model: ModelSpec) -> Application:
 
     Raises `UserError` where it lacks a stage or a network.
     """
-    torch = _import_library("torch")
+    torch = load_library("torch")
     kind, rest = parse(model.source)
     if kind not in ("python", "module"):
         raise UserError(f"{model.source} is a network alone; give an application as FILE.py:NAME, with {NEEDED}")
@@ -519,7 +511,7 @@ def load_application(model: ModelSpec) -> Application:
 def is_application(model: ModelSpec) -> bool:
     """Return whether the user's function returns an application that isn't itself the network."""
     value = _call_function(_find_function(model), model)
-    return _has_stages(value) and _find_network(_import_library("torch"), value) is not value
+    return _has_stages(value) and _find_network(load_library("torch"), value) is not value
 
 
 def _has_stages(value: Any) -> bool:

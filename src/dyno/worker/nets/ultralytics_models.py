@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.inspection import Purpose, order_class_names
 from dyno.worker.nets import checkpoint as nets_checkpoint
 from dyno.worker.nets.checkpoint import apply
-from dyno.worker.spec import ModelSpec, Preprocess, Unavailable, UserError, shorten
+from dyno.worker.spec import ModelSpec, Preprocess, UserError, shorten
 from dyno.worker.tasks import find_task as find_task
 
 QUIET = {
@@ -45,14 +45,11 @@ ACTIVATION = re.compile(r"(?:torch\.)?nn\.([A-Z]\w*)\([\w., =-]*\)")  # which th
 
 def library() -> Any:
     """Import `ultralytics.nn.tasks`; raise `Unavailable` with the package to install."""
-    try:
-        if "ultralytics" in sys.modules:
-            return __import__("ultralytics.nn.tasks", fromlist=["tasks"])
-        with tempfile.TemporaryDirectory() as settings:
-            os.environ.update({**QUIET, "YOLO_CONFIG_DIR": settings})
-            return __import__("ultralytics.nn.tasks", fromlist=["tasks"])
-    except ImportError as e:
-        raise Unavailable(f"ultralytics can't be imported ({e}); {install('ultralytics')}") from e
+    if "ultralytics" in sys.modules:
+        return load_library("ultralytics.nn.tasks")
+    with tempfile.TemporaryDirectory() as settings:
+        os.environ.update({**QUIET, "YOLO_CONFIG_DIR": settings})
+        return load_library("ultralytics.nn.tasks")
 
 
 def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *, free_batch: bool = False) -> Any:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.onnx_graph import repair
 from dyno.worker.onnx_graph.graph_facts import check_files_beside, list_files_beside, read_graph_facts
-from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError, shorten
+from dyno.worker.spec import Artifact, Option, Tensor, UserError, shorten
 
 VALUES = {
     "sequence_type": "a sequence",
@@ -158,10 +158,4 @@ def _hash_files(path: str) -> str:
 
 
 def import_onnx() -> Any:
-    try:
-        import onnx
-        import onnx.checker
-        import onnx.helper
-    except ImportError as e:
-        raise Unavailable(f"onnx can't be imported ({e}); {install('onnx')}") from e
-    return onnx
+    return load_library("onnx")

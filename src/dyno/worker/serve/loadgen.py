@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.serve.batching import BatchingRules, Clock
-from dyno.worker.spec import Unavailable
 
 SUMMARY, TRACE = "mlperf_log_summary.txt", "mlperf_log_trace.json"
 SAMPLE = re.compile(r'"sample_seq":(\d+),.*"complete_ns":(\d+)')  # in a line of TRACE, which isn't valid JSON
@@ -156,7 +155,7 @@ class ServerScenario:
     @contextmanager
     def sending(self, queries: QueryQueue) -> Iterator[None]:
         """Have LoadGen send its queries, in a thread that has ended when the block ends."""
-        library = import_loadgen()
+        library = load_library("mlperf_loadgen", "LoadGen")
         settings, log = library.TestSettings(), library.LogSettings()
         settings.scenario, settings.mode = library.TestScenario.Server, library.TestMode.PerformanceOnly
         settings.server_target_qps = self.rate
@@ -190,12 +189,3 @@ class ServerScenario:
         text = (self.folder / SUMMARY).read_text(encoding="utf-8")
         found = re.search(rf"^{100 * self.quantile:.2f} percentile latency \(ns\) *: (\d+)$", text, re.MULTILINE)
         return int(found[1]) / 1e9 if found else 0.0
-
-
-def import_loadgen() -> Any:
-    """Return LoadGen's library; raise `Unavailable` where it isn't installed."""
-    try:
-        import mlperf_loadgen
-    except ImportError as e:
-        raise Unavailable(f"LoadGen needs mlcommons-loadgen; {install('mlcommons-loadgen')}") from e
-    return mlperf_loadgen

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, DeviceBinding, Session
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.inputs.specs import Shape, fitted
 from dyno.worker.spec import PARTS, Tensor, Trial, Unavailable, UserError
 
@@ -32,10 +32,7 @@ class CudaError(RuntimeError):
 @lru_cache(maxsize=1)
 def driver() -> Any:
     """Return the driver API, initialised; raise `Unavailable` without cuda-bindings, a driver or a GPU."""
-    try:
-        from cuda.bindings import driver as cuda
-    except ImportError as e:
-        raise Unavailable(f"cuda-bindings is not installed in this Python; {install('cuda-bindings')}") from e
+    cuda = load_library("cuda.bindings.driver")
     try:
         (error,) = cuda.cuInit(0)
     except RuntimeError as e:  # there is no libcuda to load

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import system
-from dyno.worker.extras import install
+from dyno.worker.extras import load_library
 from dyno.worker.inputs.specs import arguments
 from dyno.worker.spec import PARTS, InputSpec, Trial, Unavailable, UserError, digest, shorten
 from dyno.worker.system import PROBES
@@ -348,11 +348,7 @@ def need_compiler(user: str = "torch.compile") -> None:
 
 def import_torch() -> Any:
     """Import the library; raise `Unavailable` with the package to install."""
-    try:
-        import torch
-    except ImportError as e:
-        raise Unavailable(f"PyTorch can't be imported ({e}); {install('torch', 'torchvision')}") from e
-    return torch
+    return load_library("torch")
 
 
 def device_named(torch: Any, name: str) -> Any:

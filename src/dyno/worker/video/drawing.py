@@ -11,12 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from dyno.worker.extras import install
-from dyno.worker.spec import Unavailable
+from dyno.worker.extras import load_library
 from dyno.worker.video.media import Colour, Frame, PicturePlane
 from dyno.worker.video.options import TRACKERS
 
@@ -35,16 +33,11 @@ class Tracker:
     """
 
     def __init__(self, name: str, rate: float, least: float) -> None:
-        try:
-            import supervision
-            import trackers
-        except ImportError as e:
-            raise Unavailable(f"tracking needs the library trackers: {e}; {install('trackers')}") from e
-        kind: Any = getattr(trackers, TRACKERS[name])
+        kind = getattr(load_library("trackers", "tracking"), TRACKERS[name])
         taken = inspect.signature(kind.__init__).parameters
         self._period, self._seconds = 1 / (rate or USUAL_RATE), -math.inf
         self._tracker = kind(frame_rate=1 / self._period, **{key: least for key in THRESHOLDS if key in taken})
-        self._boxes: Any = supervision.Detections
+        self._boxes = load_library("supervision").Detections
         self._sees = "enable_cmc" in taken  # it estimates the camera's motion from the pictures
         self._classes: dict[int, Counter[int]] = {}
 

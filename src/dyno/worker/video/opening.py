@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.extras import install
-from dyno.worker.spec import Unavailable, UserError
+from dyno.worker.extras import install, load_library
+from dyno.worker.spec import UserError
 from dyno.worker.video.decoding import VideoSource
 from dyno.worker.video.encoding import VideoSink
 from dyno.worker.video.media import SQUARE, Frame, Rgb, Sink, Source, now
@@ -220,10 +220,7 @@ def prepare_libraries() -> None:
     FFmpeg is silent, PyAV's default: at any level its threads would call Python, and wait for threads that wait for
     them.
     """
-    try:
-        import cv2
-    except ImportError as e:
-        raise Unavailable(f"video needs OpenCV: {e}; {install('opencv-python')}") from e
+    cv2 = load_library("cv2", "video")
     _keep_memory()
     cv2.setNumThreads(1)  # a stage is a thread already, and OpenCV's own would take the engine's processors
 

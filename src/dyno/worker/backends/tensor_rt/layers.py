@@ -269,11 +269,6 @@ def by_type(listed: Sequence[EngineLayer]) -> dict[str, int]:
     return dict(Counter(layer.computed_in for layer in compute(listed)))
 
 
-def kept_wide(listed: Sequence[EngineLayer]) -> list[str]:
-    """Return the names of the compute layers that stayed in float32."""
-    return [layer.name for layer in compute(listed) if layer.computed_in == "float32"]
-
-
 def summary(listed: Sequence[EngineLayer], requested: str) -> Layers:
     """Return the facts of a record.
 
@@ -281,6 +276,7 @@ def summary(listed: Sequence[EngineLayer], requested: str) -> Layers:
     them.
     """
     types = by_type(listed)
+    wide = (layer.name for layer in compute(listed) if layer.computed_in == "float32")
     operations = (
         sum_operations((each.computed_in, each.operations) for each in compute(listed)) if len(types) > 1 else {}
     )
@@ -291,7 +287,7 @@ def summary(listed: Sequence[EngineLayer], requested: str) -> Layers:
         reformats=sum(layer.moves for layer in listed),
         operators=dict(Counter(layer.type for layer in listed if layer.type).most_common()),
         precision_truth=precision_truth(requested, types, ENGINE, operations),
-        kept_float32=() if requested in ("fp32", "tf32") else tuple(kept_wide(listed)),
+        kept_float32=() if requested in ("fp32", "tf32") else tuple(wide),
         engine_parameters=sum(layer.parameters for layer in listed) or None,
     )
 
