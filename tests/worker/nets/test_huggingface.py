@@ -259,6 +259,20 @@ def test_a_processor_of_other_steps_is_refused(
     assert call(*words)[0] == 0, "speed needs no images"
 
 
+def test_a_model_of_timm_is_named_as_one(call: Any, tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    from timm.models._hub import save_for_hf
+
+    net = timm.create_model("test_vit", num_classes=5).eval()
+    save_for_hf(net, tmp_path / "mine", safe_serialization=True)
+    code, _, error = call("run", "mine", "--backend", "pytorch", "--dry-run")
+    given = error.partition("give ")[2].split()
+    assert code == 2 and given[0] == "timm:test_vit" and given[1] == "--weights"
+    study = Study(models=(given[0],), weights=given[2])
+    spec, inspection = inspect_model(model_spec(study, study.models[0]), study)
+    assert inspection.outputs == 5 and torch.equal(models.load(spec).state_dict()["head.bias"], net.head.bias)
+
+
 def test_a_folder_without_a_processor_has_a_guess(folders: Path, call: Any, tmp_path: Path) -> None:
     MAKERS["vit"]().save_pretrained(tmp_path / "bare")
     photographs(tmp_path / "pets", "a", "b", "c", "d", "e")

@@ -200,12 +200,16 @@ def _import_library() -> Any:
 
 def _read_config(folder: str) -> Any:
     try:
-        return _import_library().AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = _import_library().AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as e:
         reason = (str(e) or type(e).__name__).splitlines()[0]
         if "auto_map" in Path(folder, CONFIG).read_text(encoding="utf-8"):
             reason = "it needs its own code, which is not run"
         raise UserError(f"{folder} can't be read by transformers: {reason}") from e
+    if config.model_type == "timm_wrapper":  # transformers would build it without its classes
+        weights = next((f" --weights {file}" for file in weight_files(Path(folder))), " --pretrained")
+        raise UserError(f"{folder} is a model of timm; give timm:{config.architecture}{weights}")
+    return config
 
 
 def _name_class(config: Any) -> str:
