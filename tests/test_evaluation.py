@@ -257,6 +257,7 @@ def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
     assert not warned("float", task="classify", preprocess=own), "as Dyno exports it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "scored"), [([0, 3, 1, 1], True), ([0, 1, 3], False)], ids=["NxCx1x1", "Nx1xC"])
 def test_class_scores_are_found_or_it_is_said_that_there_are_none(
     preloaded: str, photos: Path, tmp_path: Path, shape: list[int], scored: bool

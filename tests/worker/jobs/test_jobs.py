@@ -78,6 +78,7 @@ def test_a_program_takes_the_batch_of_its_example_or_any(batch: int, free: bool,
     assert found.outputs == 4 and found.flops == {"8": 2 * 27 * 4 * 36}, "of one image"
 
 
+@pytest.mark.slow
 class Scaled(torch.nn.Module):  # type: ignore[misc, name-defined]
     def forward(self, x: Any, scale: float = 2.0, *, shift: Any) -> Any:
         return torch.nn.functional.dropout(x, training=self.training) * scale + shift
@@ -94,6 +95,7 @@ def test_a_program_with_inputs_by_place_and_by_keyword(call: Any, tmp_path: Path
     assert "outputs agree with those of pytorch fp32" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_torchscript_saved_in_training_runs_as_for_answers(tmp_path: Path) -> None:
     script = torch.jit.script(torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(6, 4)).train())
     script.save(tmp_path / "net.torchscript")

@@ -240,6 +240,7 @@ def test_pixels_are_the_processors(kind: str, settings: dict[str, Any], folders:
         assert np.abs((pixels - mean) / std - expected).mean() < 0.15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -259,6 +260,7 @@ def test_a_processor_of_other_steps_is_refused(
     assert call(*words)[0] == 0, "speed needs no images"
 
 
+@pytest.mark.slow
 def test_a_model_of_timm_is_named_as_one(call: Any, tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
     from timm.models._hub import save_for_hf
