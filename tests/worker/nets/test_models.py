@@ -274,6 +274,13 @@ def test_a_zip_of_another_program_is_not_called_damaged(tmp_path):
     assert refusal(spec(weights=str(path))).endswith("is a zip file, but not of torch.save: it has no data.pkl")
 
 
+def test_an_index_of_parts_is_called_so(tmp_path):
+    """The index alone would be hashed: other parts under it would look like the same weights."""
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text('{"metadata": {}, "weight_map": {"fc.weight": "model-00001-of-00002.safetensors"}}')
+    assert "is an index of several files; save their tensors as one" in refusal(spec(weights=str(path)))
+
+
 @pytest.mark.parametrize(
     ("content", "message"), [({"epoch": 1, "net": {}}, "it has epoch, net"), (torch.zeros(1), "a Tensor")]
 )

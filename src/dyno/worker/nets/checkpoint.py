@@ -349,6 +349,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         raise UserError(f"checkpoint {path} doesn't exist")
     if file.stat().st_size == 0:
         raise UserError(f"checkpoint {path} is empty")
+    if file.suffix == ".json":  # the index beside the parts of a large one
+        raise UserError(f"checkpoint {path} is an index of several files; save their tensors as one .safetensors file")
     read = _load_safetensors if file.suffix == ".safetensors" else _load_pickle
     return _strip_prefixes(_find_state(read(file), path))
 
