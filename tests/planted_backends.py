@@ -69,7 +69,7 @@ class ChangedBlob(OpenVino):
         source, target = Path(artifact.path), Path(tempfile.mkdtemp()) / "model.xml"
         target.write_bytes(source.read_bytes())
         blob = np.frombuffer(source.with_suffix(".bin").read_bytes(), np.uint8).copy()
-        begin, end = (int(len(blob) * share) // 4 * 4 for share in (0.4, 0.6))
+        begin, end = (int(len(blob) * share) // 4 * 4 for share in (0.3, 0.7))
         middle = blob[begin:end].view(np.int8 if trial.precision == "int8" else np.float32)
         middle[:] = middle[::-1].copy()
         target.with_suffix(".bin").write_bytes(blob.tobytes())

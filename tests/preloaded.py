@@ -348,6 +348,7 @@ def _become(asked: dict[str, Any], files: Sequence[int]) -> int:
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])
+    tempfile.tempdir = None  # as TMPDIR has it here
     os.sched_setaffinity(0, asked["cores"])  # a process has those of the thread that starts it
     faulthandler.enable()
     sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *sys.path)]

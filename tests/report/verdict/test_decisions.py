@@ -10,6 +10,7 @@ import synthetic
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.report.verdict.findings import BEST, FAILURE, NOTE, WARNING, Decision
+from dyno.results.correctness import Correctness
 from dyno.results.trial_result import Results, load_run
 from synthetic import Way
 
@@ -88,6 +89,14 @@ def test_a_single_trial_wins_nothing(tmp_path: Path) -> None:
     assert {f.name: f.value for f in one.figures}["how sure"] == "not compared"
     (two,) = decided(tmp_path / "other", Way("pytorch"), Way("a", statuses=("failed",), reason="out of luck"))
     assert two.kind == NOTE and two.text.startswith("pytorch fp32 takes")
+
+
+def test_outputs_in_doubt_are_not_said_to_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Correctness, "doubt", "can't tell with 32 whether more than 10% of the answers change")
+    (one,) = decided(tmp_path, Way("pytorch"), FAST)
+    right = dict(one.answers)["right"]
+    assert right.startswith("outputs are to 0.001 % from those of pytorch fp32; can't tell with 32 whether more")
+    assert "give more with --compared or --data" in right and "agree" not in right
 
 
 def test_outputs_that_change_or_never_do_are_not_called_right(tmp_path: Path) -> None:

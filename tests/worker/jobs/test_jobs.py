@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from drawn import photographs
@@ -159,6 +160,7 @@ class Silent(_ServeJob):
         self._answered = answered
         self.warnings: list[str] = []
         self._journal: Any = self
+        self._arrays: dict[str, np.ndarray] = {}
 
     def warn(self, sentence: str) -> None:
         self.warnings.append(sentence)
@@ -166,6 +168,8 @@ class Silent(_ServeJob):
     def _try_arrivals(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
         if len(self._facts.steps) == self._answered:
             raise Unanswered(f"no request got an answer at {asked:g} requests/s")
+        number = len(self._facts.steps)
+        self._arrays |= {f"{name}_{number}": np.array([k]) for k, name in enumerate(("began", "ended", "size"))}
         self._facts = replace(self._facts, steps=(*self._facts.steps, step := ServeStep(asked, "yes")))
         return step
 

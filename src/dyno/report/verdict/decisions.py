@@ -240,9 +240,10 @@ def describe_correctness(ranking: Ranking, winner: pd.Series, run: RunData) -> s
     if compared is not None and winner["reference"] == winner["trial"] == compared.id:
         parts.append("it is what the others' outputs are compared with")
     elif winner["outputs"]:
-        name = compared.configuration if compared else "the reference"
+        name, off = compared.configuration if compared else "the reference", _distance_of(winner)
+        doubt = winner.get("outputs_doubt")
         parts.append(
-            f"outputs agree with those of {name}, {distance(winner['output_error'], winner['labels_changed'])}"
+            f"outputs are {off} from those of {name}" if doubt else f"outputs agree with those of {name}, {off}"
         )
     else:
         parts.append("its outputs were not compared with any")
@@ -256,6 +257,10 @@ def describe_correctness(ranking: Ranking, winner: pd.Series, run: RunData) -> s
     if ran := truth(trial):
         parts.append(ran.words)
     return "; ".join(parts)
+
+
+def _distance_of(row: pd.Series) -> str:
+    return distance(row["output_error"], row["labels_changed"])
 
 
 def _format_accuracy(ranking: Ranking, winner: pd.Series) -> str:
@@ -423,7 +428,7 @@ def _make_accuracy_figure(ranking: Ranking, winner: pd.Series) -> Iterator[Figur
         lost = f", {change} points [{low}, {high}] against the reference" if known else ""
         yield Figure("accuracy", f"{value:.2f} %", f"{ranking.metric.label}{lost}")
     elif winner["outputs"]:
-        yield Figure("outputs", "agree", distance(winner["output_error"], winner["labels_changed"]))
+        yield Figure("outputs", "unclear" if winner.get("outputs_doubt") else "agree", _distance_of(winner))
 
 
 def _make_cost_figure(winner: pd.Series) -> Iterator[Figure]:
