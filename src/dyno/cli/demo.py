@@ -19,6 +19,7 @@ from dyno.worker import system
 from dyno.worker.extras import lacking
 from dyno.worker.record import lock
 from dyno.worker.spec import Runtime, UserError, digest
+from dyno.worker.training.options import TrainOptions
 
 PLACE = RUNS / "demo"
 MODEL = "dyno.worker.nets.digits:resnet18"
@@ -43,7 +44,7 @@ def train_once() -> TrainingResult:
     shaped_by = [
         model_spec(Study(models=(MODEL,), channels=1), MODEL),
         data.digits(cache_dir() / "datasets", SIZE).sha256,
-        TRAINING,
+        TrainOptions(**TRAINING),
         versions(Runtime(), ("torch", "torchvision")),
     ]
     folder = cache_dir() / "trained" / digest(shaped_by)[:24]

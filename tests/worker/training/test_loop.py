@@ -1,6 +1,7 @@
 """Training goes on where it was killed with the same result, writes weights that load, and refuses what doesn't fit."""
 
 import dataclasses
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -165,6 +166,15 @@ def test_other_settings_or_data_are_named(digits, model, tmp_path):
     ):
         fit(dataclasses.replace(digits, sha256="another"), tmp_path / "run", model, epochs=1, lr=0.1)
     assert fit(digits, tmp_path / "run", model, epochs=1, workers=1).epochs == 1
+
+
+def test_fields_that_pixels_got_later_change_no_training(digits, model, tmp_path):
+    """A training goes on, and the demo's is found, though a newer version knows more ways to prepare images."""
+    fit(digits, tmp_path, model, epochs=1)
+    settings = json.loads(torch.load(tmp_path / network.STATE, weights_only=True)["about"])["settings"]
+    first = ("mean", "std", "resize", "interpolation")
+    fields = {name: value for name, value in dataclasses.asdict(model.preprocess).items() if name in first}
+    assert settings["preprocess"] == hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, model, tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 from dyno.worker.facts.job import TrainingFacts
 from dyno.worker.nets import local_code, models
 from dyno.worker.sessions.torch_support import device_named, import_torch, memory_errors
-from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, to_json
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest
 from dyno.worker.training import network
 from dyno.worker.training.network import State
 from dyno.worker.training.options import TrainOptions
@@ -152,7 +152,7 @@ class Training:
             "code": model.source_sha256,
             "weights": beginning,
             "size": self.dims.size,
-            "preprocess": digest(to_json(model.preprocess)),
+            "preprocess": digest(model.preprocess),
             "training images": self.training.sha256,
             "test images": self.test.sha256,
         }
