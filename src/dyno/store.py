@@ -58,7 +58,7 @@ def remembered(kind: str, key: str) -> Path:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder; a full disk is an `OSError` of its own, not one of every file."""
+    """Copy a folder. Raises a single `OSError` if the disk is full, where shutil lists an error for every file."""
     try:
         shutil.copytree(source, target)
     except shutil.Error as e:

@@ -205,9 +205,9 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
 def _find_numbers(body: list[list[str]], label: int, columns: list[int]) -> tuple[list[str], list[str]]:
     """Return each row's label, and its name where another column has just one for each number: numbers decide."""
     labels = [row[label] for row in body]
+    is_number = all(map(NUMBER.fullmatch, labels))
     for other in ([row[c] for row in body] for c in columns if c != label):
         pairs = {*zip(labels, other, strict=True)}
-        is_number = all(map(NUMBER.fullmatch, labels))
         if len(pairs) == len({*labels}) == len({*other}) and is_number != all(map(NUMBER.fullmatch, other)):
             return (labels, other) if is_number else (other, labels)
     return labels, []

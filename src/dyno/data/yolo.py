@@ -225,7 +225,7 @@ YOLO = Yolo()
 
 
 def _read_names(files: list[Path], count: int) -> tuple[list[str], list[Path]]:
-    """Return the names of that many classes, from the first file that lists so many, else their numbers."""
+    """Return `count` class names and their file: the first that has `count` lines; without one, numbers and no file."""
     for file in filter(Path.is_file, files):
         names = [printable(line.strip()) for line in file.read_text("utf-8-sig", "replace").splitlines()]
         names = [name for name in names if name]

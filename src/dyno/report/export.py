@@ -254,7 +254,7 @@ def _shorten_cell(column: Column, row: Row, longest: int) -> str:
 def _choose_widths(columns: Sequence[list[str]], whole: int) -> list[int]:
     """Return each column's width: its longest word at least; columns that lack least get the remaining space first.
 
-    A word that would leave the others no place is broken. Empty where the others don't fit all the same.
+    A word of more than a third of the width is broken. Return [] where the columns don't fit even then.
     """
     wanted = [max(map(_count_cells, texts)) for texts in columns]
     if sum(wanted) <= whole:
@@ -280,7 +280,7 @@ def _format_row(texts: Sequence[str], widths: Sequence[int], right: Sequence[boo
 
 
 def _format_list(columns: Sequence[list[str]], index: int, is_first: bool) -> str:
-    """Return the row of that number, behind the headings, as lines `heading: cell`; without empty cells."""
+    """Return row `index` as lines of `heading: cell`, without empty cells; row 0 has the headings."""
     name, *rest = [f"{texts[0]}: {texts[index]}" for texts in columns if texts[index]] or [""]
     name = formatting.wrapped(name)
     return "\n".join([formatting.bold(name) if is_first else name, *(formatting.wrapped(f"  {each}") for each in rest)])

@@ -407,7 +407,7 @@ class Confusion:
                 if wrong[i, j]]  # fmt: skip
 
     def describe_other_order(self) -> str:
-        """Describe answers that are right under another numbering of the classes, beyond chance; "" elsewhere."""
+        """Describe a renumbering of the classes that makes significantly more answers right; "" if there is none."""
         from scipy.optimize import linear_sum_assignment
 
         total, right = int(self.counts.sum()), int(np.trace(self.counts))
@@ -419,9 +419,9 @@ class Confusion:
         count, i, j = max(moved)
         example = f"it takes {self.names[i]} for {self.names[j]} in {count:,} of {int(self.counts[i].sum()):,} images"
         return (
-            f"the network seems to number its classes otherwise than the data: renumbered, {renumbered / total:.0%} of "
-            f"its answers would be right instead of {right / total:.0%} ({example}); give a table of path,label with "
-            "its numbers as labels"
+            "the network seems to number its classes differently from the data: renumbered, "
+            f"{renumbered / total:.0%} of its answers would be right instead of {right / total:.0%} ({example}); "
+            "give a table of path,label with its numbers as labels"
         )
 
 

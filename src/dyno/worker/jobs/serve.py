@@ -247,8 +247,8 @@ class _ServeJob:
             began, ended, size = (
                 self._arrays[f"{name}_{len(self._facts.steps) - 1}"] for name in ("began", "ended", "size")
             )
-            alone = (ended - began)[size == 1]
-            if alone.size and np.nanmin(alone) > self._facts.bound_s:
+            alone = (ended - began)[(size == 1) & np.isfinite(ended)]
+            if alone.size and alone.min() > self._facts.bound_s:
                 return False
         return self._try_rate(rate).verdict == serve_rates.HOLDS
 

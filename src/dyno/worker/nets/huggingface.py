@@ -123,11 +123,11 @@ def find_unsupported_steps(folder: str) -> str:
     """Return how the folder's processor prepares images where Dyno can't do it alike; "" where it can."""
     if _read_processor(folder).get("do_flip_channel_order"):
         return "with red and blue swapped (do_flip_channel_order)"
-    return "" if _is_prepared_alike(folder) else "prepared otherwise than by resize, centre crop and normalisation"
+    return "" if _is_prepared_alike(folder) else "prepared by other steps than resize, centre crop and normalisation"
 
 
 def _is_prepared_alike(folder: str) -> bool:
-    """Return whether the folder's processor makes of a gradient what Dyno makes of it, whatever the interpolation."""
+    """Return whether Dyno and the folder's processor turn a gradient image into the same pixels, within a tolerance."""
     preprocess, size = image_config(folder)
     if preprocess is None or size is None or len(preprocess.mean) != 3:
         return True
