@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def train_once() -> TrainingResult:
     shaped_by = [
         model_spec(Study(models=(MODEL,), channels=1), MODEL),
         data.digits(cache_dir() / "datasets", SIZE).sha256,
-        TrainOptions(**TRAINING),
+        dataclasses.asdict(TrainOptions()) | TRAINING,
         versions(Runtime(), ("torch", "torchvision")),
     ]
     folder = cache_dir() / "trained" / digest(shaped_by)[:24]
