@@ -198,13 +198,11 @@ def test_the_smallest_difference_is_seen_by_four_studies_of_five(rounds: int, pa
         said = [stats.paired_speedup(logs - difference) for logs in rng.choice(noise, (STUDIES, rounds))]
         if tails == "normal":
             assert difference == pytest.approx(0.01 * NORMAL[rounds], rel=0.06)
-        if tails == "bursts" and rounds > 3:
-            assert difference < 0.02 * NORMAL[rounds], "with the disturbed rounds it would be tens of percent"
-        if tails == "bursts" and rounds > 3:
-            assert difference < 0.02 * NORMAL[rounds], "with the disturbed rounds it would be tens of percent"
     else:
         sides = np.exp(rng.choice(noise / math.sqrt(2), (2, STUDIES, rounds)))
         said = [stats.speedup([*a * math.exp(difference)], [*b]) for a, b in zip(*sides, strict=True)]
+    if tails == "bursts" and rounds > 3:
+        assert difference < 0.02 * NORMAL[rounds], "with the disturbed rounds it would be tens of percent"
     share = sum(one.verdict == stats.SLOWER for one in said) / STUDIES
     assert share == pytest.approx(self_test.POWER, abs=0.04)
     assert 0.01 < found.false_alarms < 0.07  # heavy tails make a t test timid

@@ -390,19 +390,20 @@ def gather_evidence(
     """
     sets = block_ratios(reference, own, boundary, clock)
     paired = average_rounds(sets)
+    are_rounds = max(list_builds(own), list_builds(reference)) < 2
     unfiltered = log_ratios(reference, own, boundary, clock, keep_disturbed=True)
     both = own.round_medians(boundary, clock).keys() & reference.round_medians(boundary, clock).keys()
     only = both if rule is not None and rule.first else None
     medians = [t.medians(boundary, clock, only) for t in (own, reference)]
     if len(paired) >= LEAST_ROUNDS or (paired and min(map(len, medians)) < LEAST_ROUNDS):
-        found = stats.paired(paired, are_rounds=max(list_builds(own), list_builds(reference)) < 2)
+        found = stats.paired(paired, are_rounds)
         if found is not None:
             left_out = len(unfiltered) - len(paired)
             mean = float(np.mean(unfiltered))
             undisturbed = are_quiet(sets) and all(each.has_delays for each in sets)
             found = replace(found, disturbed=left_out, unfiltered=mean, undisturbed=undisturbed)
     else:
-        found = stats.unpaired(*medians)
+        found = stats.unpaired(medians[0], medians[1], are_rounds)
     return found and of_rounds(found, own, reference, len(both))
 
 
@@ -437,11 +438,11 @@ def compare_rows(
     """
     if speed == LATENCY:
         return gather_evidence(own, other, str(row["boundary"]), str(row["clock"]), rule)
-    logs = log_ratios(own, other, "throughput")
+    logs, are_rounds = log_ratios(own, other, "throughput"), max(list_builds(own), list_builds(other)) < 2
     if len(logs) >= LEAST_ROUNDS:
-        found = stats.paired(logs, are_rounds=max(list_builds(own), list_builds(other)) < 2)
+        found = stats.paired(logs, are_rounds)
     else:
-        found = stats.unpaired(image_costs(own.good, row), image_costs(other.good, of_other))
+        found = stats.unpaired(image_costs(own.good, row), image_costs(other.good, of_other), are_rounds)
     return found and of_rounds(found, own, other, min(len(own.good), len(other.good)))
 
 

@@ -31,8 +31,8 @@ class Studies:
     """Studies drawn from a noise: what each of them needs of a true difference to call it by its name.
 
     `noise` holds log ratios less their true ones, of which either sign is as likely: which of two equal processes is
-    the first means nothing. With `paired` a study draws `rounds` of them and is judged as one in turns is, without
-    disturbed rounds; else two groups of that many processes, whose difference the noise is, by Welch's.
+    the first means nothing. With `paired` a study draws `rounds` of them and is judged as one in turns is, else two
+    groups of that many processes, whose difference the noise is; each without disturbed rounds.
     """
 
     def __init__(self, noise: np.ndarray, rounds: int, paired: bool = True, draws: int = DRAWS, seed: int = 0) -> None:
@@ -42,8 +42,7 @@ class Studies:
             mean, half = stats.judge_studies(draw.choice(noise, (draws, rounds)), 1 - CONFIDENCE)
         else:
             sides = draw.choice(noise / math.sqrt(2), (2, draws, rounds))
-            a, b = sides.var(axis=2, ddof=1) / rounds
-            mean, half = sides[0].mean(axis=1) - sides[1].mean(axis=1), _compute_welch(a, b, rounds)
+            mean, half = stats.judge_apart(sides, 1 - CONFIDENCE)
         self._seen_from, self._called_below = np.sort(half - mean), np.sort(-half - mean)
 
     def seen(self, difference: float) -> float:
@@ -59,16 +58,6 @@ class Studies:
     def smallest(self) -> float:
         """The smallest slow-down, as a share (0.02 is 2 %), that four studies of five see; never below 0."""
         return max(0.0, math.expm1(float(np.quantile(self._seen_from, POWER))))
-
-
-def _compute_welch(a: np.ndarray, b: np.ndarray, rounds: int) -> np.ndarray:
-    """Return half the width of Welch's interval, by the two means' variances."""
-    from scipy.special import stdtrit
-
-    total = a + b
-    with np.errstate(invalid="ignore"):
-        freedom = np.nan_to_num(total**2 / ((a**2 + b**2) / (rounds - 1)), nan=1.0)
-    return np.asarray(stdtrit(freedom, (1 + CONFIDENCE) / 2) * np.sqrt(total))
 
 
 def find_smallest(noise: np.ndarray, rounds: int, paired: bool = True) -> float:

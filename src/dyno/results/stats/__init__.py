@@ -38,6 +38,7 @@ from dyno.results.stats.intervals import t_quantile as t_quantile
 from dyno.results.stats.intervals import wilson as wilson
 from dyno.results.stats.rejection import center as center
 from dyno.results.stats.rejection import find_rejected as find_rejected
+from dyno.results.stats.rejection import judge_apart as judge_apart
 from dyno.results.stats.rejection import judge_studies as judge_studies
 from dyno.results.stats.rejection import over_rounds as over_rounds
 from dyno.results.stats.summaries import Summary as Summary

@@ -13,9 +13,35 @@ from dyno.results.stats.intervals import t_quantile
 from dyno.results.stats.summaries import deviation
 
 ALONE, TURNS, SESSIONS = "one after the other", "in turns", "in two sessions"
+LEAST_P, MOST_P = 1e-12, 0.99  # of trials that measured apart, some of whose rounds were rejected
 # Two or three rounds hardly estimate their own spread: a usual one counts as if it had been seen in further rounds.
 USUAL_SPREAD, USUAL_FREEDOM = 0.2, 2  # of the log ratios of undisturbed rounds, and degrees of freedom
 USUAL_SHARE = {2: 0.5, 3: 0.25}  # by the rounds, how much of the error the test with that spread may spend
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rounds of one of two trials that measured apart: the mean of their logs, without `rejected` ones."""
+
+    rounds: int
+    rejected: int
+    mean: float
+    spread: float  # the standard deviation of the logs
+
+    @property
+    def freedom(self) -> int:
+        """Student's degrees of freedom."""
+        return self.rounds - self.rejected - 1
+
+    @property
+    def variance(self) -> float:
+        """The variance of the mean."""
+        return self.spread**2 / (self.freedom + 1)
+
+    def variance_at(self, level: float) -> float:
+        """Return the variance that gives Student's interval the width that the rejection needs at this level."""
+        factor = rejection.critical_value(self.rounds, self.rejected, level) / t_quantile(self.freedom, level)
+        return self.variance * factor**2
 
 
 @dataclass(frozen=True)
@@ -28,7 +54,8 @@ class Evidence:
     is more. With `builds` above 0 a round in all this is a build, the mean of its rounds. `rejected` of the rounds
     are far from the others and left out of mean and error; None where none may be. `disturbed` are further ones that
     don't count, because other programs took the processors then. `unfiltered` is the mean of all. Rounds that are
-    `undisturbed`, if they are very few, are also tested with a usual spread.
+    `undisturbed`, if they are very few, are also tested with a usual spread. Trials that measured apart have a group
+    of rounds each.
     """
 
     difference: float
@@ -44,6 +71,7 @@ class Evidence:
     disturbed: int = 0
     unfiltered: float = math.nan
     undisturbed: bool = False
+    groups: tuple[Group, ...] = ()
 
     @property
     def p_value(self) -> float:
@@ -53,6 +81,12 @@ class Evidence:
         t = self.difference / self.error
         if self.rejected is None:
             return rejection.student_p(t, self.freedom)
+        if self.groups:
+            return (
+                self._solve_p_value()
+                if self.rejected
+                else min(1.0, rejection.student_p(t, self.freedom) / rejection.UNSPENT)
+            )
         p = rejection.p_value(t, self.rounds, self.rejected)
         if not (share := self._usual_share):
             return p
@@ -65,11 +99,29 @@ class Evidence:
             return 0.0
         if self.rejected is None:
             return self.error * t_quantile(self.freedom, level)
+        if self.groups and not self.rejected:
+            return self.error * t_quantile(self.freedom, level * rejection.UNSPENT)
+        if self.groups:
+            error, freedom = _combine([(each.variance_at(level), each.freedom) for each in self.groups])
+            return error * t_quantile(freedom, level)
         share = self._usual_share
         half = self.error * rejection.critical_value(self.rounds, self.rejected, level * (1 - share))
         if not share:
             return half
         return min(half, self._moderated_error * t_quantile(self.freedom + USUAL_FREEDOM, level * share))
+
+    def _solve_p_value(self) -> float:
+        """Return the level whose interval ends at 0."""
+        from scipy.optimize import brentq
+
+        if self.half_width(MOST_P) >= abs(self.difference):
+            return 1.0
+        if self.half_width(LEAST_P) <= abs(self.difference):
+            return LEAST_P
+        found = brentq(
+            lambda log: self.half_width(math.exp(log)) - abs(self.difference), math.log(LEAST_P), math.log(MOST_P)
+        )
+        return math.exp(found)
 
     @property
     def _usual_share(self) -> float:
@@ -114,24 +166,42 @@ def paired(logs: Sequence[float], are_rounds: bool = True) -> Evidence | None:
     return Evidence(mean, error, freedom, n, TURNS, spread, rejected=rejected, unfiltered=unfiltered)
 
 
-def unpaired(own: Sequence[float], reference: Sequence[float]) -> Evidence | None:
+def unpaired(own: Sequence[float], reference: Sequence[float], are_rounds: bool = True) -> Evidence | None:
     """Collect the evidence from two trials that measured apart: both hold one median latency per round, in seconds.
 
     Standard error and degrees of freedom are Welch's (1947) and Satterthwaite's (1946); None without rounds of either.
+    Disturbed rounds of each trial are rejected, unless the medians are means of several rounds each.
     """
     if not len(own) or not len(reference):
         return None
-    a, b = np.log(own), np.log(reference)
-    difference, rounds = float(b.mean() - a.mean()), min(len(a), len(b))
+    each = np.log(own), np.log(reference)
+    unfiltered, rounds = float(each[1].mean() - each[0].mean()), min(map(len, each))
     if rounds < 2:
-        return Evidence(difference, math.nan, math.nan, rounds, ALONE)
-    each = float(a.var(ddof=1)), float(b.var(ddof=1))
-    va, vb = each[0] / len(a), each[1] / len(b)
-    if not va + vb > 0:
-        return Evidence(difference, 0.0, len(a) + len(b) - 2, rounds, ALONE, 0.0, 2.0)
-    freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
-    parts = sum(each) ** 2 / (each[0] ** 2 + each[1] ** 2)
-    return Evidence(difference, math.sqrt(va + vb), freedom, rounds, ALONE, math.sqrt(sum(each)), parts)
+        return Evidence(unfiltered, math.nan, math.nan, rounds, ALONE)
+    kept = [rejection.keep_undisturbed(logs) if are_rounds else logs for logs in each]
+    groups = tuple(
+        Group(len(logs), len(logs) - len(rest), float(rest.mean()), deviation(rest))
+        for logs, rest in zip(each, kept, strict=True)
+    )
+    difference, variances = groups[1].mean - groups[0].mean, [group.spread**2 for group in groups]
+    may_reject = are_rounds and max(map(len, each)) >= rejection.LEAST
+    rejected = sum(group.rejected for group in groups) if may_reject else None
+    found = Evidence(difference, 0.0, len(kept[0]) + len(kept[1]) - 2, rounds, ALONE, 0.0, 2.0, rejected=rejected,
+                     unfiltered=unfiltered, groups=groups)  # fmt: skip
+    if not sum(variances) > 0:
+        return found
+    error, freedom = _combine([(group.variance, group.freedom) for group in groups])
+    parts = sum(variances) ** 2 / sum(variance**2 for variance in variances)
+    return replace(found, error=error, freedom=freedom, spread=math.sqrt(sum(variances)), parts=parts)
+
+
+def _combine(means: Sequence[tuple[float, int]]) -> tuple[float, float]:
+    """Return the standard error of a difference of means and its degrees of freedom (Satterthwaite 1946).
+
+    Each mean has its variance and degrees of freedom.
+    """
+    total = sum(variance for variance, _ in means)
+    return math.sqrt(total), total**2 / sum(variance**2 / freedom for variance, freedom in means)
 
 
 LEAST_SESSIONS = 3  # of a machine, for a variance between them
@@ -145,7 +215,7 @@ def between_sessions(e: Evidence, sessions: int, spread: float) -> Evidence:
     freedom are Satterthwaite's (1946). With fewer than LEAST_SESSIONS nothing is known, and nothing is judged.
     """
     if e.single or sessions < LEAST_SESSIONS or not spread > 0:
-        return replace(e, error=math.nan, freedom=math.nan, measured=SESSIONS)
+        return replace(e, error=math.nan, freedom=math.nan, groups=(), measured=SESSIONS)
     within, between = e.error**2, 2 * spread**2
     freedom = (within + between) ** 2 / (within**2 / e.freedom + between**2 / (sessions - 1))
-    return replace(e, error=math.sqrt(within + between), freedom=freedom, rejected=None, measured=SESSIONS)
+    return replace(e, error=math.sqrt(within + between), freedom=freedom, rejected=None, groups=(), measured=SESSIONS)

@@ -24,6 +24,7 @@ CUT = 10.0  # standard deviations from the median, estimated by the median absol
 NORMAL = 1.4826  # the standard deviation of normal values over their median absolute deviation
 LEAST, TABLED = 4, 16  # numbers of rounds: the fewest of which one may be rejected, and the most in the table
 RESERVE = 0.1  # share of the error that is spent on studies with a rejection
+UNSPENT = 1 - RESERVE  # on those without
 GRID = tuple(2.0**k for k in range(14))  # values of |t| in the table
 
 
@@ -54,6 +55,35 @@ def judge_studies(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndar
     `values` is float64 [studies, rounds] of two rounds or more; both results are float64 [studies]. The error of an
     interval is `level`.
     """
+    means, errors, rejected = _summarise_studies(values)
+    count = values.shape[1]
+    critical = np.array([critical_value(count, number, level) for number in range(most_rejected(count) + 1)])
+    return means, critical[rejected] * errors
+
+
+def judge_apart(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return each study's difference between two trials that measured apart, and half the width of its interval.
+
+    `values` is float64 [2, studies, rounds] of two rounds or more; the results are as those of `judge_studies`. Of each
+    trial disturbed rounds are rejected; the interval is that of `evidence.unpaired`.
+    """
+    from scipy.special import stdtrit
+
+    means, errors, rejected = (np.array(each) for each in zip(*map(_summarise_studies, values), strict=True))
+    count = values.shape[2]
+    numbers = range(most_rejected(count) + 1)
+    factors = np.array([critical_value(count, k, level) / t_quantile(count - k - 1, level) for k in numbers])
+    is_any = rejected.any(axis=0)
+    variances = (errors * np.where(is_any, factors[rejected], 1.0)) ** 2
+    total = variances.sum(axis=0)
+    with np.errstate(invalid="ignore"):
+        freedom = np.nan_to_num(total**2 / (variances**2 / (count - rejected - 1)).sum(axis=0), nan=1.0)
+    spent = level * np.where(is_any, 1.0, UNSPENT if count >= LEAST else 1.0)
+    return means[0] - means[1], stdtrit(freedom, 1 - spent / 2) * np.sqrt(total)
+
+
+def _summarise_studies(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the mean, its standard error and the number of rejected rounds of each study, each [studies]."""
     count = values.shape[1]
     distances = np.abs(values - np.median(values, axis=1, keepdims=True))
     limits = CUT * NORMAL * np.median(distances, axis=1, keepdims=True)
@@ -62,10 +92,8 @@ def judge_studies(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndar
     is_far[:, most_rejected(count) :] = False
     rejected = is_far.sum(axis=1)
     kept = np.take_along_axis(values, farthest, axis=1)
-    means = kept.mean(axis=1, where=~is_far)
     errors = kept.std(axis=1, ddof=1, where=~is_far) / np.sqrt(count - rejected)
-    critical = np.array([critical_value(count, number, level) for number in range(most_rejected(count) + 1)])
-    return means, critical[rejected] * errors
+    return kept.mean(axis=1, where=~is_far), errors, rejected
 
 
 def center(values: Sequence[float]) -> Interval:
@@ -106,10 +134,10 @@ def p_value(t: float, count: int, rejected: int) -> float:
     if count < LEAST:
         return plain
     if not rejected:
-        return min(1.0, plain / (1 - RESERVE))
+        return min(1.0, plain / UNSPENT)
     chance, factor = _after_rejection(t, count, rejected)
     share = RESERVE / most_rejected(count)
-    return min(1.0, max(plain, min(plain * factor / (1 - RESERVE + share / chance), chance / share)))
+    return min(1.0, max(plain, min(plain * factor / (UNSPENT + share / chance), chance / share)))
 
 
 @lru_cache(maxsize=4096)
