@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, DeviceBinding, LayerTimes, Session
-from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
+from dyno.worker.facts.engine import UNKNOWN, EngineFacts, Probe, precision_truth
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import tensors as tensors_of
 from dyno.worker.layers import graph
@@ -391,8 +392,8 @@ class TorchSession(Session):
                 return
             seen[module] = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
-        if isinstance(self._module, self._torch.jit.ScriptModule):
-            return 0, {}  # whose parts can't be observed
+        if isinstance(self._module, self._torch.jit.ScriptModule):  # whose parts can't be observed
+            return 0, _count_quantised(str(self._module.inlined_graph))
         leaves = [m for m in self._module.modules() if isinstance(m, compute) or not list(m.children())]
         hooks = [m.register_forward_hook(record_type) for m in leaves if takes_hooks(self._torch, m)]
         try:
@@ -519,3 +520,11 @@ def _is_close(a: Any, b: Any) -> bool:
 def _has_difference(a: Any, b: Any) -> bool:
     """Return whether any value differs; NaN equals NaN."""
     return bool(((a != b) & ~((a != a) & (b != b))).any())
+
+
+def _count_quantised(graph: str) -> dict[str, int]:
+    """Return how many operators of a printed TorchScript graph compute in INT8, and in a type that it doesn't name;
+    empty where none is quantised."""
+    quantised = len(re.findall(r"= quantized::(?:conv|linear)", graph))
+    others = len(re.findall(r"= aten::(?:_?convolution|conv\dd|linear|addmm|b?mm|matmul|lstm|gru)\b", graph))
+    return dict(+Counter({"int8": quantised, UNKNOWN: others})) if quantised else {}

@@ -266,7 +266,13 @@ class _RowTest:
             mixed = max(mixed, changes[best] if best is not None else 0.0)
         if not any(self._can_have_rows(name, a) for name, a in self._answers.items()):
             self._refuse_merged()
-        return Rows(axes, self._explain_mixing(mixed) if mixed > self._limit else "")
+        is_mixed = mixed > self._limit and (mixed > TOLERANCE["int8"] or not self._is_quantised)
+        return Rows(axes, self._explain_mixing(mixed) if is_mixed else "")
+
+    @property
+    def _is_quantised(self) -> bool:
+        """Whether layers ran quantised though no precision says so, as those of a module that PyTorch quantised."""
+        return any(kind in QUANTISED for kind in self._session.facts().layers_by_type)
 
     def _find_batch_axes(self, name: str, a: np.ndarray) -> list[int] | None:
         """Return the axes that may be the batch, [] without any; None where the file's declaration doesn't hold."""
