@@ -101,8 +101,8 @@ def test_rounds_go_on_for_what_is_undecided(study: Any, tmp_path: Path, scripted
     execute(study(minutes=6.0, boundaries=both), tmp_path, progress := Stopped())
     assert not progress.began, "a round that fits is not begun where it is likely to decide nothing"
     with pytest.raises(KeyboardInterrupt):
-        execute(study(boundaries=both), tmp_path, progress := Stopped(5))  # with more minutes it goes on
-    assert progress.began == {4: 2}
+        execute(study(boundaries=both), tmp_path, progress := Stopped(6))  # with more minutes it goes on
+    assert progress.began == {4: 2, 5: 2}
     execute(study(equivalent=500.0, boundaries=both), tmp_path, progress := Stopped())
     assert not progress.began and not progress.said, "with that margin everything is decided"
 
@@ -165,9 +165,15 @@ def test_where_time_is_short_further_planned_rounds_leave_out_what_no_longer_con
         return " ".join(verdict.list_sentences(trial_table.read_trials(tmp_path)))
 
     assert measure(1e-6)["left"] == 0
+    assert count_rounds() == {REFERENCE: 3, LIKE: 3, CLEAR: 2}
+    assert "3 of 3 trials have 2 rounds only: --minutes are over" in say() and "Not all rounds" not in say()
+    assert measure(1e-6) == {"left": 0}, "the same command changes nothing"
+    # Of 2.6 times what eight rounds took, five of all would take more than half.
+    seconds = sum(r.record.seconds for t in load_run(tmp_path) for r in t.rounds)
+    assert measure(2.6 * seconds / 60)["left"] == 0
     assert count_rounds() == {REFERENCE: 5, LIKE: 5, CLEAR: 3}
     assert "1 of 3 trials has 3 rounds only: a winner leads clearly" in say() and "Not all rounds" not in say()
-    assert measure(1e-6) == {"left": 0}, "the same command changes nothing"
+    assert measure(2.6 * seconds / 60) == {"left": 0}, "the same command changes nothing"
     measure(1e6)
     assert count_rounds() == {REFERENCE: 5, LIKE: 5, CLEAR: 5} and "rounds only" not in say()
 
@@ -264,7 +270,7 @@ def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Any, tmp_path: P
     backends = "--backend", "fake@latency_ms=1,fake@latency_ms=1.0@noise=0", "--reference", "fake@latency_ms=1"
     code, _, err = call(*COMMAND, *backends, "--equivalent", "1e-9", "--minutes", "0.001")
     assert code == 0 and "net: 2 trials are left in pairs that 0.001 minutes could not decide" in err
-    assert ran(tmp_path) == {FIRST_LOOK}
+    assert ran(tmp_path) == {FIRST_LOOK[:3]}
     code, _, err = call(*COMMAND, *backends, "--equivalent", "1e6")  # a factor of ten thousand
     assert code == 0 and "could not decide" not in err and ran(tmp_path) == {FIRST_LOOK}
     frame = trial_table.read_trials(tmp_path / "run").frame

@@ -150,7 +150,7 @@ DEVICES_MEASURED = {"anchor": str, "side_by_side": bool, "equivalent": NUMBER, "
 ROUTE_TRIED = {"route": str, "ratio": NUMBER, "outcome": str, "reason": str}
 ATTEMPT = {"key": str, "model": str, "configuration": str, "batch": int, "routes": [ROUTE_TRIED]}
 ROUTES_TRIED = {"attempts": [ATTEMPT]}
-DROPPED_TRIALS = {"trials": [str]}
+DROPPED_TRIALS = {"trials": [str], "is_over": bool}
 # Notes of a run folder by their file: see `results.notes`.
 DEVICES, ROUTES, FEWER_ROUNDS = "devices.json", "routes.json", "fewer-rounds.json"
 NOTES: dict[str, dict[str, Any]] = {DEVICES: DEVICES_MEASURED, ROUTES: ROUTES_TRIED, FEWER_ROUNDS: DROPPED_TRIALS}

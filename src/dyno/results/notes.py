@@ -207,6 +207,11 @@ def read_dropped(run: Path) -> frozenset[str]:
     return frozenset(_read(run, FEWER_ROUNDS).get("trials") or ())
 
 
-def store_dropped(run: Path, ids: Collection[str]) -> None:
-    """Write the ids of the trials that further rounds leave out."""
-    write_json(run / FEWER_ROUNDS, {"schema": SCHEMA, "trials": sorted(ids)})
+def is_time_over(run: Path) -> bool:
+    """Return whether planned rounds were not begun, because they would have taken longer than the study may."""
+    return bool(_read(run, FEWER_ROUNDS).get("is_over"))
+
+
+def store_dropped(run: Path, ids: Collection[str], *, is_over: bool = False) -> None:
+    """Write the ids of the trials that further rounds leave out, and whether time was over for all."""
+    write_json(run / FEWER_ROUNDS, {"schema": SCHEMA, "trials": sorted(ids), "is_over": is_over})

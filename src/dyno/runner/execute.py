@@ -126,7 +126,8 @@ def _last_seconds(run: Run, trial: Trial) -> float:
 
 READING_S = 5.0  # of a run, beyond which its answer is not shown again before it ends
 SUSTAINED_TURNS = 2  # of each finalist
-EVERY_TRIAL = 3  # rounds that every trial has; where time is short, further ones are for those that may be chosen
+LEAST_ROUNDS = 2  # that every trial has, however few minutes a study has
+EVERY_TRIAL = 3  # rounds that every trial has within the minutes; further ones may be for those that may be chosen
 SHARE = 1 / 2  # of the study's minutes, beyond which its planned rounds leave trials out
 BUILDING_S = 30.0  # of making files, after which what is ready gives a first answer
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
@@ -180,7 +181,7 @@ def execute(
 
         fits = correctness.make_matcher(study.reference, todo) if study.reference else None
         options = {ENERGY: SUSTAINED_S} if study.energy else {}
-        limit_s = SHARE * 60 * study.minutes if study.until in LOOKS else math.inf
+        limit_s = 60 * study.minutes if study.until in LOOKS else math.inf
         rounds = Rounds(run, files, progress, fits, launch, options, study.until not in LOOKS, limit_s)
         if other_routes and not study.routes:
             rounds.measure_rounds(todo, most=1)  # a first answer, before other routes to the ONNX file are exported
@@ -215,8 +216,8 @@ class Rounds:
     are further ones of the jobs of the planned rounds. What is ready is measured once, and its answer shown, before
     anything that takes long: an engine that compiles while it loads, one that builds slowly, or a file after BUILDING_S
     seconds of making files. If the number of rounds `is_fixed`, no pair gets another round in place of one that it
-    lacks. Planned rounds beyond EVERY_TRIAL that would take more than `limit_s` seconds leave out trials that no longer
-    contend."""
+    lacks. Planned rounds beyond EVERY_TRIAL that would take more than SHARE of `limit_s` seconds leave out trials that
+    no longer contend, and so does an earlier one, after LEAST_ROUNDS, beyond all of it. Then none begins that would."""
 
     run: Run
     files: Files
@@ -252,10 +253,10 @@ class Rounds:
                         is_new = any(_find_record(self.run, trial, number) is None for trial in incomplete)
                         done = first if not number else []
                         todo = [t for t in same_model if number < t.plan.rounds and t not in done]
-                        if number >= EVERY_TRIAL:
-                            todo = self._leave_out(todo, number, self.limit_s / len(models))
+                        if number >= LEAST_ROUNDS:
+                            todo = self._choose_trials(todo, number, self.limit_s / len(models))
                         self._in_turns(todo, number, beside, self.options, done)
-                        if is_new and number < planned - 1:
+                        if is_new and todo and number < planned - 1:
                             self._show_answer(number, planned)
                     continue
                 for number, jobs in itertools.groupby(order, key=lambda job: job[1]):
@@ -264,25 +265,28 @@ class Rounds:
                     if incomplete and number < planned - 1:
                         self._show_answer(number, planned)
 
-    def _leave_out(self, trials: Sequence[Trial], number: int, limit_s: float) -> list[Trial]:
-        """Return the trials that round `number` is for: all within the limit, else those that may be chosen."""
+    def _choose_trials(self, trials: Sequence[Trial], number: int, limit_s: float) -> list[Trial]:
+        """Return the trials that round `number` is for: all within the limit, else what may win, or none."""
         from dyno.report.tables import trial_table
         from dyno.results import ranking
 
-        dropped = read_dropped(self.run.folder)
+        dropped, spent = read_dropped(self.run.folder), _sum_seconds(self.run, trials)
         others = dropped.difference(trial.id for trial in trials)
-        if _sum_seconds(self.run, trials) * (number + 1) / number <= limit_s:
-            if others != dropped or (self.run.folder / FEWER_ROUNDS).is_file():  # which may be damaged
+        is_late = number >= EVERY_TRIAL
+        if spent * (number + 1) / number <= limit_s * (SHARE if is_late else 1):
+            if is_late and (others != dropped or (self.run.folder / FEWER_ROUNDS).is_file()):  # which may be damaged
                 store_dropped(self.run.folder, others)
             return [*trials]
         if others == dropped and any(_find_record(self.run, trial, number) is None for trial in trials):
             contenders = ranking.list_contenders(trial_table.read_trials(self.run.folder))
             dropped = others.union(trial.id for trial in trials if trial.id not in contenders)
-            store_dropped(self.run.folder, dropped)
+        chosen = [trial for trial in trials if trial.id not in dropped]
+        is_over = is_late and spent + sum(_last_seconds(self.run, trial) for trial in chosen) > limit_s
+        store_dropped(self.run.folder, dropped, is_over=is_over)
         for trial in trials:
-            if trial.id in dropped:
+            if is_over or trial not in chosen:
                 self.progress.leave_out(trial)
-        return [trial for trial in trials if trial.id not in dropped]
+        return [] if is_over else chosen
 
     def _make_files(self, trials: Sequence[Trial], beside: Sequence[Trial]) -> list[Trial]:
         """Make the trials' files; return the trials that were measured once meanwhile (see the class)."""

@@ -215,8 +215,8 @@ class MeasurementOptions:
     )
     minutes: float = option(
         10.0,
-        "Minutes of measuring after which undecided speeds get no further round; beyond half of them, only trials that "
-        "may win have more than three.",
+        "Minutes of measuring, beyond which no round begins but each trial's first two and a third of those that may "
+        "win; beyond half of them, only these have more than three.",
         common=True,
     )
     equivalent: float = option(2.0, "Percent by which two speeds may differ and count as equivalent.")

@@ -18,7 +18,7 @@ from dyno.results import remarks, stats
 from dyno.results.correctness import WRONG, incomparable
 from dyno.results.metrics.accuracy import judged, set_aside
 from dyno.results.metrics.precision import NO, truth
-from dyno.results.notes import read_dropped
+from dyno.results.notes import is_time_over, read_dropped
 from dyno.results.ranking import LATENCY, Contention, cpu_contention, rank_goals, winners
 from dyno.results.rounds import GPU
 from dyno.results.run_data import RunData
@@ -271,20 +271,21 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         )
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
         yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
-    dropped = read_dropped(results.folder)
+    dropped, is_over = read_dropped(results.folder), is_time_over(results.folder)
     if results.owner:
         answer = f"Process {results.owner} is measuring this run: this is the answer so far."
         yield Finding(WARNING, answer)
-    elif short := [t for t in results if t.is_cut_short and t.id not in dropped]:
+    elif (short := [t for t in results if t.is_cut_short and t.id not in dropped]) and not is_over:
         rounds = counting(min(len(t.rounds) for t in short), "round")
         answer = f"Not all rounds are measured: this is the answer after {rounds}; the same command goes on."
         yield Finding(WARNING, answer)
     elif fewer := [t for t in results if t.is_cut_short]:
         rounds = counting(min(len(t.rounds) for t in fewer), "round")
+        reason = "--minutes are over" if short else "a winner leads clearly, and the time went to the others"
         yield Finding(
-            NOTE,
-            f"{_format_count(len(fewer), total, 'has', 'have')} {rounds} only: a winner leads clearly, and the time "
-            "went to the others; more --minutes or --until every-row measures further.",
+            WARNING if short else NOTE,
+            f"{_format_count(len(fewer), total, 'has', 'have')} {rounds} only: {reason}; more --minutes or --until "
+            "every-row measures further.",
         )
     if count["skipped"]:
         yield Finding(
