@@ -249,15 +249,16 @@ class Rounds:
                 # In turns, those whose rounds are stored may be measured once more beside others.
                 first = self._make_files([*same_model, *beside] if turns and incomplete else incomplete, beside)
                 if turns:
+                    todo = [trial for trial in same_model if trial not in first]
                     for number in range(min(planned, most)):
                         is_new = any(_find_record(self.run, trial, number) is None for trial in incomplete)
-                        done = first if not number else []
-                        todo = [t for t in same_model if number < t.plan.rounds and t not in done]
-                        if number >= LEAST_ROUNDS:
-                            todo = self._choose_trials(todo, number, self.limit_s / len(models))
-                        self._in_turns(todo, number, beside, self.options, done)
+                        self._in_turns(todo, number, beside, self.options, [] if number else first)
+                        following = [trial for trial in same_model if number + 1 < trial.plan.rounds]
+                        if LEAST_ROUNDS <= number + 1 < planned:
+                            following = self._choose_trials(following, number + 1, self.limit_s / len(models))
                         if is_new and todo and number < planned - 1:
                             self._show_answer(number, planned)
+                        todo = following
                     continue
                 for number, jobs in itertools.groupby(order, key=lambda job: job[1]):
                     for trial, _ in jobs:
