@@ -479,6 +479,7 @@ def test_a_temporary_home_of_somebody_else_is_not_used(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(("line", "said"), [
     ("dyno show golden 1</dev/null", "standard output: it is not open for writing"),
     ("ulimit -v 300000; dyno show golden", "memory is limited to 292 MiB"),
+    (f"ulimit -n 8; dyno {' '.join(FAKE)}", "dyno: too many files are open; allow more (ulimit -n) and run again"),
     ("ulimit -f 0; dyno doctor", "temporary files can't be written; free space, or give their folder in"),
 ])  # fmt: skip
 def test_what_a_command_is_not_given_is_one_line(shell: Callable[[str], Any], line: str, said: str) -> None:
