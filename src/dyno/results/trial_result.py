@@ -154,6 +154,7 @@ def placements(run: Path, problems: list[str]) -> dict[str, Placement]:
 SELF_TEST = "self-test.json"  # in a run folder: the summary of the machine's self-test
 # A trial is as bad as its worst round; "unfinished" is a trial of which no round has left a record.
 UNFINISHED = "unfinished"
+MEASURING = "process {} is measuring this run"
 SEVERITY = ("ok", UNFINISHED, "skipped", "failed", "timeout", "oom", "crashed")
 
 
@@ -289,7 +290,7 @@ class TrialResult:
         """Why the trial isn't ok, one line, with the stage it reached and how many rounds are good all the same."""
         worst = self.worst
         if worst is None:
-            return "no round has left a record; the same `dyno run` again finishes it"
+            return "not measured so far"
         if worst.ok:
             return ""
         stage = worst.record.stage
@@ -509,8 +510,7 @@ def load_run(run: Path) -> Results:
     if not trials and problems:
         raise UserError(f"nothing in {run} can be read: {problems[0]}")
     if not trials:
-        advice = f"process {owner} is measuring it" if owner else "run the study first"
-        raise UserError(f"{run} has no trials yet; {advice}")
+        raise UserError(f"{run} has no trials yet; {MEASURING.format(owner) if owner else 'run the study first'}")
     study = run / "study.toml"
     models = _index_models(read_table(run / "models.json", problems, MODELS) or {})
     file_forms, placed = forms(models), placements(run, problems)
