@@ -481,7 +481,7 @@ def site(
     packs: Annotated[Path, typer.Argument(help="A folder of files that dyno pack wrote.", metavar="PACKS")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write into.")] = Path("site"),
 ) -> None:
-    """Write a static site of packs. A row and a report for each, verified again. Exit 3 if one is broken."""
+    """Write a static site of packs. Each has a row and a report, and is verified again. Exit 3 if one is broken."""
     from dyno.packs import static_site as module
 
     table = module.write_site(packs, out)
