@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -490,6 +491,13 @@ def test_what_a_command_is_not_given_is_one_line(shell: Callable[[str], Any], li
 def test_a_home_that_no_shell_expands_is_the_user_s(shell: Callable[[str], Any], golden: Path) -> None:
     done = shell("HOME=$PWD/home; export HOME; mkdir home; dyno show golden --format csv --out=~/t.csv")
     assert done.returncode == 0 and (golden.parent / "home" / "t.csv").exists() and not Path("~").exists(), done.stderr
+
+
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-m", "dyno", "show"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_where_charts_would_be_shown_does_not_matter(shell: Callable[[str], Any], golden: Path) -> None:

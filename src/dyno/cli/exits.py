@@ -176,8 +176,9 @@ def end(app: typer.Typer) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # this process needs no more; without one it is interrupted
     os.environ["MPLBACKEND"] = "agg"  # charts are files; a user's own setting may be of a screen that isn't here
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a HOME that can't be written to
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # from `timeout` or a scheduler: it ends as after Ctrl-C
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for each in (signal.SIGINT, signal.SIGTERM):  # from `timeout` or a scheduler: it ends as after Ctrl-C
+        if signal.getsignal(each) == signal.SIG_DFL:
+            signal.signal(each, signal.default_int_handler)
     try:
         _check_words(sys.argv[1:])
         _check_memory()
