@@ -128,7 +128,7 @@ def read_verdict(run: RunData) -> Verdict:
     if contention and contention.mostly:  # an order would be that of the machine's load
         next_step = _describe_next_step(run)
         decided = [Decision(WARNING, "", contention.sentence, (("real", COMPANY), ("next", next_step)))]
-        decided += [decision for ranking in shown if (decision := decisions.list_failed(ranking)) is not None]
+        decided += [decision for ranking in shown if (decision := decisions.list_failed(ranking, run)) is not None]
         rest = [finding for ranking in shown for finding in decisions.list_incomparable(ranking)]
     else:
         decided = [decision for ranking in shown for decision in decisions.decide_run(ranking, run)]
