@@ -46,6 +46,7 @@ from dyno.worker.spec import LOOKS, Trial, UserError, plain
 if TYPE_CHECKING:
     from dyno.results.run_data import RunData
 
+MOST_PROBLEMS = 5  # of unreadable files that are named
 UNFINISHED = 3  # exit code where some of the models could not be measured
 DRAWN = (".svg", ".png", ".html")  # endings of files with a history as a chart
 PROBE_S, BUSY = 2.0, 0.5  # seconds of looking for other programs; the fewest busy processors that matter
@@ -400,7 +401,9 @@ def _put_text(text: str, out: str) -> None:
 
 
 def _warn_of_problems(runs: Sequence[RunData]) -> None:
-    for problem in (problem for run in runs for problem in run.records.problems):
+    problems = [problem for run in runs for problem in run.records.problems]
+    more = [f"{len(problems) - MOST_PROBLEMS} more lines like these are in the report"]
+    for problem in [*problems[:MOST_PROBLEMS], *(more if len(problems) > MOST_PROBLEMS else [])]:
         Console(stderr=True).print(f"dyno: {escape(plain(problem))}", style="yellow", soft_wrap=True)
 
 

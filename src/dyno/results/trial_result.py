@@ -507,7 +507,7 @@ def load_run(run: Path) -> Results:
     problems: list[str] = []
     owner = lock_owner(run / LOCK)
     trials = [t for folder in trials_in(run) if (t := _read_trial(folder, problems))]
-    if not trials and problems:
+    if problems and not any(t.rounds for t in trials):
         raise UserError(f"nothing in {run} can be read: {problems[0]}")
     if not trials:
         raise UserError(f"{run} has no trials yet; {MEASURING.format(owner) if owner else 'run the study first'}")
@@ -557,6 +557,8 @@ def _read_trial(folder: Path, problems: list[str]) -> TrialResult | None:
         record = read_round(path, problems)
         if record:
             record, samples = measured(path, record)
+            if record.status == "ok" and not samples and any(m.samples for m in record.measurements):
+                problems.append(f"{path / 'samples.npz'} is missing, and the latencies of that round with it")
             rounds[path.name[0]].append(Round(path, record.round, record, _read_device(job), samples))
     return TrialResult(folder.name, job, rounds["r"], rounds["c"], rounds["t"], rounds["s"], artifact) if job else None
 
