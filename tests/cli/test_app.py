@@ -262,6 +262,13 @@ def test_a_full_cache_is_told(dyno: Any, small_disk: Path) -> None:
     assert last.startswith(f"dyno: {small_disk}/") and ": the disk is full; free some space and run again" in last
 
 
+def test_a_file_that_does_not_fit_is_not_written_in_part(dyno: Any, small_disk: Path) -> None:
+    (small_disk / "m.onnx").write_text("earlier")
+    done = dyno("export", "torchvision:squeezenet1_1", "-o", small_disk / "m.onnx", code=2)
+    assert done.stderr.splitlines()[-1].startswith(f"dyno: {small_disk}/m.onnx: the disk is full; free some space")
+    assert [*small_disk.iterdir()] == [small_disk / "m.onnx"] and (small_disk / "m.onnx").read_text() == "earlier"
+
+
 @pytest.mark.usefixtures("preloaded", "unreported")
 def test_exit_codes_of_a_run(call: Any) -> None:
     assert call(*FAKE, "--out", "good")[0] == 0
