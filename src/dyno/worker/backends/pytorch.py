@@ -26,6 +26,7 @@ from dyno.worker.sessions.torch_support import (
     cast,
     compute_layers,
     configure,
+    count_products,
     device_named,
     first_line,
     import_torch,
@@ -391,17 +392,21 @@ class TorchSession(Session):
                 return
             seen[module] = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
-        if isinstance(self._module, self._torch.jit.ScriptModule):
-            return 0, {}  # whose parts can't be observed
+        def run() -> None:
+            with self._use_stream(self._queue):
+                self._eager(*self._bound[0].values())
+
+        if isinstance(self._module, self._torch.jit.ScriptModule):  # whose parts can't be watched
+            return 0, count_products(self._torch, run)
         leaves = [m for m in self._module.modules() if isinstance(m, compute) or not list(m.children())]
         hooks = [m.register_forward_hook(record_type) for m in leaves if takes_hooks(self._torch, m)]
         try:
-            with self._use_stream(self._queue):
-                self._eager(*self._bound[0].values())
+            run()
         finally:
             for hook in hooks:
                 hook.remove()
-        return len(seen), dict(Counter(kind for m, kind in seen.items() if isinstance(m, compute) or is_quantised(m)))
+        kinds = Counter(kind for m, kind in seen.items() if isinstance(m, compute) or is_quantised(m))
+        return len(seen), dict(kinds) or count_products(self._torch, run)
 
     def profile(self, runs: int) -> LayerTimes:
         """Time the calls of the module's parts: by hooks on a CPU, by their kernels on a GPU.
