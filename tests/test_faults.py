@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -479,6 +480,7 @@ def test_a_temporary_home_of_somebody_else_is_not_used(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(("line", "said"), [
     ("dyno show golden 1</dev/null", "standard output: it is not open for writing"),
     ("ulimit -v 300000; dyno show golden", "memory is limited to 292 MiB"),
+    (f"ulimit -n 8; dyno {' '.join(FAKE)}", "dyno: too many files are open; allow more (ulimit -n) and run again"),
     ("ulimit -f 0; dyno doctor", "temporary files can't be written; free space, or give their folder in"),
 ])  # fmt: skip
 def test_what_a_command_is_not_given_is_one_line(shell: Callable[[str], Any], line: str, said: str) -> None:
@@ -489,6 +491,13 @@ def test_what_a_command_is_not_given_is_one_line(shell: Callable[[str], Any], li
 def test_a_home_that_no_shell_expands_is_the_user_s(shell: Callable[[str], Any], golden: Path) -> None:
     done = shell("HOME=$PWD/home; export HOME; mkdir home; dyno show golden --format csv --out=~/t.csv")
     assert done.returncode == 0 and (golden.parent / "home" / "t.csv").exists() and not Path("~").exists(), done.stderr
+
+
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-m", "dyno", "show"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_where_charts_would_be_shown_does_not_matter(shell: Callable[[str], Any], golden: Path) -> None:

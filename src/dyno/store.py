@@ -250,13 +250,18 @@ def check_writable(path: Path, *, making: bool = False) -> None:
 
 
 def copy(source: Path, out: Path) -> None:
-    """Copy a file with its companions to `out`."""
+    """Copy a file with its companions to `out`, whole or not at all: what fails keeps earlier files."""
     out.parent.mkdir(parents=True, exist_ok=True)
     kind = registry.format_of(source)
-    if kind is None:
-        shutil.copyfile(source, out)
-    else:
-        kind.copy(source, out)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=out.parent) as scratch:
+            beside = Path(scratch) / out.name
+            kind.copy(source, beside) if kind else shutil.copyfile(source, beside)
+            for part in beside.parent.iterdir():
+                part.replace(out.with_name(part.name))
+    except OSError as e:
+        e.filename = str(out) if source.exists() else str(source)  # a full disk would be called that of the source
+        raise
 
 
 def code_file(module: str) -> Path | None:

@@ -144,16 +144,24 @@ class Table:
         """
         requested = [k.strip() for k in by.split(",")] if isinstance(by, str) and by else list(by)
         keys = requested or list(self.group)
-        chosen = [k.strip() for k in only.split(",")] if only and only != EVERY else []
-        by_name = {column.name: column for column in self.columns}
-        if unknown := [k for k in (*keys, *chosen) if k not in by_name]:
-            raise UserError(_no_column(unknown[0], list(by_name)))
+        self._check_columns(keys)
         grouped = self._group_rows(keys)
-        shown = [by_name[name] for name in chosen] or self._choose_columns(keys, by_name)
+        shown = self.find_columns(only) or self._choose_columns(keys, {column.name: column for column in self.columns})
         for number, (values, rows) in enumerate(grouped.items(), 1):
             columns = [c for c in shown if c.identity or any(c.text(r) for r in rows)]
             own = [*(self.below(rows) if self.below else ()), *(self.notes if number == len(grouped) else ())]
             yield TablePart(_make_title(keys, values), columns, rows, own)
+
+    def find_columns(self, only: str) -> list[Column]:
+        """Return the columns that `only` names, with commas; none for "" and EVERY."""
+        names = [k.strip() for k in only.split(",")] if only and only != EVERY else []
+        self._check_columns(names)
+        return [column for name in names for column in self.columns if column.name == name]
+
+    def _check_columns(self, names: Sequence[str]) -> None:
+        known = [column.name for column in self.columns]
+        if unknown := [name for name in names if name not in known]:
+            raise UserError(_no_column(unknown[0], known))
 
     def _group_rows(self, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
         grouped: dict[tuple[Any, ...], list[Row]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,7 +77,7 @@ def _write_files(written: Path, names: Sequence[str], artifact: Artifact | None,
         copy(Path(artifact.path), file)
     places = {"script.py": script, "state.pt": file, "model.py": _copied_code(script)}
     for name in names:
-        shutil.copyfile(written / name, places[name])
+        copy(written / name, places[name])
 
 
 def _copied_code(script: Path) -> Path:

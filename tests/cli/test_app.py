@@ -76,7 +76,11 @@ def test_data_folders_without_images(refused: Any, tmp_path: Path) -> None:
 
 def test_an_output_that_cannot_be_written(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert refused(*FAKE, "--out", "file").endswith("file: is a file where a folder is needed; give another path")
+    assert refused(*FAKE, "--out", "file").endswith(
+        "file: is a file, or a link to nothing, where a folder is needed; give another path"
+    )
+    Path("link").symlink_to("nowhere")
+    assert "link: is a file, or a link to nothing, where a folder is needed" in refused(*FAKE, "--out", "link")
     assert refused(*FAKE, "--out", "file/below").endswith("is a file where a folder is needed; give another path")
 
 
@@ -256,6 +260,13 @@ def test_a_full_cache_is_told(dyno: Any, small_disk: Path) -> None:
     words = ("export", "torchvision:squeezenet1_1", "-o", small_disk.parent / "m.onnx")
     last = dyno(*words, env={"DYNO_CACHE": str(small_disk)}, code=2).stderr.splitlines()[-1]
     assert last.startswith(f"dyno: {small_disk}/") and ": the disk is full; free some space and run again" in last
+
+
+def test_a_file_that_does_not_fit_is_not_written_in_part(dyno: Any, small_disk: Path) -> None:
+    (small_disk / "m.onnx").write_text("earlier")
+    done = dyno("export", "torchvision:squeezenet1_1", "-o", small_disk / "m.onnx", code=2)
+    assert done.stderr.splitlines()[-1].startswith(f"dyno: {small_disk}/m.onnx: the disk is full; free some space")
+    assert [*small_disk.iterdir()] == [small_disk / "m.onnx"] and (small_disk / "m.onnx").read_text() == "earlier"
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")

@@ -55,6 +55,8 @@ def test_what_is_not_measured_yet_is_no_failure(call: Any, run: Path) -> None:
         record.unlink()
     assert "1 ok, 1 failed, 1 skipped, 1 unfinished" in call("runs", "list")[1]
     out = call("show", run)[1]
+    assert "not measured so far" in call("show", run, "--columns", "reason", "--format", "csv")[1]
+    assert "unfinished: " not in out, "its verdict says so"
     assert "1 of 4 trials was not measured so far." in out and "1 of 4 trials did not finish: 1 failed (" in out
 
 
@@ -124,14 +126,20 @@ def test_a_run_in_use_stays(call: Any, refused: Any, run: Path) -> None:
 
 
 def test_a_run_that_is_measured_now_is_called_so(call: Any, refused: Any, run: Path) -> None:
-    says = f"Process {os.getpid()} is measuring this run: this is the answer so far."
+    says = f"This is the answer so far: process {os.getpid()} is measuring this run."
     shutil.rmtree(run / "trials" / next((run / "trials").iterdir()).name)
     with Run(run).locked():
         assert says in call("show", run)[1].splitlines()
+        shutil.copytree(run / "trials", "kept")
+        for record in run.glob("trials/*/*/record.json"):
+            record.unlink()
+        assert f"  next: wait: process {os.getpid()} is measuring this run" in call("show", run)[1].splitlines()
+        shutil.rmtree(run / "trials")
+        Path("kept").rename(run / "trials")
         assert says in json.loads(call("show", run, "--format", "json")[1])["verdict"]
         shutil.rmtree(run / "trials")
         (run / "trials").mkdir()
-        assert refused("show", run) == f"runs/one has no trials yet; process {os.getpid()} is measuring it"
+        assert refused("show", run) == f"runs/one has no trials yet; process {os.getpid()} is measuring this run"
     assert refused("show", run) == "runs/one has no trials yet; run the study first"
 
 

@@ -11,6 +11,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count, repeat
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -120,8 +121,20 @@ def test_an_engine_that_fails_as_it_is_closed_was_measured(
     (warning,) = [text for text in record.warnings if "closed" in text]
     assert re.fullmatch(f"the engine failed as it was closed, after everything was measured: {ENDS[kind][1]}", warning)
     assert {m.tag for m in record.measurements} >= {"latency", "peak_memory"}
-    assert {"samples.npz", "outputs.npz"} <= {f.name for f in tmp_path.iterdir()}
+    names = {f.name for f in tmp_path.iterdir()}
+    assert {"samples.npz", "outputs.npz"} <= names and "partial.json" not in names
     assert record == read_record(tmp_path)
+
+
+@pytest.mark.parametrize(("kernel", "status"), [(False, "crashed"), pytest.param(True, "oom", marks=pytest.mark.slow)])
+def test_a_trial_that_is_killed_as_its_engine_is_closed_is_measured_again(
+    fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: bool, status: str
+) -> None:
+    kills = count() if kernel else repeat(0)
+    monkeypatch.setattr(launcher, "_kernel_kills", lambda: next(kills))
+    record = run(fake_trial(fail="killed", at="close"), tmp_path)
+    assert (record.status, record.stage, record.was_killed) == (status, "close", not kernel)
+    assert record.value("peak_memory") and not (tmp_path / "partial.json").exists()
 
 
 def test_what_was_measured_before_a_crash_is_kept(fake_trial: Any, tmp_path: Path) -> None:

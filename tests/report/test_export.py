@@ -27,6 +27,13 @@ def test_a_file_holds_what_is_printed(format: str, call: Any, tmp_path: Path) ->
     assert (tmp_path / "table.data").read_text() == printed
 
 
+def test_a_csv_has_the_columns_that_are_named(call: Any) -> None:
+    words = ("show", GOLDEN / "run", "--format", "csv", "--columns")
+    assert call(*words, "backend, batch", code=0)[1].splitlines()[:2] == ["backend,batch", "pytorch,1"]
+    assert call(*words, "all", code=0)[1] == call(*words[:-1], code=0)[1]
+    assert "there is no column 'speed'" in call(*words, "speed", code=2)[2]
+
+
 def test_parquet_has_the_numbers_and_units_of_the_table(call: Any, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="no pyarrow (pip install 'inference-dyno[parquet]')")
     call("show", GOLDEN / "run", "-o", "table.parquet", code=0)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +102,23 @@ def test_nothing_readable_is_an_error_with_the_reason(run: Path) -> None:
         load_run(run)
 
 
+def test_rounds_of_an_older_dyno_alone_are_an_error(run: Path) -> None:
+    for path in run.glob("trials/*/r*/record.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 1}))
+    with pytest.raises(UserError, match=r"nothing in .* can be read: .*older Dyno .* measure into a new folder"):
+        load_run(run)
+
+
+def test_missing_samples_are_told(run: Path, call: Any) -> None:
+    """A run copied without them "had no latency measured"."""
+    missing = sorted(run.glob("trials/*/r*/samples.npz"))
+    for path in missing:
+        path.unlink()
+    assert load_run(run).problems == [f"{path} is missing, and the latencies of that round with it" for path in missing]
+    lines = call("show", run)[2].splitlines()
+    assert len(missing) > 5 and len(lines) == 6 and lines[5].endswith("more lines like these are in the report")
+
+
 @pytest.mark.parametrize("text", ["[]", '{"schema": "x"}', '{"trial": 3, "schema": 1}'])
 def test_a_job_that_is_no_trial_is_left_out_by_name(run: Path, text: str) -> None:
     folder = first_record(run).parents[1]
@@ -147,7 +165,7 @@ def test_a_trial_without_any_record_is_unfinished(run: Path) -> None:
         path.unlink()
     trial = load_run(run).trial(folder.name)
     assert trial.status == "unfinished"
-    assert "again" in trial.reason
+    assert trial.reason == "not measured so far"
 
 
 def test_damaged_arrays_are_missing_arrays(run: Path) -> None:

@@ -101,12 +101,14 @@ def test_what_runs_elsewhere_answers_as_the_module_does(nets: Any, name: str, tm
         want = net(**given) if isinstance(given, dict) else net(given)
     first = want.logits if name == "data" else want[0] if isinstance(want, tuple) else want
     np.testing.assert_allclose(trial.outputs()["output"], first.numpy(), 1e-3, 1e-4)
+    assert trial.facts.precision_truth.ok == (name not in ("lstm", "quantised")), "those of the others are seen"
 
 
 def test_its_size_and_batch_are_those_of_its_example(tmp_path: Path) -> None:
     study = Study(models=(Small().eval(), torch.randn(2, 3, 16, 24)), backends="pytorch", **QUICK)
     (trial,) = study.run(tmp_path / "run", quiet=True).records
     assert (trial.status, trial.batch, trial.size) == ("ok", 2, "16x24")
+    assert trial.facts.layers_by_type == {"float32": 1} and trial.facts.precision_truth.ok
 
 
 def test_several_modules_beside_a_path(nets: Any) -> None:

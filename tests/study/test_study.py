@@ -280,7 +280,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_usual_names_of_backends_and_precisions_are_known() -> None:
-    study = Study(models="fake:n", backends=["ort@threads=2", "trt@precision=half+fp32", "fake"], precisions="float16")
+    backends = ["ORT@threads=2", "TensorRT@precision=half+FP32", "fake"]
+    study = Study(models="fake:n", backends=backends, precisions="float16")
     assert study.backends == ("onnxruntime@threads=2", "tensorrt@precision=fp16+fp32", "fake")
     assert study.precisions == ("fp16",)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import sys
 import textwrap
 from contextlib import suppress
@@ -115,6 +116,8 @@ def main() -> None:
         with suppress(OSError):  # of a stream that can't be written to; `exits` tells what is wrong
             print(write_overview(), end="", flush=True)
             return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of what is imported until `exits` handles it
     from dyno.cli import exits
 
     sys.argv[1:] = exits.expand_home(exits.replace_renamed(sys.argv[1:]))

@@ -46,6 +46,7 @@ from dyno.worker.spec import LOOKS, Trial, UserError, plain
 if TYPE_CHECKING:
     from dyno.results.run_data import RunData
 
+MOST_PROBLEMS = 5  # of unreadable files that are named
 UNFINISHED = 3  # exit code where some of the models could not be measured
 DRAWN = (".svg", ".png", ".html")  # endings of files with a history as a chart
 PROBE_S, BUSY = 2.0, 0.5  # seconds of looking for other programs; the fewest busy processors that matter
@@ -400,7 +401,9 @@ def _put_text(text: str, out: str) -> None:
 
 
 def _warn_of_problems(runs: Sequence[RunData]) -> None:
-    for problem in (problem for run in runs for problem in run.records.problems):
+    problems = [problem for run in runs for problem in run.records.problems]
+    more = [f"{len(problems) - MOST_PROBLEMS} more lines like these are in the report"]
+    for problem in [*problems[:MOST_PROBLEMS], *(more if len(problems) > MOST_PROBLEMS else [])]:
         Console(stderr=True).print(f"dyno: {escape(plain(problem))}", style="yellow", soft_wrap=True)
 
 
@@ -480,11 +483,11 @@ def _choose_folder(out: Path, models: Sequence[str], number: int) -> Path:
 def time(
     overrides: Overrides,
     models: options.Models,
-    out: options.Out = "",
+    out: options.NewOut = "",
     format: options.Format = "text",
     trtexec: Annotated[str, typer.Option(help="A trtexec log, or its exported times, to compare with.")] = "",
 ) -> None:
-    """Time a module, an ONNX file, an engine or an OpenVINO IR. On generated or real data."""
+    """Time a module, an ONNX file, an engine or an OpenVINO IR. Inputs are random, or yours."""
     from dyno.report.export import export
     from dyno.report.tables import trial_table
     from dyno.report.verdict.verdict import about
@@ -514,13 +517,14 @@ def stress(
     overrides: Overrides,
     models: options.Models,
     phases: Annotated[
-        str, typer.Option(help="A phase for each: min, opt or max of the engine's profile, random, or a number.")
+        str,
+        typer.Option(help="A phase for each of these: min, opt or max of the engine's profile, random, or a number."),
     ] = "min,opt,max,random",
     iterations: Annotated[int, typer.Option(help="Batches in each phase.")] = 10_000,
-    out: options.Out = "",
+    out: options.NewOut = "",
     format: options.Format = "text",
 ) -> None:
-    """Run a dynamic engine or ONNX file at changing batches for long. Every output is checked, memory watched."""
+    """Run a dynamic engine or ONNX file at changing batches for long. Check every output, and watch memory."""
     from dyno.report.export import export
     from dyno.runner import stress as module
     from dyno.table import joined
@@ -552,10 +556,10 @@ def eval(
     overrides: Overrides,
     models: options.Models,
     per_class: Annotated[bool, typer.Option("--per-class", help="Show every class, not only the worst.")] = False,
-    out: options.Out = "",
+    out: options.NewOut = "",
     format: options.Format = "text",
 ) -> None:
-    """Measure accuracy on labelled images, and speed. With intervals, classes, confusions and the pipeline's rate."""
+    """Measure accuracy on labelled images, and speed. Print intervals, classes, confusions and the pipeline's rate."""
     from dyno import evaluation
 
     folders = _measure_models(overrides, models, out, "eval", **EVALUATION)
@@ -570,10 +574,10 @@ def diff(
     rtol: Annotated[float, typer.Option(help="Relative difference of two outputs that still agree.")] = 1e-3,
     atol: Annotated[float, typer.Option(help="Absolute difference of two outputs that still agree.")] = 1e-8,
     least: Annotated[float, typer.Option(help="Exit 1 when a smaller share of values agrees (0 to 1).")] = 0.0,
-    out: options.Out = "",
+    out: options.NewOut = "",
     format: options.Format = "text",
 ) -> None:
-    """Compare the outputs of several files or backends, or their layers. Errors, the share that agrees, top-10."""
+    """Compare the outputs of several files or backends, or their layers. Print errors, agreement and the top-10."""
     from dyno.report.export import export
     from dyno.report.tables import accuracy_tables
     from dyno.results import trial_result
@@ -619,7 +623,7 @@ def selftest(
     ] = "",
     format: options.Format = "text",
 ) -> None:
-    """Measure how small a difference can be seen on this machine. With false alarms, and a grade."""
+    """Measure how small a difference can be seen on this machine. Print the rate of false alarms, and a grade."""
     from dyno.formatting import bullet, wrapped
     from dyno.regression import selftest as module
     from dyno.report import self_test as report_self_test

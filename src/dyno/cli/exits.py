@@ -97,6 +97,7 @@ ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache, TMPDIR for temp
 STORED = "what was measured is stored"
 AGAIN = "run again"  # ends advice, to which is added what is stored
 NO_MEMORY = f"memory ran out; free some, or allow more (ulimit -v), and {AGAIN}"
+NO_FILE = f"too many files are open; allow more (ulimit -n) and {AGAIN}"
 NO_PROCESS = f"no further process or thread may be started here (ulimit -u); allow more and {AGAIN}"
 OS_ERRORS = {
     errno.ENOSPC: f"the disk is full; free some space and {AGAIN}",
@@ -107,14 +108,14 @@ OS_ERRORS = {
     errno.EPERM: f"writing is not permitted; {ELSEWHERE}",
     errno.ELOOP: "is a symbolic link that nothing is read or written through; remove it",
     errno.ENOENT: f"there is no such file or folder; {ELSEWHERE}",
-    errno.EEXIST: "is a file where a folder is needed; give another path",
+    errno.EEXIST: "is a file, or a link to nothing, where a folder is needed; give another path",
     errno.EISDIR: "is a folder where a file is needed; give another path",
     errno.ENOTDIR: "is a file where a folder is needed; give another path",
     errno.ENAMETOOLONG: "the name is too long; give a shorter one",
     errno.EBADF: f"it is not open for writing; redirect it elsewhere and {AGAIN}",
     errno.ENOMEM: NO_MEMORY,
     errno.EAGAIN: NO_PROCESS,
-    errno.EMFILE: f"too many files are open; allow more (ulimit -n) and {AGAIN}",
+    errno.EMFILE: NO_FILE,
 }
 # How libraries word what a limit of this process makes of them.
 LIMITS = {
@@ -175,8 +176,9 @@ def end(app: typer.Typer) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # this process needs no more; without one it is interrupted
     os.environ["MPLBACKEND"] = "agg"  # charts are files; a user's own setting may be of a screen that isn't here
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a HOME that can't be written to
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # from `timeout` or a scheduler: it ends as after Ctrl-C
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for each in (signal.SIGINT, signal.SIGTERM):  # from `timeout` or a scheduler: it ends as after Ctrl-C
+        if signal.getsignal(each) == signal.SIG_DFL:
+            signal.signal(each, signal.default_int_handler)
     try:
         _check_words(sys.argv[1:])
         _check_memory()
@@ -221,7 +223,7 @@ def _describe_error(e: Exception) -> str:
             return advice
     if isinstance(e, OSError) and e.errno is not None:
         advice = OS_ERRORS.get(e.errno, f"{e.strerror or os.strerror(e.errno)}; {ELSEWHERE}")
-        return advice if advice in (NO_MEMORY, NO_PROCESS) else f"{e.filename or 'output'}: {advice}"
+        return advice if advice in (NO_MEMORY, NO_FILE, NO_PROCESS) else f"{e.filename or 'output'}: {advice}"
     line = f"{INTERNAL}, {type(e).__name__}: {one_line(e)}"
     if _continues(sys.argv[1:]):
         line += f"; {STORED}"

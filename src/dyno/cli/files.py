@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -166,7 +168,7 @@ def _print_export(written: ExportedFile, builds: Table | None, format: str) -> N
     for note in written.notes:
         print(note, file=sys.stderr)
     if written.script:
-        print(f"run it: python {written.script}")
+        print(f"run it: python {shlex.quote(written.script)}")
 
 
 def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, object]) -> ExportedFile:
@@ -174,7 +176,7 @@ def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, 
     from dyno import winner
     from dyno.report.tables import trial_table
 
-    if reason := run_folders.why_no_run(run):
+    if reason := run_folders.why_no_run(Path(os.path.realpath(run))):
         raise UserError(f"{run} {reason}" + ("" if run.exists() else "; give a model or a run folder"))
     if given:
         raise UserError("a run's trial is exported as it was measured; omit every option but -o")
@@ -366,7 +368,9 @@ def _compare_builds(
     data = run(repeated, out.with_suffix(".builds")).data
     best = variance_tables.fastest(data.records)
     if best is None or best.artifact is None:
-        raise UserError(f"no build could be timed; `dyno show {out.with_suffix('.builds')}` has the reasons")
+        raise UserError(
+            f"no build could be timed; `dyno show {shlex.quote(str(out.with_suffix('.builds')))}` has the reasons"
+        )
     copy(Path(best.artifact.path), out)
     text = f"{out}  the fastest, {best.backend}"
     return ExportedFile(str(out), best.artifact.bytes, text), variance_tables.BUILDS.table(data)
@@ -481,7 +485,7 @@ def site(
     packs: Annotated[Path, typer.Argument(help="A folder of files that dyno pack wrote.", metavar="PACKS")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write into.")] = Path("site"),
 ) -> None:
-    """Write a static site of packs. A row and a report for each, verified again. Exit 3 if one is broken."""
+    """Write a static site of packs. Each has a row and a report, and is verified again. Exit 3 if one is broken."""
     from dyno.packs import static_site as module
 
     table = module.write_site(packs, out)

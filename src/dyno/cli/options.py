@@ -52,6 +52,8 @@ SomeRuns = Annotated[
 ]
 SomeRun = Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN", show_default="the latest run")]
 Out = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=WHERE, show_default="runs/NAME")]
+NEW = "a new one below runs/COMMAND"
+NewOut = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=WHERE, show_default=NEW)]
 
 
 def _parse_format(format: str) -> str:

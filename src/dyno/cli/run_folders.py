@@ -122,7 +122,7 @@ def remove(
     trials: Trials = [],  # noqa: B006  (typer copies it)
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask; off a terminal nothing is asked.")] = False,
 ) -> None:
-    """Remove a run folder, or trials inside. Touches nothing that Dyno did not write."""
+    """Remove a run folder, or trials inside. What Dyno did not write stays."""
     from dyno.store import Run
 
     if reason := why_no_run(run):

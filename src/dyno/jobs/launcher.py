@@ -229,6 +229,7 @@ def finish(started: JobProcess, timeout_s: float, timed_out: bool) -> Record:
     if record is None:
         record = _ended_without(job, folder, code, timed_out, timeout_s, _kernel_kills() > started.kills)
         write_record(folder, record)
+        (folder / "partial.json").unlink(missing_ok=True)
     return record
 
 
@@ -346,7 +347,7 @@ def read_stage(folder: Path) -> str:
 def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s: float, oom_killed: bool) -> Record:
     """Build a record for a job that wrote none: its measurements until then, and how it ended.
 
-    A trial whose engine failed as it was closed has all its measurements, and counts.
+    A trial whose engine crashed or hung as it was closed has all its measurements, and counts.
     """
     stage = read_stage(folder)
     record = Record("crashed", trial=job.trial.id if job.trial else "", round=job.round)
@@ -364,9 +365,11 @@ def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s
         status, reason = "crashed", f"exited with code {code} without a record"
     last = _last_line(folder / "stderr.log") if code > 0 else ""
     reason = f"{reason}: {last}" if last else reason
-    if job.kind == "run" and stage == CLOSE and record.stage == CLOSE:
+    ended = replace(record, status=status, stage=stage, reason=reason)
+    measured = job.kind == "run" and stage == CLOSE and record.stage == CLOSE
+    if measured and status != "oom" and not ended.was_killed:
         return replace(record, status="ok", warnings=(*record.warnings, describe_close(reason)))
-    return replace(record, status=status, stage=stage, reason=reason)
+    return ended
 
 
 def _last_line(path: Path) -> str:

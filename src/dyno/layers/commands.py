@@ -95,7 +95,7 @@ def profile(
     save: Save = [],  # noqa: B006
     format: options.Format = "text",
 ) -> None:
-    """Time every layer in PyTorch and in each engine. By the model's own names, beside the latency."""
+    """Time every layer in PyTorch and in each engine. Layers have the model's own names."""
     from dyno.layers import files, profiling
     from dyno.report.html_page import make_page
 
@@ -139,7 +139,7 @@ def explain(
     ] = [],  # noqa: B006  (typer copies it)
     format: options.Format = "text",
 ) -> None:  # fmt: skip
-    """Say why B is faster or slower than A. A waterfall in microseconds by parts of the model, and sentences."""
+    """Say why B is faster or slower than A. Print a waterfall in microseconds by parts of the model, and sentences."""
     from dyno.layers import explaining
     from dyno.layers.explaining import ExplanationResult
 
@@ -167,7 +167,7 @@ class ColdStartOptions:
 
 @options.takes(ColdStartOptions, options.FORMS)
 def cold_start(overrides: options.Overrides, models: ModelAndForms, format: options.Format = "text") -> None:
-    """Time the start of a process up to its first answer. Imports, loading, the first call."""
+    """Time the start of a process up to its first answer. The parts are imports, loading and the first call."""
     from dyno.layers import cold_start
 
     starts = cold_start.bench_cold_start(*models, quiet=False, **overrides)

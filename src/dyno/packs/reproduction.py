@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -216,7 +217,7 @@ def reproduce(
     with open_pack(file) as opened:
         verified = verify_opened(opened, file)
         if verified.exit_code:
-            raise UserError(f"{file} is not verified, so it isn't run; see `dyno verify {file}`")
+            raise UserError(f"{file} is not verified, so it isn't run; see `dyno verify {shlex.quote(str(file))}`")
         theirs = load_run(opened.run)
         study, unavailable = _make_study(opened, theirs, [model] if isinstance(model, (str, Path)) else model, data)
         if minutes is not None:

@@ -81,7 +81,7 @@ def compare(
     b: Annotated[str, typer.Argument(help="What to judge: a run folder, or a model.", metavar="B")] = "",
     junit: Junit = "",
     summary: Summary = "",
-    out: options.Out = "",
+    out: options.NewOut = "",
     format: options.Format = "text",
 ) -> None:
     """Say whether B is slower than A: runs, files, commits, versions. Exit 1 if B got worse, 3 if undecided."""

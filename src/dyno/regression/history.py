@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -159,7 +160,9 @@ def _list_steps(rows: Sequence[Row], runs: Mapping[str, RunData]) -> Iterator[st
             else "Single rounds have no interval, so no step can be told from noise; measure more --rounds."
         )
         return
-    first, then = (runs[name].records.folder for name in (slower[0]["#before"]["run"], slower[0]["run"]))
+    first, then = (
+        shlex.quote(str(runs[name].records.folder)) for name in (slower[0]["#before"]["run"], slower[0]["run"])
+    )
     yield f"Runs of different sessions prove no cause; measured side by side: dyno compare {first} {then} --remeasure"
 
 

@@ -39,9 +39,9 @@ def export(
     """Return the tables in one of FORMATS, ending with a line end.
 
     `csv`, `json` and `html` (a page) hold plain values; csv and json have every column, the others those that are
-    printed (or `only` some, or EVERY one in a text too), a part for each of the values of the columns `by`. `about`
-    stands at the beginning of the JSON object, which holds the `columns`, `rows` and `notes` of each of the `tables` by
-    name. UserError for an unknown format or column.
+    printed, a part for each of the values of the columns `by`. `only` names the columns of any but json; EVERY are all.
+    `about` stands at the beginning of the JSON object, which holds the `columns`, `rows` and `notes` of each of the
+    `tables` by name. UserError for an unknown format or column.
     """
     check_known("format", format, FORMATS)
     if format == "json":
@@ -88,8 +88,9 @@ def _format_csv(tables: Sequence[Table], by: By, only: str) -> str:
     writer = csv.writer(text_file, lineterminator="\n")
     for number, table in enumerate(tables):
         text_file.write("\n" if number else "")
-        writer.writerow([csv_cell(c.name) for c in table.columns])
-        writer.writerows([csv_cell(_fill_missing(row.get(c.name))) for c in table.columns] for row in table.rows)
+        columns = table.find_columns(only) or table.columns
+        writer.writerow([csv_cell(c.name) for c in columns])
+        writer.writerows([csv_cell(_fill_missing(row.get(c.name))) for c in columns] for row in table.rows)
     return text_file.getvalue()
 
 

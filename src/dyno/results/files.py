@@ -164,6 +164,7 @@ MODELS = {
             "file": str,
             "preprocess_guessed": bool,
             "size_guessed": bool,
+            "images_unchecked": str,
         }
     ]
 }

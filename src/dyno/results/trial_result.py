@@ -154,6 +154,7 @@ def placements(run: Path, problems: list[str]) -> dict[str, Placement]:
 SELF_TEST = "self-test.json"  # in a run folder: the summary of the machine's self-test
 # A trial is as bad as its worst round; "unfinished" is a trial of which no round has left a record.
 UNFINISHED = "unfinished"
+MEASURING = "process {} is measuring this run"
 SEVERITY = ("ok", UNFINISHED, "skipped", "failed", "timeout", "oom", "crashed")
 
 
@@ -289,7 +290,7 @@ class TrialResult:
         """Why the trial isn't ok, one line, with the stage it reached and how many rounds are good all the same."""
         worst = self.worst
         if worst is None:
-            return "no round has left a record; the same `dyno run` again finishes it"
+            return "not measured so far"
         if worst.ok:
             return ""
         stage = worst.record.stage
@@ -506,11 +507,10 @@ def load_run(run: Path) -> Results:
     problems: list[str] = []
     owner = lock_owner(run / LOCK)
     trials = [t for folder in trials_in(run) if (t := _read_trial(folder, problems))]
-    if not trials and problems:
+    if problems and not any(t.rounds for t in trials):
         raise UserError(f"nothing in {run} can be read: {problems[0]}")
     if not trials:
-        advice = f"process {owner} is measuring it" if owner else "run the study first"
-        raise UserError(f"{run} has no trials yet; {advice}")
+        raise UserError(f"{run} has no trials yet; {MEASURING.format(owner) if owner else 'run the study first'}")
     study = run / "study.toml"
     models = _index_models(read_table(run / "models.json", problems, MODELS) or {})
     file_forms, placed = forms(models), placements(run, problems)
@@ -557,6 +557,8 @@ def _read_trial(folder: Path, problems: list[str]) -> TrialResult | None:
         record = read_round(path, problems)
         if record:
             record, samples = measured(path, record)
+            if record.status == "ok" and not samples and any(m.samples for m in record.measurements):
+                problems.append(f"{path / 'samples.npz'} is missing, and the latencies of that round with it")
             rounds[path.name[0]].append(Round(path, record.round, record, _read_device(job), samples))
     return TrialResult(folder.name, job, rounds["r"], rounds["c"], rounds["t"], rounds["s"], artifact) if job else None
 

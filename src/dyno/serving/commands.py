@@ -26,7 +26,7 @@ APPLICATION_HELP = (
 def serve(
     overrides: options.Overrides,
     model: options.Model,
-    out: options.Out = "",
+    out: options.NewOut = "",
     format: options.Format = "text",
 ) -> None:
     """Find how many requests per second an engine answers in time. Give the limit, e.g. --p99 20ms."""
@@ -46,10 +46,10 @@ def serve(
 def app(
     overrides: options.Overrides,
     application: Annotated[str, typer.Argument(help=APPLICATION_HELP, metavar="APPLICATION")],
-    out: options.Out = "",
+    out: options.NewOut = "",
     format: options.Format = "text",
 ) -> None:
-    """Time the requests of your own application by stage. And how much a faster engine can save of them."""
+    """Time the requests of your own application by stage. Say how much of their time a faster engine would save."""
     from dyno.serving import session
 
     result = session.bench_app(application, out=out or None, quiet=False, **overrides)

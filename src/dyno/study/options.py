@@ -69,7 +69,7 @@ class ComparisonOptions:
         (),
         f"Precisions: {', '.join(PRECISIONS)}.",
         flags="--precision --precisions",
-        usual="the file's own or fp32; without --backend also bf16 or fp16 where it is native, and int8 with --data",
+        usual="the file's own, or fp32; `dyno run` without --backend adds native bf16 or fp16, and int8 with --data",
         common=True,
     )
     batches: Ints = option(
@@ -247,7 +247,7 @@ class RuntimeOptions:
     """Where it runs."""
 
     device: str = option(
-        "cpu", "Device: cpu, or cuda:0. Only `dyno run` takes several, and shares the work: cuda:0,cuda:1.", common=True
+        "cpu", "Device: cpu, or cuda:0. Several, such as cuda:0,cuda:1, share the work of `dyno run`.", common=True
     )
     threads: int = option(0, "CPU threads of every backend.", usual="one per physical core")
     runtime: dict[str, dict[str, Any]] = option(

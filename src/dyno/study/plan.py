@@ -384,19 +384,21 @@ def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) 
 def _model_facts(study: Study, inspection: Inspection, dims: Dims, model: ModelSpec) -> dict[str, Any]:
     """Return facts about the model, where known.
 
-    They are the operations of one image at this size, the parameters, a file's name and signature, and whether the
-    size and the normalisation of images are guesses.
+    They are the operations of one image at this size, the parameters, a file's name and signature, whether the size
+    and the normalisation of images are guesses, and why the preparation of images couldn't be checked.
     """
     counts = {"flops": inspection.flops.get(dims.size, 0), "parameters": inspection.parameters or 0}
     file_facts = (
         {"file": Path(model.file).name, "signature": to_json(inspection.signature)} if inspection.signature else {}
     )
-    guesses = {
-        "preprocess_guessed": (study.data or study.calibration) and not study.mean and inspection.preprocess_guessed,
+    has_images = bool(study.data or study.calibration)
+    doubts = {
+        "preprocess_guessed": has_images and not study.mean and inspection.preprocess_guessed,
         "size_guessed": not study.sizes and inspection.size_guessed,
+        "images_unchecked": has_images and inspection.unchecked_images,
     }
     counted = {name: int(count) for name, count in counts.items() if count}
-    return {**counted, **file_facts, **{name: True for name, is_guess in guesses.items() if is_guess}}
+    return {**counted, **file_facts, **{name: doubt for name, doubt in doubts.items() if doubt}}
 
 
 def _build_trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec) -> Trial:

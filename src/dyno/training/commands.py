@@ -10,7 +10,10 @@ from dyno.cli import options
 from dyno.table import COUNT, Column, Table
 from dyno.worker.training.options import TrainOptions
 
-Folder = Annotated[str, typer.Argument(help="Folder of class folders, with or without train/ and test/; or 'digits'.")]
+Folder = Annotated[
+    str,
+    typer.Argument(help="Folder of class folders, with or without train/ and test/; or 'digits'.", metavar="DATA"),
+]
 COLUMNS = (
     Column("epoch", "from 1", kind=COUNT),
     Column("lr", "learning rate at its end"),
@@ -41,7 +44,7 @@ def train(
     holdout: Annotated[
         float | None, typer.Option(help="Share of the images to test on where there is no test/.", show_default="0.2")
     ] = None,
-    then: Annotated[str, typer.Option(help="Backends to measure the trained weights under, comma-separated.")] = "",
+    then: Annotated[str, typer.Option(help="Backends to measure the trained network on, with commas.")] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue a training; fail where there is none.")] = False,
     out: Annotated[str, typer.Option("--out", "-o", help="Folder.", show_default="runs/train-NAME")] = "",
     format: options.Format = "text",

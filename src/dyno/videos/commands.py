@@ -33,7 +33,7 @@ def video(
     ] = "",
     json: Annotated[str, typer.Option(help="File for the boxes: a line of JSON for each frame.")] = "",
     save: Annotated[str, typer.Option(help="File for the pipeline's trace: .trace.json, for Perfetto.")] = "",
-    out: options.Out = "",
+    out: options.NewOut = "",
     format: options.Format = "text",
 ) -> None:
     """Detect objects in a video, and say which stage bounds its speed."""

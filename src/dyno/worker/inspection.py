@@ -54,8 +54,8 @@ class Inspection(Purpose):
     `outputs` is how many classes a classifier's scores are of (else 0), `flops` the operations of one image by size
     (nothing where they can't be counted), `parameters` a module's or a file's, `channels` and `precision` a file's, and
     `signature` the shapes of the inputs and outputs of a file. `preprocess_guessed` says that images are normalised,
-    and nothing says by which mean and standard deviation, and `unsupported_images` how the model wants its images
-    prepared where Dyno can't ("" elsewhere).
+    and nothing says by which mean and standard deviation. `unsupported_images` says how the model wants its images
+    prepared where Dyno can't, and `unchecked_images` why that couldn't be checked ("" elsewhere).
     """
 
     size: tuple[int, int] = (0, 0)
@@ -75,3 +75,4 @@ class Inspection(Purpose):
     signature: tuple[tuple[tuple[int | str, ...], ...], ...] = ()
     preprocess_guessed: bool = False
     unsupported_images: str = ""
+    unchecked_images: str = ""

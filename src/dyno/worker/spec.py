@@ -83,8 +83,9 @@ OTHER_NAMES = {
 
 
 def usual_name(name: str) -> str:
-    """Return the name of a backend or a precision by which Dyno knows it."""
-    return OTHER_NAMES.get(name, name)
+    """Return the name of a backend or a precision by which Dyno knows it, from any other, or its capitals."""
+    small = str(name).lower()
+    return OTHER_NAMES.get(small, small if small in (*PRECISIONS, *OTHER_NAMES.values()) else name)
 
 
 def check_known(what: str, name: str, known: Iterable[str], where: str = "") -> None:

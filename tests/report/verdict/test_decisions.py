@@ -185,7 +185,7 @@ def test_a_run_that_was_stopped_early_goes_on_by_the_same_command(tmp_path: Path
     (tmp_path / "none" / "run" / "trials" / unmeasured.trial.id / "r0" / "record.json").unlink()
     (none,) = verdict.read_verdict(trial_table.read_trials(load_run(tmp_path / "none" / "run"))).decisions
     assert none.kind == WARNING and none.text == "no trial has succeeded yet; 1 of 2 were not measured so far."
-    assert dict(none.answers)["next"] == "the same `dyno run` again goes on, unless it still measures"
+    assert dict(none.answers)["next"] == "the same `dyno run` again goes on"
 
 
 def test_nothing_that_ended_well_is_a_failure(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def put_processor(folders: Path, folder: Path, kind: str, **settings: Any) -> An
 )
 def test_pixels_are_the_processors(kind: str, settings: dict[str, Any], folders: Path, tmp_path: Path) -> None:
     processor = put_processor(folders, tmp_path, kind, **settings)
-    assert huggingface.find_unsupported_steps(str(tmp_path)) == ""
+    assert huggingface.check_images(str(tmp_path)) == ("", "")
     preprocess, size = huggingface.image_config(str(tmp_path))
     assert preprocess is not None and size is not None
     for shape in ((90, 131), (131, 90)):
@@ -280,6 +280,17 @@ def test_a_folder_without_a_processor_has_a_guess(folders: Path, call: Any, tmp_
     photographs(tmp_path / "pets", "a", "b", "c", "d", "e")
     words = ("--data", "pets", "--backend", "pytorch", "--rounds", "1", "--seconds", "0.02", "--warmup", "0.01")
     assert "images were normalised by mean 0.485" in call("run", "bare", *words, "--out", "run", code=0)[1]
+
+
+def test_a_processor_that_cannot_be_run_is_told(folders: Path, call: Any, tmp_path: Path) -> None:
+    shutil.copytree(folders / "vit", tmp_path / "vit")
+    own = {"image_processor_type": "Own", "auto_map": {"AutoImageProcessor": "own.Own"}}
+    (tmp_path / "vit/preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **own}))
+    photographs(tmp_path / "pets", "a", "b", "c", "d", "e")
+    words = ("--data", "pets", "--backend", "pytorch", "--rounds", "1", "--seconds", "0.02", "--warmup", "0.01")
+    out = call("run", "vit", *words, "--out", "run", code=0)[1]
+    (told,) = [line for line in out.splitlines() if line.startswith("vit: images")]
+    assert "the model's own processor couldn't be run to check that (it needs its own code, which is not run)" in told
 
 
 def test_weights_of_another_network_are_not_completed_at_random(folders: Path, call: Any, tmp_path: Path) -> None:

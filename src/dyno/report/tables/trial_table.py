@@ -33,7 +33,7 @@ from dyno.results.metrics.precision import named, truth
 from dyno.results.rounds import LATENCIES, Round
 from dyno.results.run_data import RunData
 from dyno.results.stats import EQUIVALENT, MOST_ROUNDS, ONE_ROUND, UNDECIDED, samples_for
-from dyno.results.trial_result import Results, TrialResult, by_build, clock_of, load_run
+from dyno.results.trial_result import UNFINISHED, Results, TrialResult, by_build, clock_of, load_run
 from dyno.table import COUNT, FIRST, PERCENT, RANK, RATIO, TEXT, Column, Row, Table, missing
 from dyno.worker.facts.engine import STORED
 from dyno.worker.spec import UserError
@@ -638,7 +638,8 @@ def make_footnote(rows: list[Row], percentiles: Sequence[str] = ("p95",)) -> tup
 
 def list_reasons(rows: list[Row]) -> list[str]:
     """Return why rows failed."""
-    return [f"{r['backend']} {r['precision']} {r['status']}: {r['reason']}" for r in rows if r["status"] != "ok"]
+    failed = (r for r in rows if r["status"] not in ("ok", UNFINISHED))
+    return [f"{r['backend']} {r['precision']} {r['status']}: {r['reason']}" for r in failed]
 
 
 def _list_unranked(rows: list[Row]) -> list[str]:

@@ -44,7 +44,7 @@ from dyno.results.ranking import LATENCY, THROUGHPUT, Contest, Ranking, cpu_cont
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
 from dyno.results.stats import EQUIVALENT, FASTER, MOST_ROUNDS, ONE_ROUND, Speedup
-from dyno.results.trial_result import UNFINISHED, TrialResult, by_build
+from dyno.results.trial_result import MEASURING, UNFINISHED, TrialResult, by_build
 from dyno.table import missing
 from dyno.worker.spec import LOOKS
 
@@ -56,7 +56,7 @@ LOWERING = {
     "int8": {"onnxruntime", "openvino", "tensorrt", "tensorrt_rtx"},
     "bf16": {"pytorch", "compile", "aoti", "tensorrt", "tensorrt_rtx"},
 }
-RESUME = "the same `dyno run` again goes on, unless it still measures"
+RESUME = "the same `dyno run` again goes on"
 REASONS = "the reasons are below the table"
 ENOUGH = 3  # rounds that a study has by default
 MOST_NAMED = 4  # rows of a set that a sentence names
@@ -620,21 +620,24 @@ def list_incomparable(ranking: Ranking) -> Iterator[Finding]:
         yield Finding(WARNING, f"{ranking.where}: {', '.join(names)} not ranked, {verdict}.")
 
 
-def list_failed(ranking: Ranking) -> Decision | None:
+def list_failed(ranking: Ranking, run: RunData) -> Decision | None:
     """Return a decision where no trial of the ranking succeeded; None where one did."""
     if not results_ranking.list_usable(ranking.group).empty:
         return None
     waiting = int((ranking.group["status"] == UNFINISHED).sum())
     if waiting:
         text = f"no trial has succeeded yet; {waiting} of {len(ranking.group)} were not measured so far."
-        return Decision(WARNING, ranking.where, text, (("next", RESUME),))
+        owner = run.records.owner
+        return Decision(
+            WARNING, ranking.where, text, (("next", f"wait: {MEASURING.format(owner)}" if owner else RESUME),)
+        )
     return Decision(FAILURE, ranking.where, "no trial succeeded.", (("next", REASONS),))
 
 
 def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
     ranked = ranking.fastest
     others = (*_list_excluded(ranking, run), *list_incomparable(ranking))
-    if (nothing := list_failed(ranking)) is not None:
+    if (nothing := list_failed(ranking, run)) is not None:
         return Decision(nothing.kind, nothing.where, nothing.text, nothing.answers, others)
     if ranked.empty and run.conditions and results_ranking.list_usable(ranking.first)[LATENCY].notna().any():
         if run.limits and len(within := results_ranking.keep_within_budget(ranking.first)):

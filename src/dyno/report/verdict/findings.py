@@ -250,7 +250,7 @@ def list_label_findings(results: Results) -> Iterator[Finding]:
 
 
 def list_pixel_findings(results: Results) -> Iterator[Finding]:
-    """Yield a warning for each model whose images have a guessed size, or were normalised by a guess."""
+    """Yield a warning for each model whose images have a guessed size, or were prepared by a guess."""
     ran = [t for t in results if t.good or t.status == "failed"]  # the guess may be why it failed
     sized = {t.given: t.size for t in ran if results.models.get((t.given, t.size), {}).get("size_guessed")}
     for model, size in sized.items():
@@ -262,8 +262,14 @@ def list_pixel_findings(results: Results) -> Iterator[Finding]:
 
 
 def describe_guess(t: TrialResult, results: Results) -> str:
-    """Describe the guessed normalisation of the trial's images, and how to give another; "" where it isn't a guess."""
-    if not results.models.get((t.given, t.size), {}).get("preprocess_guessed"):
+    """Describe what is a guess in how the trial's images were prepared, and what to do; "" without a guess."""
+    facts = results.models.get((t.given, t.size), {})
+    if reason := facts.get("images_unchecked"):
+        return (
+            "images were prepared as preprocessor_config.json says, but the model's own processor couldn't be run to "
+            f"check that ({reason}); where it does anything else, its answers are wrong."
+        )
+    if not facts.get("preprocess_guessed"):
         return ""
     mean, std = (t.spec["model"]["preprocess"][name] for name in ("mean", "std"))
     none, one, byte = (_join_values([value] * len(mean)) for value in (0, 1, 0.003922))

@@ -22,7 +22,7 @@ from dyno.results.notes import is_time_over, read_dropped
 from dyno.results.ranking import LATENCY, Contention, cpu_contention, rank_goals, winners
 from dyno.results.rounds import GPU
 from dyno.results.run_data import RunData
-from dyno.results.trial_result import FILE, UNFINISHED, Results, TrialResult, clock_of
+from dyno.results.trial_result import FILE, MEASURING, UNFINISHED, Results, TrialResult, clock_of
 from dyno.table import missing
 from dyno.worker.facts.engine import STORED
 
@@ -128,7 +128,7 @@ def read_verdict(run: RunData) -> Verdict:
     if contention and contention.mostly:  # an order would be that of the machine's load
         next_step = _describe_next_step(run)
         decided = [Decision(WARNING, "", contention.sentence, (("real", COMPANY), ("next", next_step)))]
-        decided += [decision for ranking in shown if (decision := decisions.list_failed(ranking)) is not None]
+        decided += [decision for ranking in shown if (decision := decisions.list_failed(ranking, run)) is not None]
         rest = [finding for ranking in shown for finding in decisions.list_incomparable(ranking)]
     else:
         decided = [decision for ranking in shown for decision in decisions.decide_run(ranking, run)]
@@ -273,8 +273,7 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
     dropped, is_over = read_dropped(results.folder), is_time_over(results.folder)
     if results.owner:
-        answer = f"Process {results.owner} is measuring this run: this is the answer so far."
-        yield Finding(WARNING, answer)
+        yield Finding(WARNING, f"This is the answer so far: {MEASURING.format(results.owner)}.")
     elif (short := [t for t in results if t.is_cut_short and t.id not in dropped]) and not is_over:
         rounds = counting(min(len(t.rounds) for t in short), "round")
         answer = f"Not all rounds are measured: this is the answer after {rounds}; the same command goes on."

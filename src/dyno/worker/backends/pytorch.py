@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, DeviceBinding, LayerTimes, Session
-from dyno.worker.facts.engine import UNKNOWN, EngineFacts, Probe, precision_truth
+from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import tensors as tensors_of
 from dyno.worker.layers import graph
@@ -27,6 +26,7 @@ from dyno.worker.sessions.torch_support import (
     cast,
     compute_layers,
     configure,
+    count_products,
     device_named,
     first_line,
     import_torch,
@@ -392,17 +392,21 @@ class TorchSession(Session):
                 return
             seen[module] = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
-        if isinstance(self._module, self._torch.jit.ScriptModule):  # whose parts can't be observed
-            return 0, _count_quantised(str(self._module.inlined_graph))
+        def run() -> None:
+            with self._use_stream(self._queue):
+                self._eager(*self._bound[0].values())
+
+        if isinstance(self._module, self._torch.jit.ScriptModule):  # whose parts can't be watched
+            return 0, count_products(self._torch, run)
         leaves = [m for m in self._module.modules() if isinstance(m, compute) or not list(m.children())]
         hooks = [m.register_forward_hook(record_type) for m in leaves if takes_hooks(self._torch, m)]
         try:
-            with self._use_stream(self._queue):
-                self._eager(*self._bound[0].values())
+            run()
         finally:
             for hook in hooks:
                 hook.remove()
-        return len(seen), dict(Counter(kind for m, kind in seen.items() if isinstance(m, compute) or is_quantised(m)))
+        kinds = Counter(kind for m, kind in seen.items() if isinstance(m, compute) or is_quantised(m))
+        return len(seen), dict(kinds) or count_products(self._torch, run)
 
     def profile(self, runs: int) -> LayerTimes:
         """Time the calls of the module's parts: by hooks on a CPU, by their kernels on a GPU.
@@ -520,11 +524,3 @@ def _is_close(a: Any, b: Any) -> bool:
 def _has_difference(a: Any, b: Any) -> bool:
     """Return whether any value differs; NaN equals NaN."""
     return bool(((a != b) & ~((a != a) & (b != b))).any())
-
-
-def _count_quantised(graph: str) -> dict[str, int]:
-    """Return how many operators of a printed TorchScript graph compute in INT8, and in a type that it doesn't name;
-    empty where none is quantised."""
-    quantised = len(re.findall(r"= quantized::(?:conv|linear)", graph))
-    others = len(re.findall(r"= aten::(?:_?convolution|conv\dd|linear|addmm|b?mm|matmul|lstm|gru)\b", graph))
-    return dict(+Counter({"int8": quantised, UNKNOWN: others})) if quantised else {}

@@ -322,11 +322,13 @@ def _inspect_module(
             purpose
         )
     one_image = models.is_torchvision_detector(model)
+    unsupported, unchecked = models.check_images(model) if all(own) else ("", "")
     return replace(
         inspection,
         preprocess=inspection.preprocess or preprocess,
         preprocess_guessed=models.guesses_preprocess(model),
-        unsupported_images=models.find_unsupported_steps(model) if all(own) else "",
+        unsupported_images=unsupported,
+        unchecked_images=unchecked,
         size=own,
         flops={size: n for size, n in operations.items() if n},
         inputs=inputs.inputs,

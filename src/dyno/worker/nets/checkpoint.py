@@ -466,7 +466,7 @@ def _load_pickle(file: Path) -> Any:
         if "TorchScript" in str(e):
             raise UserError(f"{file} is a TorchScript program; save the weights alone with state_dict()") from e
         if zipfile.is_zipfile(file):
-            Archive(file)  # of another program's it says so
+            Archive(file)  # raises for a zip file of another program
         kind = "cut short or damaged" if _is_zip(file) else "not a checkpoint that torch can read"
         raise UserError(f"checkpoint {file} is {kind}; {SAVE_AGAIN}") from e
 

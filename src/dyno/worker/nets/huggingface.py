@@ -19,6 +19,7 @@ from dyno.worker.spec import NETWORK_FOLDER, ModelSpec, Preprocess, UserError, n
 
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
+OWN_CODE = "it needs its own code, which is not run"
 INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}  # Pillow's numbers
 UNCROPPED = 384  # pixels from which ConvNeXt's processor resizes to the size, without its `crop_pct`
 TOKENS, SAMPLES = 128, 16_000  # of an example, where the model takes as many
@@ -119,34 +120,34 @@ def examples(model: ModelSpec, folder: str) -> Any:
     return None
 
 
-def find_unsupported_steps(folder: str) -> str:
-    """Return how the folder's processor prepares images where Dyno can't do it alike; "" where it can."""
-    if _read_processor(folder).get("do_flip_channel_order"):
-        return "with red and blue swapped (do_flip_channel_order)"
-    return "" if _is_prepared_alike(folder) else "prepared by other steps than resize, centre crop and normalisation"
+def check_images(folder: str) -> tuple[str, str]:
+    """Return how the folder's processor prepares images where Dyno can't do it alike, and why that wasn't checked.
 
-
-def _is_prepared_alike(folder: str) -> bool:
-    """Return whether Dyno and the folder's processor turn a gradient image into the same pixels, within a tolerance."""
+    Each is "" elsewhere. Both are given a gradient image, and their pixels compared within a tolerance.
+    """
     preprocess, size = image_config(folder)
+    if _read_processor(folder).get("do_flip_channel_order"):
+        return "with red and blue swapped (do_flip_channel_order)", ""
     if preprocess is None or size is None or len(preprocess.mean) != 3:
-        return True
+        return "", ""
     (width, height), (crop_height, crop_width) = PROBE, size
     image = np.full((height, width, 3), GREY, np.uint8)
     image[..., 0], image[..., 1] = np.linspace(0, 255, width), np.linspace(0, 255, height)[:, None]
     try:
         processor = _import_library().AutoImageProcessor.from_pretrained(folder, local_files_only=True)
         found = np.asarray(processor(image, return_tensors="np")["pixel_values"])
-    except Exception:  # it needs its own code, another version of the library, or other inputs beside images
-        return True
+    except Exception as e:  # it needs its own code, another version of the library, or other inputs beside images
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        return "", OWN_CODE if "auto_map" in _read_processor(folder) else reason
     sides = size_before_crop(PROBE, (crop_width, crop_height), preprocess)
     crops = zip((crop_width, crop_height), sides, strict=True)
     across, down = ((np.arange(n) + 0.5 + (side - n) / 2) / side for n, side in crops)
     expected = np.broadcast_arrays(across, down[:, None], np.float64(GREY / 255))
-    if found.shape != (1, 3, crop_height, crop_width):
-        return False
     mean, std = (np.reshape(values, (3, 1, 1)) for values in (preprocess.mean, preprocess.std))
-    return bool(np.abs(found[0] * std + mean - np.stack(expected)).max() < CLOSE + SHIFT / min(sides))
+    is_alike = found.shape == (1, 3, crop_height, crop_width) and (
+        np.abs(found[0] * std + mean - np.stack(expected)).max() < CLOSE + SHIFT / min(sides)
+    )
+    return "" if is_alike else "prepared by other steps than resize, centre crop and normalisation", ""
 
 
 def _read_processor(folder: str) -> dict[str, Any]:
@@ -204,7 +205,7 @@ def _read_config(folder: str) -> Any:
     except (OSError, ValueError, KeyError) as e:
         reason = (str(e) or type(e).__name__).splitlines()[0]
         if "auto_map" in Path(folder, CONFIG).read_text(encoding="utf-8"):
-            reason = "it needs its own code, which is not run"
+            reason = OWN_CODE
         raise UserError(f"{folder} can't be read by transformers: {reason}") from e
     if config.model_type == "timm_wrapper":  # transformers would build it without its classes
         weights = next((f" --weights {file}" for file in weight_files(Path(folder))), " --pretrained")

@@ -239,10 +239,10 @@ def guesses_preprocess(model: ModelSpec) -> bool:
     return kind == "saved" or (kind == NETWORK_FOLDER and _library_config(model)[0] is None)
 
 
-def find_unsupported_steps(model: ModelSpec) -> str:
-    """Return how the model's library prepares images where Dyno can't do it alike; "" elsewhere."""
+def check_images(model: ModelSpec) -> tuple[str, str]:
+    """Return how the model's library prepares images where Dyno can't do it alike, and why that wasn't checked."""
     kind, name = parse(model.source)
-    return huggingface.find_unsupported_steps(name) if kind == NETWORK_FOLDER else ""
+    return huggingface.check_images(name) if kind == NETWORK_FOLDER else ("", "")
 
 
 def image_size(model: ModelSpec) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from dyno.worker.spec import UserError
 UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-zµ]+)")
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-BOUND = "Latency limit (SLO) at the percentile, with its unit"
+BOUND = "Latency limit (SLO) at this percentile, with its unit"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ServeOptions:
     p90: str = option("", f"{BOUND}.", "none")
     p999: str = option("", f"{BOUND} (the 99.9th percentile).", "none")
     rate: tuple[float, ...] = option(
-        (), "Requests per second to try: 50,100,200.", "search for the highest that holds the bound", common=True
+        (), "Requests per second to try: 50,100,200.", "search for the highest within the limit", common=True
     )
     trace: str = option("", "File of arrival times in seconds, one per line, in place of random ones.", "none")
     loadgen: bool = option(

@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,42 @@ def compute_layers(torch: Any) -> tuple[type, ...]:
     """Return the modules that do a network's arithmetic: convolutions, matrix products, attention, recurrence."""
     nn = torch.nn
     return (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+
+
+MULTIPLIES = re.compile("conv|linear")  # names of quantised operators
+
+
+def count_products(torch: Any, run: Callable[[], Any]) -> dict[str, int]:
+    """Return how many operators of a run multiply: those whose FLOPs PyTorch counts, by the type of their results, and
+    as int8 those of quantised layers.
+
+    Nothing where the run has operators that can't be watched, such as branches of a program.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+
+    kinds: Counter[str] = Counter()
+
+    class Products(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+            is_quantised = operator.namespace == "quantized" and MULTIPLIES.match(operator.overloadpacket.__name__)
+            multiplies = is_quantised or operator.overloadpacket in flop_registry
+            if not multiplies:
+                with self:  # for what it consists of
+                    result = operator.decompose(*args, **(options or {}))
+                if result is not NotImplemented:
+                    return result
+            result = operator(*args, **(options or {}))
+            if multiplies:
+                kinds["int8" if is_quantised else str(next(tensors(result)).dtype).removeprefix("torch.")] += 1
+            return result
+
+    try:
+        with Products():
+            run()
+    except (NotImplementedError, RuntimeError):
+        return {}
+    return dict(kinds)
 
 
 def is_quantised(module: Any) -> bool:

@@ -6,6 +6,7 @@ an image also `prepare(path)`, which preprocesses a photograph as in the measure
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -164,7 +165,7 @@ def written(part: ScriptPart, trial: Trial, tensors: tuple[Tensor, ...], about: 
 
 
 def _write_head(part: ScriptPart, trial: Trial, about: Mapping[str, Any], image: bool) -> str:
-    script = about["script"]
+    script = shlex.quote(about["script"])
     lines = [f'"""{about["story"]}', "", f"    python {script}                # random numbers"]
     lines += [f"    python {script} PHOTO.jpg …    # photographs, prepared as for the measurement"] if image else []
     needs = ", ".join((*part.needs, *(("Pillow for photographs",) if image else ())))
