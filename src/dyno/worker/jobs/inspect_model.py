@@ -306,7 +306,7 @@ def _inspect_module(
     for number, (height, width) in enumerate(sizes or [own]):
         dims = Dims(inputs.batch, height, width)
         module = models.build(model, dims) if number else module
-        declared = described.facts(module) if described else Purpose(class_names=models.name_classes(module))
+        declared = described.facts(module) if described else models.read_purpose(model, module)
         if described:
             ultralytics_models.check_size(model.source, declared.stride or 1, height, width)
         inputs, outputs = _try_inputs(module, model, inputs, dims)
@@ -325,7 +325,7 @@ def _inspect_module(
     return replace(
         inspection,
         preprocess=inspection.preprocess or preprocess,
-        preprocess_guessed=models.guesses_preprocess(model),
+        preprocess_guessed=inspection.preprocess is None and models.guesses_preprocess(model),
         unsupported_images=models.find_unsupported_steps(model) if all(own) else "",
         size=own,
         flops={size: n for size, n in operations.items() if n},
