@@ -127,6 +127,7 @@ def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
         "eval", file, "--data", data, "--seconds", 0.03, "--warmup", 0.02, "--out", tmp_path / "eval"
     )
     assert code == 2 and errors.splitlines()[-1].startswith(f"dyno: {reason}") and "onnxruntime" in out
+    assert "have no labels" not in out
     words = (
         "--json", tmp_path / "boxes.jsonl", "--backend", "onnxruntime", "--rounds", 1, "--out", tmp_path / "video",
     )  # fmt: skip

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
+import drawn
 import dyno
 import onnx_text
 import preloaded as forked
@@ -274,6 +275,25 @@ def test_class_scores_are_found_or_it_is_said_that_there_are_none(
     assert ("top-1 %" in done.stdout) == scored
     missing = "net: no accuracy was measured: no output has a row of class scores for each image (N x C)"
     assert (f"{missing}; the budget was not checked." in " ".join(done.stdout.split())) != scored
+
+
+@pytest.mark.parametrize(
+    ("outputs", "nodes", "reason"),
+    [
+        ("int64[N] y", "y = ArgMax<axis = 1, keepdims = 0>(mean)", "no output has a row of class scores"),
+        ("float[N, 3] y, int64[N, 3] k", "y, k = TopK(mean, count)", "the scores are sorted inside the network"),
+    ],
+    ids=["classes", "sorted"],
+)
+def test_an_evaluation_without_accuracy_fails(call: Any, tmp_path: Path, outputs: str, nodes: str, reason: str) -> None:
+    drawn.photographs(tmp_path / "photos", "a", "b", "c")
+    text = f"(float[N, 3, 16, 16] x) => ({outputs}) {{ mean = ReduceMean<axes = [2, 3], keepdims = 0>(x) {nodes} }}"
+    onnx_text.write(tmp_path / "net.onnx", text, count=np.array([3], np.int64))
+    words = ("net.onnx", "--data", "photos", "--seconds", "0.02", "--threads", "1")
+    code, out, error = call("eval", *words, "--out", "eval")
+    assert code == 2 and f"dyno: no accuracy was measured: {reason}" in error and "have no labels" not in out, out
+    _, out, _ = call("run", *words, "--backend", "onnxruntime", "--rounds", "1", "--out", "run", code=0)
+    assert f"net: no accuracy was measured: {reason}" in " ".join(out.split()), out
 
 
 def test_a_network_that_numbers_its_classes_otherwise(call: Any, tmp_path: Path) -> None:

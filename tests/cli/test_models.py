@@ -154,6 +154,14 @@ def test_torchscript_of_ultralytics_says_its_size_and_pixels(call: Any, tmp_path
     assert code == 2 and "'light' is class 0 of photos and class 1 of best" in err
 
 
+def test_inputs_in_another_order_are_fed_the_same(call: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    for name, order in (("ab", "float[N, 4] a, float[N, 4] b"), ("ba", "float[N, 4] b, float[N, 4] a")):
+        onnx_text.write(tmp_path / f"{name}.onnx", f"({order}) => (float[N, 4] y) {{ y = Sub(a, b) }}")
+    _, out, _ = call("diff", "ab.onnx", "ba.onnx", code=0)
+    assert "100.00" in out, out
+
+
 def test_outputs_in_another_order_are_the_same_and_have_no_ranks(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     text = "(float[n, 4] x) => ({}) {{ a = MatMul(x, v) b = MatMul(x, w) }}"

@@ -18,7 +18,7 @@ from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE, ONE_OF
 from dyno.worker.spec import TEXT_ORDER
-from dyno.worker.tasks.classify import AMBIGUOUS, UNSCORED
+from dyno.worker.tasks.classify import UNMEASURED
 from dyno.worker.tasks.layouts import UNREAD
 
 if TYPE_CHECKING:
@@ -323,6 +323,6 @@ def list_unscored_findings(run: RunData) -> Iterator[Finding]:
 
 def list_unscored(t: TrialResult) -> str:
     """Return the trial's warning on outputs that can't be scored, "" without one."""
-    marks = UNSCORED, AMBIGUOUS, UNREAD
+    marks = UNMEASURED, UNREAD
     marked = ((warning, warning.find(mark)) for warning in remarks.list_warnings(t) for mark in marks)
     return next((warning[place:] for warning, place in marked if place >= 0), "")  # behind the stage that it is of

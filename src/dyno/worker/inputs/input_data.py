@@ -163,7 +163,7 @@ def batches(
     for _ in range(count):
         yield {
             name: _make_random_values(rng, Tensor(name, kinds[name], shape), preprocess)
-            for name, shape in shapes.items()
+            for name, shape in sorted(shapes.items())  # a file may list them in another order
         }
 
 
