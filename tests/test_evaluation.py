@@ -256,6 +256,7 @@ def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
     assert not warned("uint8"), "bytes are fed as they are"
     own = json.dumps(to_json(Preprocess(mean=(0.0,), std=(1.0,))))
     assert not warned("float", task="classify", preprocess=own), "as Dyno exports it"
+    assert warned("float", "--task", "classify", names="{0: 'a', 1: 'b', 2: 'c'}")
 
 
 @pytest.mark.slow

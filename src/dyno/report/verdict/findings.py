@@ -17,7 +17,7 @@ from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE, ONE_OF
-from dyno.worker.spec import TEXT_ORDER
+from dyno.worker.spec import TEXT_ORDER, Preprocess
 from dyno.worker.tasks.classify import UNMEASURED
 from dyno.worker.tasks.layouts import UNREAD
 
@@ -265,12 +265,17 @@ def describe_guess(t: TrialResult, results: Results) -> str:
     """Describe the guessed normalisation of the trial's images, and how to give another; "" where it isn't a guess."""
     if not results.models.get((t.given, t.size), {}).get("preprocess_guessed"):
         return ""
-    mean, std = (t.spec["model"]["preprocess"][name] for name in ("mean", "std"))
-    none, one, byte = (_join_values([value] * len(mean)) for value in (0, 1, 0.003922))
+    preprocess = t.spec["model"]["preprocess"]
+    mean, std = (_join_values(preprocess[name]) for name in ("mean", "std"))
+    none, one, byte = (_join_values([value] * len(preprocess["mean"])) for value in (0, 1, 0.003922))
+    known = {"pixels in 0..1": (none, one), "pixels in 0..255": (none, byte)}
+    if len(preprocess["mean"]) == len(Preprocess().mean):
+        known["ImageNet's"] = (_join_values(Preprocess().mean), _join_values(Preprocess().std))
+    others = (f"{' and '.join(pair)} for {name}" for name, pair in known.items() if pair != (mean, std))
+    how = "letterboxed and normalised" if preprocess.get("letterbox") else "normalised"
     return (
-        f"images were normalised by mean {_join_values(mean)} and std {_join_values(std)}, as the file doesn't say "
-        "by what; where the network was trained otherwise, its answers are wrong: "
-        f"give --mean and --std ({none} and {one} for pixels in 0..1, {none} and {byte} for pixels in 0..255)."
+        f"images were {how} by mean {mean} and std {std}, as the file doesn't say by what; where the network was "
+        f"trained otherwise, its answers are wrong: give --mean and --std ({', '.join(others)})."
     )
 
 

@@ -325,7 +325,7 @@ def _inspect_module(
     return replace(
         inspection,
         preprocess=inspection.preprocess or preprocess,
-        preprocess_guessed=inspection.preprocess is None and models.guesses_preprocess(model),
+        preprocess_guessed=not declared.task and models.guesses_preprocess(model),
         unsupported_images=models.find_unsupported_steps(model) if all(own) else "",
         size=own,
         flops={size: n for size, n in operations.items() if n},
@@ -440,7 +440,7 @@ def _inspect_file(
     inspection = replace(
         inspection.joined(purpose),
         preprocess=purpose.preprocess or model.preprocess,
-        preprocess_guessed=purpose.preprocess is None and file_facts.is_normalised(tensors),
+        preprocess_guessed=not (contents.task.task or contents.task.preprocess) and file_facts.is_normalised(tensors),
         batch=fixed,
         batch_reason=_batch_reason(tensors, batched, given),
         batches=contents.batches,  # an engine knows which ones it was built for

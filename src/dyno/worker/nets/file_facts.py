@@ -205,8 +205,9 @@ def find_task_facts(model: ModelSpec, requested: str, metadata: Purpose, outputs
     if not name:
         return named
     task = tasks.find_task(name)
-    preprocess = metadata.preprocess or task.preprocess(model.channels)
-    # A classifier by --task alone keeps its preprocessing.
-    complete = bool(metadata.set_fields()) or task.labels == "objects"
-    layout = named.joined(task.layout(model, metadata, outputs))
-    return replace(layout, task=name, preprocess=preprocess if complete else None)
+    preprocess: Preprocess | None = metadata.preprocess or task.preprocess(model.channels)
+    if preprocess and task.labels == "objects":
+        preprocess = replace(preprocess, letterbox=True)
+    elif not (metadata.task or metadata.preprocess):  # a classifier by --task alone keeps its preprocessing
+        preprocess = None
+    return replace(named.joined(task.layout(model, metadata, outputs)), task=name, preprocess=preprocess)

@@ -158,11 +158,12 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
 
 
 def read_purpose(model: ModelSpec, module: Any) -> Purpose:
-    """Return what a network, or a file of TorchScript, says of its task, classes and images."""
+    """Return what a folder of transformers, a file of TorchScript or a network says of task, classes and images."""
     kind, path = parse(model.source)
     if kind == "saved" and (attached := file_facts.read_attached(path)):
         return file_facts.read_purpose(attached)
-    return Purpose(class_names=name_classes(module))
+    own = _library_config(model)[0] if kind == NETWORK_FOLDER else None
+    return Purpose(class_names=name_classes(module), preprocess=own)
 
 
 def name_classes(module: Any) -> tuple[str, ...]:
