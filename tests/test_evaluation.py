@@ -278,6 +278,24 @@ def test_class_scores_are_found_or_it_is_said_that_there_are_none(
     assert (f"{missing}; the budget was not checked." in " ".join(done.stdout.split())) != scored
 
 
+def test_images_of_the_networks_size_are_fed_whole(call: Any, tmp_path: Path) -> None:
+    """The corner decides, which an enlargement and a crop would mix with what is beside it."""
+    from PIL import Image
+
+    for name, corner, rest in (("a", "red", "blue"), ("b", "blue", "red")):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(4):
+            image = Image.new("RGB", (16, 16), rest)
+            image.putpixel((0, 0), {"red": (255 - number, 0, 0), "blue": (0, 0, 255 - number)}[corner])
+            image.save(tmp_path / "photos" / name / f"{number}.png")
+    text = """(float[N, 3, 16, 16] x) => (float[N, 2] y) {
+        row = Gather<axis = 2>(x, first) corner = Gather<axis = 2>(row, first) y = Gather<axis = 1>(corner, ends)
+    }"""
+    onnx_text.write(tmp_path / "net.onnx", text, first=np.int64(0), ends=np.array([0, 2]))
+    words = ("--data", "photos", "--mean", "0,0,0", "--std", "1,1,1", "--seconds", "0.02", "--threads", "1")
+    assert "top-1 100.00 %" in call("eval", "net.onnx", *words, "--out", "eval", code=0)[1]
+
+
 @pytest.mark.parametrize(
     ("outputs", "nodes", "reason"),
     [
