@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
+import drawn
 import dyno
 import onnx_text
 import preloaded as forked
@@ -255,6 +256,7 @@ def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
     assert not warned("uint8"), "bytes are fed as they are"
     own = json.dumps(to_json(Preprocess(mean=(0.0,), std=(1.0,))))
     assert not warned("float", task="classify", preprocess=own), "as Dyno exports it"
+    assert warned("float", "--task", "classify", names="{0: 'a', 1: 'b', 2: 'c'}")
 
 
 @pytest.mark.slow
@@ -274,6 +276,43 @@ def test_class_scores_are_found_or_it_is_said_that_there_are_none(
     assert ("top-1 %" in done.stdout) == scored
     missing = "net: no accuracy was measured: no output has a row of class scores for each image (N x C)"
     assert (f"{missing}; the budget was not checked." in " ".join(done.stdout.split())) != scored
+
+
+def test_images_of_the_networks_size_are_fed_whole(call: Any, tmp_path: Path) -> None:
+    """The corner decides, which an enlargement and a crop would mix with what is beside it."""
+    from PIL import Image
+
+    for name, corner, rest in (("a", "red", "blue"), ("b", "blue", "red")):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(4):
+            image = Image.new("RGB", (16, 16), rest)
+            image.putpixel((0, 0), {"red": (255 - number, 0, 0), "blue": (0, 0, 255 - number)}[corner])
+            image.save(tmp_path / "photos" / name / f"{number}.png")
+    text = """(float[N, 3, 16, 16] x) => (float[N, 2] y) {
+        row = Gather<axis = 2>(x, first) corner = Gather<axis = 2>(row, first) y = Gather<axis = 1>(corner, ends)
+    }"""
+    onnx_text.write(tmp_path / "net.onnx", text, first=np.int64(0), ends=np.array([0, 2]))
+    words = ("--data", "photos", "--mean", "0,0,0", "--std", "1,1,1", "--seconds", "0.02", "--threads", "1")
+    assert "top-1 100.00 %" in call("eval", "net.onnx", *words, "--out", "eval", code=0)[1]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "nodes", "reason"),
+    [
+        ("int64[N] y", "y = ArgMax<axis = 1, keepdims = 0>(mean)", "no output has a row of class scores"),
+        ("float[N, 3] y, int64[N, 3] k", "y, k = TopK(mean, count)", "the scores are sorted inside the network"),
+    ],
+    ids=["classes", "sorted"],
+)
+def test_an_evaluation_without_accuracy_fails(call: Any, tmp_path: Path, outputs: str, nodes: str, reason: str) -> None:
+    drawn.photographs(tmp_path / "photos", "a", "b", "c")
+    text = f"(float[N, 3, 16, 16] x) => ({outputs}) {{ mean = ReduceMean<axes = [2, 3], keepdims = 0>(x) {nodes} }}"
+    onnx_text.write(tmp_path / "net.onnx", text, count=np.array([3], np.int64))
+    words = ("net.onnx", "--data", "photos", "--seconds", "0.02", "--threads", "1")
+    code, out, error = call("eval", *words, "--out", "eval")
+    assert code == 2 and f"dyno: no accuracy was measured: {reason}" in error and "have no labels" not in out, out
+    _, out, _ = call("run", *words, "--backend", "onnxruntime", "--rounds", "1", "--out", "run", code=0)
+    assert f"net: no accuracy was measured: {reason}" in " ".join(out.split()), out
 
 
 def test_a_network_that_numbers_its_classes_otherwise(call: Any, tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import dyno
+import onnx_text
 import preloaded as forked
 from dyno import Study
 from dyno.api import Result
@@ -189,6 +191,32 @@ def test_what_can_not_be_taken_is_one_line(run: Result, refused: Any, tmp_path: 
         "exported as it was measured; omit every option but -o"
     )
     assert refused("export", "nowhere").startswith("nowhere does not exist")
+
+
+@pytest.mark.usefixtures("unreported")
+@pytest.mark.parametrize(
+    ("inputs", "node", "words", "code"),
+    [
+        ("uint8[N, 8, 8, 3] x", "f = Cast<to = 1>(x) y = ReduceMean<axes = [1, 2], keepdims = 0>(f)", [], 0),
+        ("float[N, 3, 8, 8] x, float[N, 2] size", "m = ReduceMean<axes = [2, 3], keepdims = 0>(x)"
+         "s = ReduceMean<axes = [1], keepdims = 1>(size) y = Mul(m, s)", ["--input", "size=8"], 0),
+        ("float[N, 3] x", "y = Identity(x)", [], 1),
+    ],
+    ids=["bytes, channels last", "a size beside it", "no image"],
+)  # fmt: skip
+def test_photographs_are_answered_or_refused(
+    inputs: str, node: str, words: list[str], code: int, call: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxruntime")
+    onnx_text.write(tmp_path / "net.onnx", f"({inputs}) => (float[N, 3] y) {{ {node} }}")
+    call("time", "net.onnx", *words, "--seconds", "0.02", "--out", "r", code=0)
+    call("export", "r", "-o", "best", code=0)
+    for number, colour in enumerate(("red", "lime", "blue")):
+        Image.new("RGB", (20, 10), colour).save(tmp_path / "photo.png")
+        script = [sys.executable, "best.py", "photo.png"]
+        done = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+        assert done.returncode == code, done.stderr
+        assert f"class with the highest score: {number}\n" in done.stdout or "takes no photographs" in done.stderr
 
 
 @pytest.mark.usefixtures("unreported")

@@ -20,7 +20,7 @@ from dyno.results.trial_result import TrialResult
 from dyno.study.defaults import EVALUATION, folder_for, study_of
 from dyno.study.study import Study, name_fields
 from dyno.worker.spec import UserError
-from dyno.worker.tasks.layouts import UNREAD
+from dyno.worker.tasks.classify import UNMEASURED
 
 if TYPE_CHECKING:
     from dyno.api import Result
@@ -45,7 +45,7 @@ def evaluate(
 def show_evaluation(folders: Sequence[Path], format: str, per_class: bool) -> int:
     """Print the tables of evaluated runs and a section for each trial, write their classes; return the exit code.
 
-    Raises `UserError` for a model whose boxes no trial could read: what it is asked for is missing.
+    Raises `UserError` if no trial of a model gave scores or boxes that can be read: what it is asked for is missing.
     """
     from dyno.report.export import export
     from dyno.report.tables import trial_table
@@ -66,7 +66,7 @@ def show_evaluation(folders: Sequence[Path], format: str, per_class: bool) -> in
         accuracy.write_confusion(data.records, data.records.folder)
     for data in runs:
         reasons = [findings.list_unscored(t) for t in data.records if t.good]
-        if reasons and all(UNREAD in reason for reason in reasons):
+        if reasons and all(reasons):
             raise UserError(reasons[0])
     return trial_table.exit_code(table.to_pandas())
 
@@ -74,7 +74,6 @@ def show_evaluation(folders: Sequence[Path], format: str, per_class: bool) -> in
 # What `dyno eval` prints on each trial below the table: accuracy, classes, latencies, stages and size.
 
 COLUMNS = ("mean", "median", "p90", "p95", "p99", "max")
-UNMEASURED = "no accuracy was measured"
 WORST = 5  # classes and confusions that are named
 
 Rows = list[list[str]]
@@ -97,8 +96,10 @@ def describe_evaluation(
 
 
 def _describe_accuracy(trial: TrialResult) -> Iterator[str]:
+    from dyno.report.verdict import findings
+
     measured = metrics.measured(trial)
-    if not measured and not any(UNMEASURED in warning for warning in remarks.list_warnings(trial)):
+    if not measured and not findings.list_unscored(trial):
         yield f"{UNMEASURED}: the images of {trial.spec['data']['name']} have no labels"
     for place, (metric, score) in enumerate(measured):
         images = "" if place else f" on {images_tested(score.images, accuracy.set_aside(trial))}"

@@ -131,6 +131,37 @@ def test_a_stored_module_is_compared_with_its_own_weights(call: Any, net: str, t
     assert "ran as 2 fp32 to unknown" in out and "layers 3 to unknown" in out
 
 
+def test_torchscript_of_ultralytics_says_its_size_and_pixels(call: Any, tmp_path: Path) -> None:
+    import torch
+    from PIL import Image
+
+    class Bright(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mean = x.mean((1, 2, 3))
+            return torch.stack([0.36 - mean, mean - 0.36], 1)
+
+    about = {"task": "classify", "imgsz": [16, 8], "names": {"0": "dark", "1": "light"}, "dynamic": False}
+    traced = torch.jit.trace(Bright(), torch.zeros(1, 3, 16, 8))
+    torch.jit.save(traced, tmp_path / "best.torchscript", _extra_files={"config.txt": json.dumps(about)})
+    for name, grey in (("dark", 77), ("light", 107)):  # both dark where ImageNet's mean is subtracted
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (20, 20), (grey,) * 3).save(tmp_path / "photos" / name / f"{number}.png")
+    _, out, _ = call("eval", "best.torchscript", "--data", "photos", "--seconds", "0.02", "--out", "run", code=0)
+    assert "best, size 16x8," in out and "top-1 100.00 %" in out and "normalised by" not in out, out
+    (tmp_path / "photos" / "dark").rename(tmp_path / "photos" / "zebra")  # light is now the first class
+    code, _, err = call("eval", "best.torchscript", "--data", "photos", "--seconds", "0.02", "--out", "other")
+    assert code == 2 and "'light' is class 0 of photos and class 1 of best" in err
+
+
+def test_inputs_in_another_order_are_fed_the_same(call: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    for name, order in (("ab", "float[N, 4] a, float[N, 4] b"), ("ba", "float[N, 4] b, float[N, 4] a")):
+        onnx_text.write(tmp_path / f"{name}.onnx", f"({order}) => (float[N, 4] y) {{ y = Sub(a, b) }}")
+    _, out, _ = call("diff", "ab.onnx", "ba.onnx", code=0)
+    assert "100.00" in out, out
+
+
 def test_outputs_in_another_order_are_the_same_and_have_no_ranks(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     text = "(float[n, 4] x) => ({}) {{ a = MatMul(x, v) b = MatMul(x, w) }}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno import data as dyno_data
 from dyno.data import Progress
 from dyno.data.data_format import ScanRequest
+from dyno.data.decode import EXAMINED, Transform, read_sizes
 from dyno.store import cache_dir
 from dyno.study.study import Choice, Study
 from dyno.worker import registry, tasks
@@ -69,6 +71,24 @@ def prepared(
     _check_labels(study.data, meta, model, outputs)
     warn_unreadable(meta, console)
     return data
+
+
+def uncropped(study: Study, model: ModelSpec, inspection: Inspection, size: tuple[int, int]) -> ModelSpec:
+    """Return the model, without the usual enlargement and crop where that is a guess and images have its size already.
+
+    A few images decide: those of CIFAR-10 are such, which would lose their borders.
+    """
+    is_guess = inspection.preprocess_guessed and not model.preprocess.letterbox
+    if not is_guess or not all(size) or not study.data or study.data == "digits":
+        return model
+    try:
+        photos = list_photos(study.data)
+    except UserError:  # `prepared` says what is wrong, knowing the network's classes
+        return model
+    few = photos[:: max(1, len(photos) // EXAMINED)]
+    if any(found != size for found in read_sizes(few, Transform(size, model.preprocess, model.channels))):
+        return model
+    return replace(model, preprocess=replace(model.preprocess, resize=1.0))
 
 
 def list_photos(path: str) -> list[Path]:

@@ -39,7 +39,7 @@ from dyno.study.interpreters import missing, runtime_of
 from dyno.study.study import NETWORK_LIBRARIES, Choice, Study, find_libraries, list_names, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
-from dyno.worker.inspection import Inspection
+from dyno.worker.inspection import ATTACHED, Inspection
 from dyno.worker.nets import huggingface
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import Record, regular
@@ -273,9 +273,9 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     runtime = _inspection_runtime(model, reader, study)
     libraries = registry.find(reader).requires if reader else INSPECTION_LIBRARIES
     lasting = replace(runtime, threads=1)  # how many there are makes no difference to what is known after
-    key = digest([model, options, lasting, worker_code_sha256(*outside(file_format)), versions(runtime, libraries)])[
-        :24
-    ]
+    attached = Path(model.source.partition(":")[2]).with_name(ATTACHED)
+    parts = [model, options, lasting, worker_code_sha256(*outside(file_format)), versions(runtime, libraries)]
+    key = digest([*parts, sha256_of(attached) if attached.is_file() else ""])[:24]
     record = good_record(remembered("inspections", key))
     if record is None:
         with tempfile.TemporaryDirectory() as scratch:

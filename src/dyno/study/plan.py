@@ -11,7 +11,7 @@ from typing import Any
 from dyno.data import meta
 from dyno.results import correctness
 from dyno.study.defaults import check_kind, check_threads, check_weights
-from dyno.study.images import check_images, prepared
+from dyno.study.images import check_images, prepared, uncropped
 from dyno.study.interpreters import installed, missing, placed, runtime_of
 from dyno.study.model_info import (
     InspectedModel,
@@ -262,7 +262,9 @@ def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list
     except UserError as e:
         raise UserError(f"{model.name}: {e}") from e
     planned = []
+    whole = model
     for height, width in pairs:
+        model = uncropped(study, whole, inspection, (height, width))
         data = prepared(study, model, (height, width), inspection.outputs)
         check_images(study, model, inspection, data)
         _check_budget(study, model, data, inspection.outputs)

@@ -8,6 +8,8 @@ from typing import Any
 from dyno.worker.facts.json_values import Sparse
 from dyno.worker.spec import InputSpec, Preprocess, Tensor
 
+ATTACHED = "metadata.yaml"  # what ultralytics writes into the folder of an export
+
 
 @dataclass(frozen=True, kw_only=True)
 class Purpose(Sparse):

@@ -1,7 +1,9 @@
 """LiteRT: files of layers whose results are computed here, and modules that litert-torch converts."""
 
+import json
 import os
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from dyno.jobs.launcher import launch
 from dyno.worker import registry
 from dyno.worker.backends import lite_rt
 from dyno.worker.extras import load_library
+from dyno.worker.inspection import Purpose
 from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Option, Runtime, Tensor, Trial, Unavailable
 
 LITERT = registry.find("litert")
@@ -132,6 +135,16 @@ def test_it_computes_and_says_what_the_delegate_ran(library: Any, tmp_path: Path
     assert facts.precision_truth.ok and facts.threads == 1
     assert facts.nodes_by_provider == {"XNNPACK": int(xnnpack), "LiteRT": 2 - xnnpack}
     assert facts.notes == (("XNNPACK runs 1 of 2 operators, LiteRT's own kernels the others (1 FLOOR_MOD)",) * xnnpack)
+
+
+def test_metadata_behind_the_file_is_read(library: Any, tmp_path: Path) -> None:
+    path = tflite(library, tmp_path / "net.tflite")
+    with zipfile.ZipFile(path, "a") as archive:
+        about = {"task": "classify", "names": {"0": "cat", "1": "dog"}, "imgsz": [8, 8], "end2end": False}
+        archive.writestr("metadata.json", json.dumps(about))
+    contents = registry.formats()["tflite"].read(path, trial_of(path))
+    assert contents.task == Purpose(task="classify", classes=2, class_names=("cat", "dog"))
+    assert contents.image == {"imgsz": [8, 8]}
 
 
 @pytest.mark.parametrize("xnnpack", [True, False])

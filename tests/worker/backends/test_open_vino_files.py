@@ -45,3 +45,32 @@ def test_metadata_of_the_onnx_file_is_that_of_its_ir(
     openvino.save_model(openvino.Core().read_model(tmp_path / "m.onnx"), tmp_path / "m.xml")
     contents = IR.read(str(tmp_path / "m.xml"), Trial(ModelSpec("m", "m.xml"), "openvino", "fp32", Dims(1, 8, 8)))
     assert (contents.task, dict(contents.image)) == (purpose, image)
+
+
+INFO = {"labels": "red dark_blue", "mean_values": "127.5 0 0", "scale_values": "255 51 51", "resize_type": "standard"}
+ULTRALYTICS = "task: classify\nimgsz:\n- 16\n- 8\nnames:\n  0: cat\n  1: dog\n"
+
+
+@pytest.mark.parametrize(
+    ("info", "beside", "purpose", "image"),
+    [
+        (INFO, "", Purpose(class_names=("red", "dark_blue"),
+                           preprocess=Preprocess((0.5, 0.0, 0.0), (1.0, 0.2, 0.2), resize=0.0)), {}),
+        (INFO | {"embedded_processing": "True"}, "", Purpose(class_names=("red", "dark_blue")), {}),
+        ({}, ULTRALYTICS, Purpose(task="classify", classes=2, class_names=("cat", "dog")), {"imgsz": [16, 8]}),
+        ({"scale_values": "255"}, "", Purpose(preprocess=Preprocess((0.0,) * 3, (1.0,) * 3, resize=1.0)), {}),
+        ({}, "task: classify\nauthor: somebody\n", Purpose(), {}),
+        ({}, "a: [", Purpose(), {}),
+    ],
+)  # fmt: skip
+def test_metadata_of_other_programs_is_read(
+    info: dict[str, str], beside: str, purpose: Purpose, image: dict[str, Any], tmp_path: Path
+) -> None:
+    save(tmp_path / "m.onnx")
+    model = openvino.Core().read_model(tmp_path / "m.onnx")
+    for key, value in info.items():
+        model.set_rt_info(value, ["model_info", key])
+    openvino.save_model(model, tmp_path / "m.xml")
+    (tmp_path / "metadata.yaml").write_text(beside)
+    contents = IR.read(str(tmp_path / "m.xml"), Trial(ModelSpec("m", "m.xml"), "openvino", "fp32", Dims(1, 8, 8)))
+    assert (contents.task, dict(contents.image)) == (purpose, image)

@@ -293,6 +293,29 @@ def test_a_processor_that_cannot_be_run_is_told(folders: Path, call: Any, tmp_pa
     assert "the model's own processor couldn't be run to check that (it needs its own code, which is not run)" in told
 
 
+def test_a_detectors_processor_says_how_pixels_are_normalised(tmp_path: Path) -> None:
+    config = transformers.YolosConfig(**SMALL, image_size=[32, 32], patch_size=8, num_detection_tokens=5, num_labels=2)
+    transformers.YolosForObjectDetection(config).save_pretrained(tmp_path / "yolos")
+    study = Study(models=(str(tmp_path / "yolos"),), task="detect")
+    _, inspection = inspect_model(model_spec(study, study.models[0]), study)
+    assert inspection.preprocess_guessed
+    own = {"size": {"height": 32, "width": 32}, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
+    (tmp_path / "yolos/preprocessor_config.json").write_text(json.dumps(own))
+    spec, inspection = inspect_model(model_spec(study, study.models[0]), study)
+    assert (spec.preprocess.mean, spec.preprocess.std) == ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    assert spec.preprocess.letterbox and not inspection.preprocess_guessed
+
+
+def test_text_beside_images_has_tokens_and_pixels(tmp_path: Path) -> None:
+    sides = {"text_config": {**SMALL, "vocab_size": 90}, "vision_config": {**SMALL, "image_size": 32, "patch_size": 8}}
+    transformers.CLIPModel(transformers.CLIPConfig(**sides)).save_pretrained(tmp_path / "clip")
+    study = Study(models=(str(tmp_path / "clip"),))
+    spec, inspection = inspect_model(model_spec(study, study.models[0]), study)
+    shapes = {each.name: each.shape for each in spec.inputs if each.dtype}
+    assert shapes["input_ids"] == ("batch", 77) and shapes["pixel_values"] == ("batch", 3, "height", "width")
+    assert inspection.size == (32, 32)
+
+
 def test_weights_of_another_network_are_not_completed_at_random(folders: Path, call: Any, tmp_path: Path) -> None:
     shutil.copytree(folders / "bert", tmp_path / "bert")
     config = json.loads((tmp_path / "bert/config.json").read_text())

@@ -17,8 +17,8 @@ from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE, ONE_OF
-from dyno.worker.spec import TEXT_ORDER
-from dyno.worker.tasks.classify import AMBIGUOUS, UNSCORED
+from dyno.worker.spec import TEXT_ORDER, Preprocess
+from dyno.worker.tasks.classify import UNMEASURED
 from dyno.worker.tasks.layouts import UNREAD
 
 if TYPE_CHECKING:
@@ -271,12 +271,17 @@ def describe_guess(t: TrialResult, results: Results) -> str:
         )
     if not facts.get("preprocess_guessed"):
         return ""
-    mean, std = (t.spec["model"]["preprocess"][name] for name in ("mean", "std"))
-    none, one, byte = (_join_values([value] * len(mean)) for value in (0, 1, 0.003922))
+    preprocess = t.spec["model"]["preprocess"]
+    mean, std = (_join_values(preprocess[name]) for name in ("mean", "std"))
+    none, one, byte = (_join_values([value] * len(preprocess["mean"])) for value in (0, 1, 0.003922))
+    known = {"pixels in 0..1": (none, one), "pixels in 0..255": (none, byte)}
+    if len(preprocess["mean"]) == len(Preprocess().mean):
+        known["ImageNet's"] = (_join_values(Preprocess().mean), _join_values(Preprocess().std))
+    others = (f"{' and '.join(pair)} for {name}" for name, pair in known.items() if pair != (mean, std))
+    how = "letterboxed and normalised" if preprocess.get("letterbox") else "normalised"
     return (
-        f"images were normalised by mean {_join_values(mean)} and std {_join_values(std)}, as the file doesn't say "
-        "by what; where the network was trained otherwise, its answers are wrong: "
-        f"give --mean and --std ({none} and {one} for pixels in 0..1, {none} and {byte} for pixels in 0..255)."
+        f"images were {how} by mean {mean} and std {std}, as the file doesn't say by what; where the network was "
+        f"trained otherwise, its answers are wrong: give --mean and --std ({', '.join(others)})."
     )
 
 
@@ -329,6 +334,6 @@ def list_unscored_findings(run: RunData) -> Iterator[Finding]:
 
 def list_unscored(t: TrialResult) -> str:
     """Return the trial's warning on outputs that can't be scored, "" without one."""
-    marks = UNSCORED, AMBIGUOUS, UNREAD
+    marks = UNMEASURED, UNREAD
     marked = ((warning, warning.find(mark)) for warning in remarks.list_warnings(t) for mark in marks)
     return next((warning[place:] for warning, place in marked if place >= 0), "")  # behind the stage that it is of

@@ -25,7 +25,7 @@ from dyno.worker.facts.engine import TYPES, EngineFacts, Probe, precision_truth
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs import calibration
 from dyno.worker.inputs.specs import fitted, static_shapes
-from dyno.worker.nets import models
+from dyno.worker.nets import file_facts, models
 from dyno.worker.option_values import Check, whole
 from dyno.worker.sessions import torch_support
 from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, Unavailable, UserError, numbered
@@ -61,7 +61,10 @@ class PteFormat(FileFormat):
             reason = torch_support.first_line(e)
             raise UserError(f"{path} has inputs or outputs that aren't tensors ({reason})") from e
         most = max(types, key=lambda kind: types[kind]) if types else "float32"
-        return FileContents(inputs, outputs, next((p for p, kind in TYPES.items() if kind == most), "fp32"))
+        precision = next((p for p, kind in TYPES.items() if kind == most), "fp32")
+        metadata = file_facts.read_attached(path)
+        purpose, images = file_facts.read_purpose(metadata), file_facts.read_image_facts(metadata)
+        return FileContents(inputs, outputs, precision, task=purpose, image=images)
 
 
 PTE = PteFormat()

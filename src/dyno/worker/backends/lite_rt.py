@@ -33,7 +33,7 @@ from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
 from dyno.worker.facts.files import ONE_OF, MakerFacts
 from dyno.worker.inputs import calibration
 from dyno.worker.inputs.specs import fitted, image_of, static_shapes
-from dyno.worker.nets import models
+from dyno.worker.nets import file_facts, models
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions import torch_support
 from dyno.worker.spec import BATCH, Artifact, Preprocess, Recipe, Tensor, Trial, UserError
@@ -71,8 +71,10 @@ class TfliteFormat(FileFormat):
         integers = sum(types[kind] for kind in types if kind in INTEGERS)
         precision = "int8" if 2 * integers > types.total() else "fp32"
         ports = tuple(p.tensor for p in inputs), tuple(p.tensor for p in outputs)
-        contents = FileContents(*ports, precision)
-        return replace(contents, task=replace(contents.task, preprocess=find_range(inputs)))
+        metadata = file_facts.read_attached(path)
+        purpose = file_facts.read_purpose(metadata)
+        purpose = purpose if metadata else replace(purpose, preprocess=find_range(inputs))
+        return FileContents(*ports, precision, task=purpose, image=file_facts.read_image_facts(metadata))
 
 
 TFLITE = TfliteFormat()

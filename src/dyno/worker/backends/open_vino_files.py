@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,19 @@ from dyno.worker.backend import FileContents, FileFormat, Maker
 from dyno.worker.backends.open_vino import TYPE_NAMES, library, plain, read_model, tensors_of, version
 from dyno.worker.facts.engine import QUANTISED, TYPES
 from dyno.worker.facts.files import MakerFacts
+from dyno.worker.inputs.specs import axes, image_of
 from dyno.worker.makers.precision import INHERITED
 from dyno.worker.nets import file_facts
-from dyno.worker.spec import Artifact, Recipe, Trial, UserError
+from dyno.worker.spec import Artifact, Preprocess, Recipe, Tensor, Trial, UserError, to_json
 
 LAYER = re.compile("Convolution|MatMul|LSTM|GRU|RNN|ScaledDotProduct|Einsum")
 RESTORING = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "FakeQuantize")
 FULL = ("f32", "f64")
+YES = ("yes", "true", "1")
+NUMBER = re.compile(r"[\d.eE+-]+")
 NAMES = {type_: precision for precision, type_ in reversed(TYPES.items())} | {"float64": "fp32"}
 KEPT = "framework"  # the entry of an IR's information under which OpenVINO keeps an ONNX file's metadata
+INFO = "model_info"  # that of OpenVINO's Model API, which ultralytics writes too
 
 
 class IRFormat(FileFormat):
@@ -41,18 +46,42 @@ class IRFormat(FileFormat):
     def read(self, path: str, trial: Trial) -> FileContents:
         """Read the IR; its precision is that of its weights as stored, and int8 where activations are quantised.
 
-        OpenVINO keeps the metadata of the ONNX file from which the IR was made.
+        OpenVINO keeps the metadata of the ONNX file from which the IR was made; other programs write theirs.
         """
         model = read_model(library(), path)
         precision, parameters = read_weights(model)
         inputs, outputs = tensors_of(model.inputs), tensors_of(model.outputs)
-        kept = model.get_rt_info([KEPT]).value if model.has_rt_info([KEPT]) else {}
-        metadata = {key: str(plain(value)) for key, value in kept.items()}
+        metadata = _read_model_info(model, inputs) | _read_entry(model, KEPT) | file_facts.read_attached(path)
         return FileContents(
             inputs, outputs, precision, task=file_facts.read_purpose(metadata),
             image=file_facts.read_image_facts(metadata),
             parameters=parameters,
         )  # fmt: skip
+
+
+def _read_entry(model: Any, key: str) -> dict[str, str]:
+    entry = model.get_rt_info([key]).value if model.has_rt_info([key]) else {}
+    return {name: str(plain(value)) for name, value in entry.items()}
+
+
+def _read_model_info(model: Any, inputs: Sequence[Tensor]) -> dict[str, str]:
+    """Return class names and normalisation as Model API keeps them, by the keys of `file_facts.read_purpose`.
+
+    There an image is (pixel - mean) / scale, of pixels in 0..255; `embedded_processing` says that the graph does that.
+    """
+    info = _read_entry(model, INFO)
+    metadata = {"class_names": str(info["labels"].split())} if "labels" in info else {}
+    numbers = {key: [*map(float, NUMBER.findall(info.get(key, "")))] for key in ("mean_values", "scale_values")}
+    image = image_of(inputs)
+    channels = image.shape[axes(image.shape)[0]] if image else 0
+    if any(numbers.values()) and isinstance(channels, int) and info.get("embedded_processing", "").lower() not in YES:
+        mean, std = (
+            tuple(n / 255 for n in (given or usual) * (channels if len(given) < 2 else 1))
+            for given, usual in ((numbers["mean_values"], [0.0]), (numbers["scale_values"], [1.0]))
+        )
+        resize = 0.0 if info.get("resize_type") == "standard" else 1.0
+        metadata["preprocess"] = json.dumps(to_json(Preprocess(mean, std, resize=resize)))
+    return metadata
 
 
 def read_weights(model: Any) -> tuple[str, int]:

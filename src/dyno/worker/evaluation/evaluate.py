@@ -50,14 +50,16 @@ class DecodedImages(BatchSource):
     """Images of a decoded data set; after the last one the first follows, so that every batch is full."""
 
     def __init__(self, session: Session, trial: Trial, threads: int) -> None:
-        self.name, self.shape, self.images = input_data.open_images(
-            trial.data, trial.model.preprocess, session.inputs, trial.dims
+        specs, tensors = trial.model.inputs, session.inputs
+        image, self.shape, self.images = input_data.open_images(
+            trial.data, trial.model.preprocess, tensors, trial.dims, specs
         )
-        self._dtype = "uint8" if session.inputs[0].dtype == "uint8" else "float32"
+        self.name, self._dtype = image.name, "uint8" if image.dtype == "uint8" else "float32"
+        self._others = input_data.fixed_inputs(tensors, static_shapes(tensors, trial.dims), specs)
         self.parts = min(threads, self.shape[0])
 
     def new_arrays(self) -> dict[str, np.ndarray]:
-        return {self.name: np.zeros(self.shape, self._dtype)}
+        return {self.name: np.zeros(self.shape, self._dtype), **self._others}
 
     def fill(self, feed: Feed, number: int, part: int) -> None:
         batch = self.shape[0]

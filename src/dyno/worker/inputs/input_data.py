@@ -147,9 +147,10 @@ def batches(
     """
     shapes = static_shapes(tensors, dims)
     if data.folder:
-        name, shape, images = open_images(data, preprocess, tensors, dims)
+        image, shape, images = open_images(data, preprocess, tensors, dims, specs)
+        others = fixed_inputs(tensors, shapes, specs)
         for i in range(count):
-            yield {name: images.batch(i * shape[0], shape[0], tensors[0].dtype)}
+            yield {image.name: images.batch(i * shape[0], shape[0], image.dtype), **others}
         return
     kinds = {t.name: t.dtype for t in tensors}
     if specs:
@@ -163,35 +164,49 @@ def batches(
     for _ in range(count):
         yield {
             name: _make_random_values(rng, Tensor(name, kinds[name], shape), preprocess)
-            for name, shape in shapes.items()
+            for name, shape in sorted(shapes.items())  # a file may list them in another order
         }
 
 
 def open_images(
-    data: DataSpec, preprocess: Preprocess, tensors: Sequence[Tensor], dims: Dims
-) -> tuple[str, tuple[int, ...], Images]:
-    """Return the name and the shape of the only input, which takes images, and the images.
+    data: DataSpec, preprocess: Preprocess, tensors: Sequence[Tensor], dims: Dims, specs: Sequence[InputSpec] = ()
+) -> tuple[Tensor, tuple[int, ...], Images]:
+    """Return the input that takes images, with its shape, and the images; `specs` give all others one value each.
 
     Raises a `UserError` if they don't fit it.
     """
-    name, shape = image_input(tensors, static_shapes(tensors, dims))
+    image, shape = image_input(tensors, static_shapes(tensors, dims), specs)
     images, expected = Images(data, preprocess, channels_last(shape)), channels_first(shape)[1:]
     if images.shape != expected:
         present, needed = ("x".join(map(str, s)) for s in (images.shape, expected))
         hint = "set --size to match" if images.shape[0] == expected[0] else f"set --channels {expected[0]}"
-        raise UserError(f"the images are {present} but the model's input {name!r} is {needed}; {hint}")
-    return name, shape, images
+        raise UserError(f"the images are {present} but the model's input {image.name!r} is {needed}; {hint}")
+    return image, shape, images
 
 
-def image_input(tensors: Sequence[Tensor], shapes: dict[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
-    """Return the name and shape of the only input, which takes images.
+def image_input(
+    tensors: Sequence[Tensor], shapes: dict[str, tuple[int, ...]], specs: Sequence[InputSpec] = ()
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the only input to which `specs` don't give one value, which takes images, with its shape.
 
     Raises a `UserError` if it takes none, or there is another input.
     """
-    if len(tensors) != 1 or len(shapes[tensors[0].name]) != 4:
+    fixed = fixed_inputs(tensors, shapes, specs)
+    free = [tensor for tensor in tensors if tensor.name not in fixed]
+    if len(free) != 1 or len(shapes[free[0].name]) != 4:
         names = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise UserError(f"images fit a model with one N x C x H x W input; this one has {names}")
-    return tensors[0].name, shapes[tensors[0].name]
+        others = [tensor.name for tensor in free if len(shapes[tensor.name]) != 4]
+        hint = "; give " + " ".join(f"--input {name}=VALUE" for name in others) if len(free) == len(others) + 1 else ""
+        raise UserError(f"images fit a model with one N x C x H x W input; this one has {names}{hint}")
+    return free[0], shapes[free[0].name]
+
+
+def fixed_inputs(
+    tensors: Sequence[Tensor], shapes: Mapping[str, tuple[int, ...]], specs: Sequence[InputSpec]
+) -> dict[str, np.ndarray]:
+    """Return the inputs that have one value everywhere, such as the size of the image."""
+    values = {spec.name: spec.low for spec in specs if spec.low is not None and spec.low == spec.high}
+    return {t.name: np.full(shapes[t.name], values[t.name], t.dtype) for t in tensors if t.name in values}
 
 
 def _make_random_values(rng: np.random.Generator, tensor: Tensor, preprocess: Preprocess) -> np.ndarray:

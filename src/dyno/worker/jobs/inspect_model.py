@@ -306,7 +306,7 @@ def _inspect_module(
     for number, (height, width) in enumerate(sizes or [own]):
         dims = Dims(inputs.batch, height, width)
         module = models.build(model, dims) if number else module
-        declared = described.facts(module) if described else Purpose(class_names=models.name_classes(module))
+        declared = described.facts(module) if described else models.read_purpose(model, module)
         if described:
             ultralytics_models.check_size(model.source, declared.stride or 1, height, width)
         inputs, outputs = _try_inputs(module, model, inputs, dims)
@@ -326,7 +326,7 @@ def _inspect_module(
     return replace(
         inspection,
         preprocess=inspection.preprocess or preprocess,
-        preprocess_guessed=models.guesses_preprocess(model),
+        preprocess_guessed=not declared.task and models.guesses_preprocess(model),
         unsupported_images=unsupported,
         unchecked_images=unchecked,
         size=own,
@@ -442,7 +442,7 @@ def _inspect_file(
     inspection = replace(
         inspection.joined(purpose),
         preprocess=purpose.preprocess or model.preprocess,
-        preprocess_guessed=purpose.preprocess is None and file_facts.is_normalised(tensors),
+        preprocess_guessed=not (contents.task.task or contents.task.preprocess) and file_facts.is_normalised(tensors),
         batch=fixed,
         batch_reason=_batch_reason(tensors, batched, given),
         batches=contents.batches,  # an engine knows which ones it was built for

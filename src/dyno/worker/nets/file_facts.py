@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from dyno.worker import tasks
 from dyno.worker.inputs.specs import axes, image_of
-from dyno.worker.inspection import Inspection, Purpose, order_class_names
+from dyno.worker.inspection import ATTACHED, Inspection, Purpose, order_class_names
 from dyno.worker.nets import ultralytics_models
 from dyno.worker.spec import InputSpec, ModelSpec, Preprocess, Tensor, UserError, from_json, to_json
 from dyno.worker.tasks import OutputShapes
@@ -21,6 +23,28 @@ from dyno.worker.tasks import OutputShapes
 DEFAULT_SIZE = 224
 KEYS = ("imgsz", "batch", "stride")  # of a file's metadata, as ultralytics writes them
 NAMES = ("class_names", "classes", "labels", "id2label")  # keys under which other tools list classes
+INSIDE = ("extra/config.txt", "metadata.json", "temp_meta.txt")  # metadata inside TorchScript and .tflite files
+
+
+def read_attached(path: str) -> dict[str, str]:
+    """Return the metadata that ultralytics writes into a TorchScript or .tflite file, else beside an IR or a .pte file.
+
+    {} without any, and of a metadata.yaml that other programs wrote or that PyYAML isn't here to read.
+    """
+    found: Any = None
+    with contextlib.suppress(OSError, ValueError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        name = next((name for name in archive.namelist() if name.endswith(INSIDE)), "")
+        text = archive.read(name).decode() if name else ""
+        found = _parse_value(text) or json.loads(text)
+    beside = Path(path).with_name(ATTACHED)
+    if found is None and beside.is_file():
+        with contextlib.suppress(ImportError, OSError, ValueError):
+            import yaml
+
+            with contextlib.suppress(yaml.YAMLError):
+                found = yaml.safe_load(beside.read_text(encoding="utf-8"))
+    is_known = isinstance(found, dict) and {"task", "names", "imgsz"} <= found.keys()
+    return {str(key): str(value) for key, value in found.items()} if is_known else {}
 
 
 def read_image_facts(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -78,6 +102,12 @@ def _check_sizes(model: ModelSpec, sizes: Sequence[Sequence[int]], requested: Se
             )
         if isinstance(stride, int):
             ultralytics_models.check_size(model.name, stride, height, width)
+
+
+def find_size(metadata: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the height and width that a file's metadata names; None where it names none."""
+    size = _parse_size(read_image_facts(metadata).get("imgsz"))
+    return (size[0], size[1]) if size else None
 
 
 def _parse_size(size: Any) -> list[int] | None:
@@ -175,8 +205,9 @@ def find_task_facts(model: ModelSpec, requested: str, metadata: Purpose, outputs
     if not name:
         return named
     task = tasks.find_task(name)
-    preprocess = metadata.preprocess or task.preprocess(model.channels)
-    # A classifier by --task alone keeps its preprocessing.
-    complete = bool(metadata.set_fields()) or task.labels == "objects"
-    layout = named.joined(task.layout(model, metadata, outputs))
-    return replace(layout, task=name, preprocess=preprocess if complete else None)
+    preprocess: Preprocess | None = metadata.preprocess or task.preprocess(model.channels)
+    if preprocess and task.labels == "objects":
+        preprocess = replace(preprocess, letterbox=True)
+    elif not (metadata.task or metadata.preprocess):  # a classifier by --task alone keeps its preprocessing
+        preprocess = None
+    return replace(named.joined(task.layout(model, metadata, outputs)), task=name, preprocess=preprocess)

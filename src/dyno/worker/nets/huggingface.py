@@ -103,15 +103,20 @@ def write_call(network: Any) -> str:
 
 
 def examples(model: ModelSpec, folder: str) -> Any:
-    """Return inputs by name for a network of text or sound, of one row; None for images."""
+    """Return inputs by name for a network of text, with images or without, or of sound, of one row; None for images."""
     torch = __import__("torch")
     transformers, config = _import_library(), _read_config(folder)
     takes = str(getattr(getattr(transformers, _name_class(config), None), "main_input_name", ""))
     drawn = torch.Generator().manual_seed(model.seed)
     if takes == "input_ids":
-        length = min(TOKENS, int(getattr(config, "max_position_embeddings", 0) or TOKENS))
-        ids = torch.randint(int(config.vocab_size), (1, length), generator=drawn)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        text = config.get_text_config()
+        length = min(TOKENS, int(getattr(text, "max_position_embeddings", 0) or TOKENS))
+        ids = torch.randint(int(text.vocab_size), (1, length), generator=drawn)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        seen = getattr(config, "vision_config", None)
+        if size := seen and (image_config(folder)[1] or _read_pair(getattr(seen, "image_size", None))):
+            inputs["pixel_values"] = torch.randn(1, model.channels, *size, generator=drawn)
+        return inputs
     if takes == "input_values":
         return {"input_values": torch.randn(1, SAMPLES, generator=drawn)}
     if takes == FRAMES and hasattr(config, "num_mel_bins"):

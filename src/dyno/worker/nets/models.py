@@ -17,8 +17,16 @@ import numpy as np
 
 from dyno.worker import tasks
 from dyno.worker.extras import load_library
-from dyno.worker.inspection import order_class_names
-from dyno.worker.nets import darknet, huggingface, local_code, random_weights, saved_modules, ultralytics_models
+from dyno.worker.inspection import Purpose, order_class_names
+from dyno.worker.nets import (
+    darknet,
+    file_facts,
+    huggingface,
+    local_code,
+    random_weights,
+    saved_modules,
+    ultralytics_models,
+)
 from dyno.worker.nets.checkpoint import apply, by_own_names, head_classes, read_checkpoint
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
 from dyno.worker.sessions.torch_support import eager, evaluating, one_thread
@@ -138,7 +146,8 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
     library's. Raises `UserError` and `Unavailable`.
     """
     module = build(model, dims)
-    random = not (model.weights or model.pretrained or model.source.endswith(ultralytics_models.CHECKPOINTS))
+    stored = parse(model.source)[0] == "saved" or model.source.endswith(ultralytics_models.CHECKPOINTS)
+    random = not (model.weights or model.pretrained or stored)
     if random and is_torchvision_detector(model):
         wanted = (dims.height, dims.width) if dims else SMALL_DETECTOR
         init_detector(load_library("torch"), module, *wanted)
@@ -146,6 +155,15 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
         undo_zero_init(load_library("torch"), module)
         init_batch_norm(load_library("torch"), module, model.channels, size)
     return module
+
+
+def read_purpose(model: ModelSpec, module: Any) -> Purpose:
+    """Return what a folder of transformers, a file of TorchScript or a network says of task, classes and images."""
+    kind, path = parse(model.source)
+    if kind == "saved" and (attached := file_facts.read_attached(path)):
+        return file_facts.read_purpose(attached)
+    own = _library_config(model)[0] if kind == NETWORK_FOLDER else None
+    return Purpose(class_names=name_classes(module), preprocess=own)
 
 
 def name_classes(module: Any) -> tuple[str, ...]:
@@ -259,6 +277,8 @@ def _library_config(model: ModelSpec) -> tuple[Preprocess | None, tuple[int, int
         return config
     if kind == NETWORK_FOLDER:
         return huggingface.image_config(name)
+    if kind == "saved":
+        return None, file_facts.find_size(file_facts.read_attached(name))
     return _timm_config(name) if kind == "timm" else (None, None)
 
 

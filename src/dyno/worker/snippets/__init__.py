@@ -44,7 +44,7 @@ def prepare(path):
     """A photograph as the network's input, channels x height x width, as it was for the measurement."""
     from PIL import Image{more}
 
-    _, channels, height, width = next(iter(INPUTS.values()))[0]
+    _, {axes} = INPUTS[{name!r}][0]
     with Image.open(path) as picture:
         picture = {upright}.convert("L" if channels == 1 else "RGB")
 '''
@@ -93,8 +93,11 @@ def feeds_of(paths):
 {photographs}    return feeds
 '''
 PHOTOGRAPHS = """    if paths:
-        name, ((batch, *_), kind) = next(iter(INPUTS.items()))
-        feeds[name] = np.stack([prepare(paths[k % len(paths)]) for k in range(batch)]).astype(kind)
+        (batch, *_), kind = INPUTS[{name!r}]
+        feeds[{name!r}] = np.stack([prepare(paths[k % len(paths)]) for k in range(batch)]).astype(kind){arranged}
+"""
+NO_PHOTOGRAPHS = """    if paths:
+        sys.exit("it takes no photographs: omit them, or put your own values into feeds")
 """
 MAIN = """
 
@@ -139,7 +142,7 @@ def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
 
 def written(part: ScriptPart, trial: Trial, tensors: tuple[Tensor, ...], about: Mapping[str, Any]) -> str:
     """Return the whole script."""
-    image = tensors[0] if _takes_images(tensors) else None
+    image = _find_image(trial, tensors)
     constants = {
         "INPUTS": {t.name: (tuple(t.shape), t.dtype) for t in tensors},
         "RANGES": _find_ranges(trial, tensors),
@@ -147,7 +150,10 @@ def written(part: ScriptPart, trial: Trial, tensors: tuple[Tensor, ...], about: 
     }
     if image is not None:
         constants |= _collect_preparation(trial, image)
-    photographs = PHOTOGRAPHS if image is not None else ""
+    photographs = NO_PHOTOGRAPHS
+    if image is not None:
+        arranged = ".transpose(0, 2, 3, 1)" if specs.channels_last(image.shape) else ""
+        photographs = PHOTOGRAPHS.format(name=image.name, arranged=arranged)
     return "".join(
         (
             _write_head(part, trial, about, image is not None),
@@ -174,9 +180,12 @@ def _write_head(part: ScriptPart, trial: Trial, about: Mapping[str, Any], image:
     return "\n".join(lines).replace("\\", "/") + '\n"""\n\n'
 
 
-def _takes_images(tensors: tuple[Tensor, ...]) -> bool:
-    shape = tensors[0].shape
-    return len(tensors) == 1 and len(shape) == 4 and shape[1] in (1, 3)
+def _find_image(trial: Trial, tensors: tuple[Tensor, ...]) -> Tensor | None:
+    """Return the input that takes photographs, if each other one has one value."""
+    fixed = {spec.name for spec in trial.model.inputs if spec.low is not None and spec.low == spec.high}
+    free = [tensor for tensor in tensors if tensor.name not in fixed]
+    takes = len(free) == 1 and len(free[0].shape) == 4 and free[0].shape[specs.axes(free[0].shape)[0]] in (1, 3)
+    return free[0] if takes else None
 
 
 def _find_ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[float, float]]:
@@ -190,7 +199,7 @@ def _find_ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[f
 
 def _collect_preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
     """Return the constants for the preprocessing of photographs."""
-    preprocess, channels = trial.model.preprocess, int(image.shape[1])
+    preprocess, channels = trial.model.preprocess, int(image.shape[specs.axes(image.shape)[0]])
     constants: dict[str, Any] = {}
     if image.dtype != "uint8":
         mean, std = preprocess.mean, preprocess.std
@@ -211,4 +220,5 @@ def _write_preparation(trial: Trial, image: Tensor) -> str:
     upright = "ImageOps.exif_transpose(picture)" if letterbox else "picture"
     body = LETTERBOXED if letterbox else CROPPED
     end = "    return np.ascontiguousarray(pixels)\n" if image.dtype == "uint8" else NORMALISED
-    return PREPARED.format(more=more, upright=upright) + body + end
+    axes = "height, width, channels" if specs.channels_last(image.shape) else "channels, height, width"
+    return PREPARED.format(more=more, upright=upright, axes=axes, name=image.name) + body + end

@@ -14,11 +14,10 @@ from dyno.worker.spec import ModelSpec, Preprocess
 from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes, Task
 
 TOP = 10
-UNSCORED = "no accuracy was measured: no output has a row of class scores for each image (N x C)"
-SORTED = (
-    "no accuracy was measured: the scores are sorted inside the network (top-k), and not in the order of its classes"
-)
-AMBIGUOUS = "no accuracy was measured: class scores may be any of the outputs"
+UNMEASURED = "no accuracy was measured"
+UNSCORED = f"{UNMEASURED}: no output has a row of class scores for each image (N x C)"
+SORTED = f"{UNMEASURED}: the scores are sorted inside the network (top-k), and not in the order of its classes"
+AMBIGUOUS = f"{UNMEASURED}: class scores may be any of the outputs"
 WORDS = ("logit", "score", "prob", "softmax", "predict")  # in names of class scores; of two that fit the first decides
 OTHERS = ("prelogit", "pre_logit", "aux", "feat", "embed", "hidden")  # in names of what isn't the answer
 LEAST_PARTED = 4  # times as many classes as are ranked; with fewer a full sort is as quick

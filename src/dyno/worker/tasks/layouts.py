@@ -240,6 +240,30 @@ class Lists(BoxLayout):
 
 
 @dataclass(frozen=True)
+class ScoredLists(BoxLayout):
+    """The same with the score behind each box, five values a row: MMDetection's `dets` and `labels`."""
+
+    numbers_classes = True
+
+    def fits(self, seen: ObservedOutputs) -> Fit | None:
+        boxes = next((name for name, shape in seen.shapes.items() if len(shape) in (2, 3) and shape[-1] == 5), None)
+        if boxes is None or seen.extra:
+            return None
+        lead = seen.shapes[boxes][:-1]
+        labels = find_named(
+            [n for n, shape in seen.shapes.items() if can_be_same(shape, lead)], "label", "class", "cls"
+        )
+        if not labels or (len(lead) == 1 and seen.images != 1):
+            return None
+        return Fit(self, (boxes, labels), seen.classes or None, rank=0.5)
+
+    def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
+        rows, labels = ((a[image] if values[fit.names[0]].ndim == 3 else a) for a in map(values.__getitem__, fit.names))
+        table = rows.astype(np.float32).T
+        return Candidates(table[:4], table[4], labels.astype(np.float32))
+
+
+@dataclass(frozen=True)
 class TensorFlowLists(Lists):
     """The same by the names of TensorFlow's detection API: y before x."""
 
@@ -366,6 +390,7 @@ LAYOUTS: tuple[BoxLayout, ...] = (
     FinalRows(("image", *BOX, "score", "class"), rank=1.1),
     FinalRows(("image", "class", "score", *BOX), rank=1.2),
     Lists(shown="boxes, scores and classes (torchvision, EfficientNMS)"),
+    ScoredLists(),
     TensorFlowLists(),
     SelectedRows(shown="boxes, scores and selected indices (ONNX's NonMaxSuppression)"),
     Queries("sigmoid", shown="boxes and logits (DETR)"),

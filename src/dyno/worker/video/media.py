@@ -449,8 +449,8 @@ class Preparation:
     """Writes frames into a network's input; not for several threads at once."""
 
     def __init__(self, preprocess: Preprocess, inputs: Sequence[Tensor], dims: Dims) -> None:
-        self.name, self.shape = input_data.image_input(inputs, static_shapes(inputs, dims))
-        self._last, self._raw = channels_last(self.shape), inputs[0].dtype == "uint8"
+        image, self.shape = input_data.image_input(inputs, static_shapes(inputs, dims))
+        self.name, self._last, self._raw = image.name, channels_last(self.shape), image.dtype == "uint8"
         self.batch, channels, height, width = channels_first(self.shape)
         self.size = height, width
         self._canvas = np.full((height, width, channels) if channels > 1 else (height, width), GREY, np.uint8)
