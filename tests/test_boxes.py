@@ -132,6 +132,30 @@ def test_an_input_beside_the_images_has_a_value(call: Any, data: Path, tmp_path:
 
 
 @pytest.mark.usefixtures("preloaded")
+def test_keypoints_are_as_many_as_the_data_has_where_the_file_does_not_say(
+    call: Any, data: Path, tmp_path: Path, unreported: None
+) -> None:
+    """16 values of each anchor may be 3 classes and 3 keypoints, or the 225 of each of 16 rows keypoints alone."""
+    for file in (data.parent / "labels/val").glob("*.txt"):
+        objects = [line.split() for line in file.read_text().splitlines()]
+        file.write_text("".join(" ".join([*one, *[*one[1:3], "2"] * 3]) + "\n" for one in objects))
+    data.write_text(data.read_text() + "kpt_shape: [3, 3]\n")
+    table = np.zeros((225, 16), np.float32)
+    table[:, :4] = 20
+    kept = np.concatenate([CENTRES[:, :2], np.full((3, 1), 0.9)], 1)
+    table[:3] = np.concatenate([CENTRES, np.eye(CLASSES)[LABELS] * SCORES[:, None], kept, kept, kept], 1)
+    file = write(tmp_path / "pose.onnx", {}, output=np.ascontiguousarray(table.T[None]))
+    model = onnx.load(file)
+    for axis in model.graph.output[0].type.tensor_type.shape.dim[1:]:
+        axis.dim_param = f"free{axis.dim_value}"
+    onnx.save(model, file)
+    call("run", file, "--task", "pose", "--data", data, *QUICK, "--out", tmp_path / "run", code=0)
+    with open(tmp_path / "run/results.csv", newline="") as f:
+        (row,) = csv.DictReader(f)
+    assert [float(row[column]) for column in ("map50_95", "box_map50_95")] == [pytest.approx(100)] * 2
+
+
+@pytest.mark.usefixtures("preloaded")
 def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
     call: Any, data: Path, tmp_path: Path, unreported: None
 ) -> None:

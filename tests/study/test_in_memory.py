@@ -56,6 +56,66 @@ def test_the_same_module_is_the_same_file_and_stays_as_it_was() -> None:
     assert Study(models=net, sizes="8").models != (one,)
 
 
+class Scaled(nn.Module):  # type: ignore[misc, name-defined]
+    """Differs from others in what no state dict has."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.line, self.scale, self.table, self.both = nn.Linear(4, 4), scale, torch.full((4,), scale), [1.0, scale]
+        self.register_buffer("shift", torch.full((4,), scale), persistent=False)
+
+
+class ByAttribute(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x) * self.table
+
+
+class ByBuffer(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x) + self.shift
+
+
+class ByList(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x) * torch.tensor(self.both)[1]
+
+
+class ByBranch(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool(x.sum() > 1e9):
+            return self.line(x)
+        return self.line(x) * self.scale
+
+
+@pytest.mark.parametrize("kind", [ByAttribute, ByBuffer, ByList, ByBranch])
+@pytest.mark.parametrize("scripted", [False, True])
+def test_modules_that_differ_outside_their_state_dict_are_two_files(kind: Any, scripted: bool) -> None:
+    x, line, stored = torch.ones(2, 4), nn.Linear(4, 4), []
+    for scale in (1.0, 3.0, 1.0):
+        net = kind(scale).eval()
+        net.line = line
+        stored += Study(models=(torch.jit.script(net) if scripted else net, x)).models
+        with torch.inference_mode():
+            assert torch.allclose(saved_modules.load(stored[-1])(x), net(x))
+    assert stored[0] == stored[2] != stored[1]
+
+
+class Tied(nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Any) -> Any:
+        return self.head(self.embed(ids).mean(1))
+
+
+def test_shared_weights_count_once(tmp_path: Path) -> None:
+    study = Study(models=(Tied(), torch.ones(2, 7, dtype=torch.int64)), backends=("pytorch", "onnxruntime"), **QUICK)
+    table = study.run(tmp_path / "run", quiet=True).to_pandas()
+    assert list(table["status"]) == ["ok", "ok"] and list(table["parameters"]) == [400, 400]
+
+
 def test_the_study_is_text_and_resumes(tmp_path: Path) -> None:
     net = Small().eval()
     study = Study(models=net, backends="pytorch", sizes=[8], batches=(1, 3), **QUICK)

@@ -7,9 +7,11 @@ import hashlib
 import io
 import json
 import logging
+import re
 import tempfile
 import threading
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
@@ -27,6 +29,7 @@ from dyno.worker.spec import Dims, InputSpec, ModelSpec, UserError, shorten, to_
 Specs = tuple[InputSpec, ...]
 
 SIZE = 224  # of an image without a description
+MANGLED = re.compile(rb"___torch_mangle_\d+")  # in the names of scripted classes, different in each process
 ONE_AT_A_TIME = threading.RLock()  # torch.export can't run in two threads at once
 
 
@@ -125,7 +128,7 @@ def _export_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> 
         raise UserError("forward takes *args")  # which the flat program stores
     shapes = dict(zip(names, positional_axes, strict=False)) | {s.name: _find_free_axes(s) for s in specs if s.keyword}
     program = _export_module(module, tuple(args), keywords, shapes if _has_free_axis(specs) else None)
-    return program.graph_module.code, _make_writer(program), specs
+    return _identify_program(program), _make_writer(program), specs
 
 
 def _flat_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:
@@ -142,13 +145,18 @@ def _flat_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tu
     flat = positional(torch, module, specs, flat=True)
     shapes = (tuple(_find_free_axes(spec) for spec in arrays),) if _has_free_axis(specs) else None
     program = _export_module(flat, tuple(given[spec.name] for spec in arrays), {}, shapes)
-    return program.graph_module.code, _make_writer(program), arrays
+    return _identify_program(program), _make_writer(program), arrays
 
 
 def _export_module(module: Any, args: tuple[Any, ...], keywords: dict[str, Any], shapes: Any) -> Any:
     import torch
 
     return torch.export.export(module, args, keywords, dynamic_shapes=shapes)
+
+
+def _identify_program(program: Any) -> str:
+    """Return the code and a hash of the tensors that no state dict has: constants, buffers that aren't persistent."""
+    return f"{program.graph_module.code}\n{models.hash_tensors(program.constants)}"
 
 
 def _make_writer(program: Any) -> Callable[..., Any]:
@@ -181,8 +189,18 @@ def _script_module(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> t
     import torch
 
     script = torch.jit.script(module)
-    parts = sorted(each.code for each in script.modules() if hasattr(each, "forward"))
-    return "\n".join(parts), lambda place, extra: torch.jit.save(script, place, _extra_files=extra), specs
+    return _identify_script(script), lambda place, extra: torch.jit.save(script, place, _extra_files=extra), specs
+
+
+def _identify_script(script: Any) -> str:
+    """Return hashes of the file's entries, less source lines and the numbers that PyTorch adds to names of classes."""
+    with zipfile.ZipFile(io.BytesIO(script.save_to_buffer())) as archive:
+        entries = [
+            (n, archive.read(n)) for n in archive.namelist() if not n.endswith((".debug_pkl", "serialization_id"))
+        ]
+    return "\n".join(
+        sorted(hashlib.sha256(MANGLED.sub(b"", n.encode() + b"\n" + content)).hexdigest() for n, content in entries)
+    )
 
 
 STORAGES = (

@@ -228,10 +228,15 @@ def weights_sha256(module: Any) -> str:
 
     It covers names, types, shapes and bytes.
     """
+    return hash_tensors(module.state_dict())
+
+
+def hash_tensors(tensors: Mapping[str, Any]) -> str:
+    """Return the sha256 over names, types, shapes and bytes; what isn't a tensor is left out."""
     import torch
 
     total = hashlib.sha256()
-    for name, value in sorted(module.state_dict().items()):
+    for name, value in sorted(tensors.items()):
         # Quantised layers keep their weight and bias in a tuple.
         for part in value if isinstance(value, tuple) else (value,):
             if not isinstance(part, torch.Tensor):

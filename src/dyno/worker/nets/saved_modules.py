@@ -21,14 +21,24 @@ OPERATOR = re.compile(rb'"torch\.ops\.(\w+)\.(\w+)')  # the target of a node
 
 def load(path: str) -> Any:
     """Load the module; raise a `UserError` for a file that is missing or that this PyTorch can't read."""
-    return _load_program(path).module(**unguarded()) if path.endswith(PROGRAM) else _load_script(path)
+    return runnable(_load_program(path)) if path.endswith(PROGRAM) else _load_script(path)
 
 
 def runnable(value: Any) -> Any:
     """Return the module that runs a program of torch.export; anything else unchanged."""
     from torch.export import ExportedProgram
 
-    return value.module(**unguarded()) if isinstance(value, ExportedProgram) else value
+    return _tie_weights(value.module(**unguarded())) if isinstance(value, ExportedProgram) else value
+
+
+def _tie_weights(module: Any) -> Any:
+    """Make parameters in the same memory one parameter again, as before the export: each counts once."""
+    first: dict[Any, Any] = {}
+    for part in module.modules():
+        for name, each in part._parameters.items():
+            if each is not None and each.numel():
+                part._parameters[name] = first.setdefault((each.data_ptr(), each.shape, each.stride()), each)
+    return module
 
 
 def unflattened(path: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,13 +112,16 @@ class BoxReader:
     The first batch with boxes decides on the layout; several threads may read at once. `classes` is their number (0:
     unknown), `keypoints` how many there are and the values of each. `confidence` is the least score, `iou` the overlap
     above which the weaker of two boxes of a class is dropped, and `max_detections` the most boxes of an image.
+    `likely` are the classes and keypoints of the data: they decide where the network's own are unknown and they fit.
     """
 
     def __init__(
         self, task: Detect, classes: int = 0, keypoints: Sequence[int] = (), *,
         confidence: float = 0.001, iou: float = 0.7, max_detections: int = 300,
+        likely: tuple[int, Sequence[int]] = (0, ()),
     ) -> None:  # fmt: skip
         self._task, self._classes, self._keypoints = task, classes, tuple(keypoints)
+        self._likely = (classes or likely[0], self._keypoints or tuple(likely[1]))
         self.confidence, self._iou, self._max_detections = confidence, iou, max_detections
         self._chosen: tuple[Fit, BoxForm] | None = None
         self._choosing = threading.Lock()
@@ -154,9 +158,18 @@ class BoxReader:
     ) -> tuple[Fit, BoxForm] | None:
         with self._choosing:
             if self._chosen is None:
-                seen = self._task.seen(shapes_of(outputs), size, self._classes, self._keypoints, images)
-                self._chosen = layouts.choose_layout(replace(seen, values=outputs))
+                with contextlib.suppress(UnreadBoxes):
+                    self._chosen = self._fit_layout(outputs, size, images, *self._likely)
+                    self._keypoints = self._likely[1] if self._chosen else self._keypoints
+                    return self._chosen
+                self._chosen = self._fit_layout(outputs, size, images, self._classes, self._keypoints)
             return self._chosen
+
+    def _fit_layout(
+        self, outputs: Mapping[str, np.ndarray], size: tuple[int, int], images: int, classes: int, points: Sequence[int]
+    ) -> tuple[Fit, BoxForm] | None:
+        seen = self._task.seen(shapes_of(outputs), size, classes, points, images)
+        return layouts.choose_layout(replace(seen, values=outputs))
 
     def _read_image(
         self, outputs: Mapping[str, np.ndarray], image: int, place: ImagePlacement, beside: np.ndarray,
@@ -195,8 +208,10 @@ class DetectionCollector(Collector):
         super().__init__(evaluated)
         self._task, self._model, self._samples = task, evaluated.trial.model, evaluated.samples
         data = evaluated.trial.data
-        self._names = len(input_data.metadata(data).get("classes") or ())
-        self._reader = BoxReader(task, self._model.classes or 0, self._model.keypoints)
+        about = input_data.metadata(data)
+        self._names = len(about.get("classes") or ())
+        likely = (self._names, about.get("keypoints") or ())
+        self._reader = BoxReader(task, self._model.classes or 0, self._model.keypoints, likely=likely)
         self._sizes = np.full((evaluated.count, 2), evaluated.input_size)
         if self._samples is None:
             return
