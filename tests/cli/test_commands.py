@@ -53,6 +53,23 @@ def test_each_answer_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsy
     assert said.err.startswith("1/1 fake: ok, ")
 
 
+def test_an_interrupt_ends_every_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dyno doctor` went on for 37 s after Ctrl-C."""
+
+    def launch_endless_job(job: Any, folder: Path, timeout_s: float, tick: Any) -> None:
+        while True:
+            tick("import", 0.0)
+
+    def interrupt(probes: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry, "names", lambda: ["fake"] * 9)
+    monkeypatch.setattr(doctor, "launch", launch_endless_job)
+    monkeypatch.setattr(doctor, "_show_progress", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        doctor.examine({})
+
+
 def test_a_library_without_byte_code_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

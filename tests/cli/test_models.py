@@ -149,9 +149,11 @@ def test_torchscript_of_ultralytics_says_its_size_and_pixels(call: Any, tmp_path
             Image.new("RGB", (20, 20), (grey,) * 3).save(tmp_path / "photos" / name / f"{number}.png")
     _, out, _ = call("eval", "best.torchscript", "--data", "photos", "--seconds", "0.02", "--out", "run", code=0)
     assert "best, size 16x8," in out and "top-1 100.00 %" in out and "normalised by" not in out, out
+    call("export", "best.torchscript", "-o", "best.onnx", code=0)
     (tmp_path / "photos" / "dark").rename(tmp_path / "photos" / "zebra")  # light is now the first class
-    code, _, err = call("eval", "best.torchscript", "--data", "photos", "--seconds", "0.02", "--out", "other")
-    assert code == 2 and "'light' is class 0 of photos and class 1 of best" in err
+    for file in ("best.torchscript", "best.onnx"):
+        code, _, err = call("eval", file, "--data", "photos", "--seconds", "0.02", "--out", "other")
+        assert code == 2 and "'light' is class 0 of photos and class 1 of best" in err
 
 
 def test_inputs_in_another_order_are_fed_the_same(call: Any, tmp_path: Path) -> None:

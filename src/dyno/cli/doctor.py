@@ -14,7 +14,7 @@ from rich.text import Text
 from dyno.data import data_format
 from dyno.data.data_format import DataFormat
 from dyno.formatting import wrapped
-from dyno.jobs.launcher import launch
+from dyno.jobs.launcher import Tick, launch, stopping
 from dyno.jobs.progress import stderr_console
 from dyno.layers.cold_start import without_byte_code
 from dyno.report import charts, tables
@@ -80,10 +80,10 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         runtime = Runtime(name=name, python=table["python"], threads=threads)
         places += [(backend, runtime) for backend in ([name] if name in registry.names() else registry.names())]
     # Side by side: nothing is timed here, and most of a probe is spent importing a library.
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(threads) as pool:
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(threads) as pool, stopping(pool) as tick:
         probes = {}
         for number, (name, runtime) in enumerate(places):
-            probe = pool.submit(_probe_backend, name, runtime, Path(scratch) / str(number))
+            probe = pool.submit(_probe_backend, name, runtime, Path(scratch) / str(number), tick)
             probes[probe] = f"{name} in {runtime.python}" if runtime.python else name
         _show_progress(probes)
         return [*(probe.result() for probe in probes), *_iter_broken()]
@@ -105,8 +105,8 @@ def _show_progress(probes: Mapping[Future[dict[str, Any]], str]) -> None:
             status.update(Text(f"{count}/{len(probes)} answered in {seconds:.0f} s; waiting for {names}"))
 
 
-def _probe_backend(name: str, runtime: Runtime, folder: Path) -> dict[str, Any]:
-    record: Record = launch(Job("probe", runtime, backend=name), folder, TIMEOUT_S)
+def _probe_backend(name: str, runtime: Runtime, folder: Path, tick: Tick) -> dict[str, Any]:
+    record: Record = launch(Job("probe", runtime, backend=name), folder, TIMEOUT_S, tick)
     probe = record.facts.probe or Probe()
     return {
         "backend": name,

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from threading import Event
 from typing import BinaryIO
 from uuid import uuid4
 
@@ -132,6 +134,23 @@ def launch(
         abandon(started)
         raise
     return finish(started, timeout_s, timed_out)
+
+
+@contextmanager
+def stopping(pool: ThreadPoolExecutor) -> Iterator[Tick]:
+    """Yield a `tick` for jobs that the pool's threads launch: an error in the block, or an interrupt, kills them."""
+    stopped = Event()
+
+    def check_stopped(stage: str, seconds: float) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt  # in the job's thread, which then kills its process
+
+    try:
+        yield check_stopped
+    except BaseException:
+        stopped.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
 
 
 def _interrupt_job(started: JobProcess, patience_s: float) -> Record | None:

@@ -14,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 from dyno.formatting import counting
-from dyno.jobs.launcher import Tick, launch
+from dyno.jobs.launcher import Tick, launch, stopping
 from dyno.jobs.nvml import ROOM, UNKNOWN_B, read_available
 from dyno.store import (
     beside_its_parts,
@@ -383,12 +382,6 @@ def inspect_models(study: Study, models: Mapping[str, ModelSpec]) -> dict[str, I
 
 def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> dict[str, InspectedModel]:
     """Inspect up to `most` models in parallel; return the successful ones. An interrupt stops all."""
-    stopped = Event()
-
-    def check_stopped(stage: str, seconds: float) -> None:
-        if stopped.is_set():
-            raise KeyboardInterrupt  # in the inspection's thread, which then kills its process
-
     shares = deque(_split_processors(most))
 
     def keep_to_share() -> None:
@@ -396,16 +389,11 @@ def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> d
         os.sched_setaffinity(0, shares.popleft())
 
     inspected = {}
-    with ThreadPoolExecutor(most, initializer=keep_to_share) as pool:
-        pending = {key: pool.submit(inspect_model, model, study, check_stopped) for key, model in models.items()}
-        try:
-            for key, future in pending.items():
-                with suppress(UserError):
-                    inspected[key] = future.result()
-        except BaseException:
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with ThreadPoolExecutor(most, initializer=keep_to_share) as pool, stopping(pool) as tick:
+        pending = {key: pool.submit(inspect_model, model, study, tick) for key, model in models.items()}
+        for key, future in pending.items():
+            with suppress(UserError):
+                inspected[key] = future.result()
     return inspected
 
 

@@ -193,7 +193,7 @@ class AotMaker(Maker):
         configure(torch, settings, benchmark=False)
         with memory_errors(), compiler_errors(), torch.no_grad(), silenced():
             module = models.load(recipe.model, recipe.dims)
-            weights, class_names = models.weights_sha256(module), models.name_classes(module)
+            weights, class_names = models.weights_sha256(module), models.read_purpose(recipe.model, module).class_names
             module = cast(module.to(device), TYPES[recipe.precision])
             flat = positional(torch, module, recipe.model.inputs, flat=True)
             examples = [*_examples(torch, recipe, device)]

@@ -272,7 +272,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
                 attempts.append((exporter, LATER))
             continue
         notes += doubtful(checked)
-        file_facts.write_purpose(str(path), recipe.model, models.name_classes(module))
+        file_facts.write_purpose(str(path), recipe.model, models.read_purpose(recipe.model, module).class_names)
         written = read_model(str(path))
         return replace(
             made_by,
