@@ -319,6 +319,18 @@ def test_labels_beyond_the_whole_numbers_of_float32_are_compared_exactly(tmp_pat
     assert held is not None and not held.ok and held.labels_changed == 1
 
 
+def test_whole_numbers_that_pytorch_gave_as_float32_are_labels(tmp_path: Path) -> None:
+    """A tenth of them is another one, by less than a thousandth of its size; large ones are rounded by float32."""
+    labels = 2**25 + 1 + np.arange(12 * 40).reshape(12, 40) % 7
+    for name, own in (("same", labels), ("other", labels + 100 * (np.arange(40) % 10 == 0))):
+        results = _run(tmp_path / name, Way("onnxruntime", "fp32", 0.001))
+        _change(results.trials[0], lambda a: labels.astype(np.float32))
+        _change(results.trials[1], lambda a, own=own: own)
+        held = check_correctness(*reversed(load_run(tmp_path / name).trials))
+        assert held is not None and held.ok is (name == "same")
+        assert held.labels_changed == pytest.approx(0 if name == "same" else 0.1)
+
+
 def test_booleans_are_labels_and_pixels_are_none(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     mask, image = rng.random((12, 1, 32, 32)) < 0.5, rng.integers(0, 250, (12, 3, 32, 32)).astype(np.uint8)

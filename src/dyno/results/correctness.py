@@ -300,7 +300,7 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
     pairs = [(a[:n], b[:n]) for a, b in zip(own, other, strict=True) if (n := min(len(a), len(b))) and b[:1].size]
     if not pairs:
         return None
-    values = [pair for pair in pairs if not is_labels(pair[1])]
+    values = [pair for pair in pairs if not _have_labels(*pair)]
     if text := _compare_not_finite(values):
         return Correctness(np.inf, None, tolerance, precision, text)
     errors = [distances(a, b, channels) for a, b in values]
@@ -308,11 +308,16 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
     changed, answers = None, 0
     if worst > tolerance.close:
         changed, answers = _compute_changed(trial, reference, own[0], other[0], tolerance)
-    labels = [_compare_labels(*pair, values, tolerance, precision) for pair in pairs if is_labels(pair[1])]
+    labels = [_compare_labels(*pair, values, tolerance, precision) for pair in pairs if _have_labels(*pair)]
     mismatch = next((wrong for _, wrong in labels if wrong), "")
     share = max((share for share, _ in labels), default=math.nan)
     far, inputs = max(((int((e > tolerance.limit).sum()), len(e)) for e in errors), default=(0, 0))
     return Correctness(worst, changed, tolerance, precision, mismatch, share, answers, far, inputs)
+
+
+def _have_labels(own: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether both outputs are labels: sessions of PyTorch fetch whole numbers as float32 too."""
+    return is_labels(other) or (is_labels(own) and bool((other == np.round(other)).all()))
 
 
 def _compare_not_finite(values: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
@@ -338,6 +343,8 @@ def _compare_labels(
 
     One label may differ by chance where there are enough; no single input with many labels may have too large a share.
     """
+    if "f" in (own.dtype.kind, other.dtype.kind):  # PyTorch's, which has rounded large ones
+        own, other = own.astype(np.float32), other.astype(np.float32)
     differs = own != other
     scores = next((b for _, b in values if _are_ranked(b, other)), None)
     if scores is not None:
