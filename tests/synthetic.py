@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -121,8 +122,9 @@ def _write_round(folder: Path, way: Way, number: int, status: str, rng: np.rando
     folder.mkdir(parents=True)
     trial = way.trial
     write_json(folder / "job.json", to_json(Job(kind="run", runtime=trial.runtime, trial=trial, round=number)))
+    seconds = 3.2 + 1e-14 * crc32(bytes(folder))  # of a copy alone it is the same
     record = Record(status=status, stage=way.stage, trial=trial.id, round=number, started="2026-01-02T03:04:05",
-                    seconds=3.2, warnings=way.warnings, system={"cpu": "Synthetic CPU"})  # fmt: skip
+                    seconds=seconds, warnings=way.warnings, system={"cpu": "Synthetic CPU"})  # fmt: skip
     if status != "ok":
         write_record(folder, replace(record, reason=way.reason))
         return

@@ -17,6 +17,7 @@ import onnx_text
 import preloaded as forked
 from dyno import Study
 from dyno.api import Result
+from dyno.formatting import show
 from dyno.study.interpreters import missing
 from dyno.worker.inputs import input_data, specs
 from dyno.worker.spec import Tensor, Trial, from_json
@@ -170,7 +171,7 @@ def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(run: Result
     code, out, err = call("export", run.folder, "openvino", "-o", "best")
     assert (code, err) == (0, "") and "best.xml" in out and out.endswith("run it: python best.py\n")
     size = sum((tmp_path / f"best.{suffix}").stat().st_size for suffix in ("xml", "bin"))
-    assert f"best.xml ({size / 1e6:.2f} MB)" in out
+    assert f"best.xml ({show(size, 'bytes')})" in out and "(0.00 MB)" not in out
     done = subprocess.run([sys.executable, "best.py"], capture_output=True, text=True, cwd=tmp_path, timeout=1200)
     assert done.returncode == 0 and "output float32 2x2" in done.stdout, done.stderr
     made = Path(run.records.trial(run.export("openvino", tmp_path / "again").trial).artifact.path)

@@ -197,6 +197,23 @@ def test_a_renamed_command_runs_by_its_old_name(call: Any, old: str, new: str) -
     )
 
 
+@pytest.mark.parametrize("command", ["show", "doctor", "run", "compare"])
+def test_an_interrupt_says_what_is_left(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`show` and `doctor` measure nothing."""
+    monkeypatch.setattr(sys, "argv", ["dyno", command])
+    for name in ("_outlive_readers", "signal.signal"):  # they would change this process
+        monkeypatch.setattr(f"dyno.cli.exits.{name}", lambda *_: None)
+    for name in ("OPENBLAS_NUM_THREADS", "MPLBACKEND"):
+        monkeypatch.setenv(name, "1" if name.startswith("OPEN") else "agg")
+    with pytest.raises(SystemExit) as e:
+        exits.end(lambda **_: exits.INTERRUPTED)  # type: ignore[arg-type]
+    err = capsys.readouterr().err
+    assert e.value.code == 130 and err.startswith("dyno: stopped")
+    assert (err == "dyno: stopped\n") == (command in ("show", "doctor"))
+
+
 def test_an_unknown_command_is_exit_2(call: Any) -> None:
     assert call("rum")[0] == 2
     assert call("run")[0] == 2

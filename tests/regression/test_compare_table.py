@@ -61,10 +61,33 @@ def test_a_run_against_itself_is_no_different(demo: Results) -> None:
     assert len(frame) == len(demo.trials)
     assert list(frame.columns) == [column.name for column in COLUMNS]
     timed = frame[frame["ratio"].notna()]
-    assert len(timed) == 17 and set(timed["verdict"]) <= ALIKE
+    assert len(timed) == 17 and set(timed["verdict"]) == {"same measurement"}
     assert [set(timed[name]) for name in ("ratio", "close", "top1_diff")] == [{1.0}, {1.0}, {0.0}]
     assert not frame["failed"].any()
     assert comparison.exit_code(table) == 0
+
+
+def test_a_copy_of_a_run_is_the_same_measurement_and_passes_no_gate(tmp_path: Path, call: Any) -> None:
+    a = write(tmp_path / "a")
+    b = Path(shutil.copytree(a, tmp_path / "b"))
+    code, out, _ = call(a, b, "--fail-on", "slower=5%")
+    assert code == 3 and "2 same measurement" in out and "undecided: digits pytorch" in out
+    assert "one is a copy" in out and "equivalent" not in out and "is caught" not in out
+    shutil.rmtree(next((b / "trials").iterdir()) / "r0")
+    assert call(a, b, "--fail-on", "slower=5%")[0] == 3, "part of the same rounds"
+
+
+def test_a_trial_that_vanished_fails(tmp_path: Path, call: Any) -> None:
+    """An engine that could not be imported any more left the gate green."""
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", FIRST[0])
+    junit = tmp_path / "junit.xml"
+    code, out, _ = call(a, b, "--junit", junit)
+    assert code == 1 and "failed: digits openvino int8 b8 64: was ok, now missing: B has no such trial" in out
+    assert 'failures="1"' in junit.read_text() and "1 missing (was ok)" in out
+    code, out, _ = call(a, b, "--fail-on", "slower=50%")
+    assert code == 3 and "undecided: digits openvino int8 b8 64: B has no such trial" in out
+    assert call(a, b, "--fail-on", "less-accurate")[0] == 0
+    assert call(b, a)[0] == 0, "a further trial is no regression"
 
 
 def test_the_same_speed_measured_twice_is_no_difference(judge: Any) -> None:

@@ -213,6 +213,7 @@ def test_the_times_of_a_variable_rate_are_kept(run: Any, tmp_path: Path) -> None
     times = np.cumsum([0, *np.random.default_rng(0).integers(20, 200, 19)]).tolist()
     videos.write(tmp_path / "vfr.mkv", videos.pictures(20), times=times)
     run("vfr.mkv", "out.mp4", "--json", "boxes.jsonl", code=0)
+    assert facts(tmp_path).rate == pytest.approx(19 / (times[-1] / 1000)), "the file states the encoder's rate"
     frames, seconds = videos.read(tmp_path / "out.mp4")
     assert [videos.place_of(frame) for frame in frames] == expected(20)
     np.testing.assert_allclose(seconds, np.array(times) / 1000, atol=0.002)

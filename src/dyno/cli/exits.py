@@ -89,6 +89,7 @@ def hint_usage(error: Any, command: str) -> str:
 INTERRUPTED = 130
 LEAST_SIMILAR = 0.7  # of an option to a misspelt one: --engines is not --minutes
 CONTINUES = (["run"], ["demo"], ["data", "train"])  # commands that go on in the folder of the time before
+READ_ONLY = ("show", "report", "runs", "doctor", "verify", "site")  # commands that measure nothing
 BAD_INPUT, UNFINISHED = 2, 3
 LEAST_MEMORY_B = 1 << 29
 TRACEBACK = "DYNO_TRACEBACK"  # the variable with which an error that isn't the user's is printed in full, too
@@ -199,7 +200,7 @@ def end(app: typer.Typer) -> None:
     except (UserError, Unavailable) as e:
         _fail_command(str(e))
     except (KeyboardInterrupt, typer.Abort):
-        print("dyno: stopped; " + _describe_leftovers(sys.argv[1:]), file=sys.stderr)
+        print("dyno: stopped" + _describe_leftovers(sys.argv[1:]), file=sys.stderr)
         sys.exit(INTERRUPTED)
     except Exception as e:  # the border: an exit code of 1 would be read as a regression
         if os.environ.get(TRACEBACK):
@@ -275,8 +276,10 @@ def _check_words(words: Sequence[str]) -> None:
 def _describe_leftovers(words: Sequence[str]) -> str:
     """Return what an interrupt left of the command; most commands begin a new folder each time, or store nothing."""
     if _continues(words):
-        return "what was measured is stored, the same command continues from there"
-    return "files and rounds that were finished are kept, in the cache and in the run folder"
+        return f"; {STORED}, the same command continues from there"
+    if "".join(words[:1]) in READ_ONLY:
+        return ""
+    return "; files and rounds that were finished are kept, in the cache and in the run folder"
 
 
 def _continues(words: Sequence[str]) -> bool:

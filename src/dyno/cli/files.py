@@ -16,6 +16,7 @@ import typer
 from dyno.cli import options, run_folders
 from dyno.cli.exits import UNFINISHED, left_out
 from dyno.cli.options import Overrides
+from dyno.formatting import show
 from dyno.store import check_writable, copy
 from dyno.study.defaults import check_weights, one_model
 from dyno.study.options import MODEL_HELP
@@ -181,7 +182,7 @@ def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, 
     if given:
         raise UserError("a run's trial is exported as it was measured; omit every option but -o")
     taken = winner.export_winner(trial_table.read_trials(run), trial, out)
-    text = f"{taken.label}: {taken.file} ({taken.bytes / 1e6:.2f} MB)"
+    text = f"{taken.label}: {taken.file} ({show(taken.bytes, 'bytes')})"
     notes = tuple(f"warning: {note}" for note in taken.notes)
     return ExportedFile(str(taken.file), taken.bytes, text, notes, str(taken.script))
 
@@ -335,7 +336,7 @@ def _format_summary(artifact: Artifact, built: int) -> str:
     )
     tensors = (*artifact.inputs, *artifact.outputs)
     described = "; ".join(f"{t.name} {t.dtype} {'x'.join(map(str, t.shape))}" for t in tensors)
-    return f"{artifact.bytes / 1e6:.2f} MB  {described}  ({listed})"
+    return f"{show(artifact.bytes, 'bytes')}  {described}  ({listed})"
 
 
 # `dyno export --repeat`: the same engine built several times, to show how much builds differ.

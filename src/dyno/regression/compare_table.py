@@ -31,6 +31,8 @@ from dyno.worker.spec import UserError
 
 TOLERATED, NO_CHANGE, LOST, GAINED = "slower, tolerated", "no change shown", "less accurate", "more accurate"
 TWO_SESSIONS = "two sessions"
+SAME = "same measurement"
+MISSING = "missing"  # the status of a trial that B's run doesn't have
 VOLATILE = ("load_average",)  # differs from one minute to the next on the same machine
 MACHINE = ("cpu", "cpu_flags", "cores", "machine", "gpu")  # facts that identify a machine
 BEYOND = "too few rounds for this spread"
@@ -62,7 +64,7 @@ COLUMNS = (
     Column("latency_a_ms", "of A, over its processes", "ms", title="A ms", rank=1),
     Column("latency_b_ms", "of B, over its processes", "ms", title="B ms"),
     *with_limits(RATIO_SHOWN),
-    Column("verdict", "slower, faster, equivalent, undecided, two sessions, wrong outputs …", kind=TEXT, cell=verdict),
+    Column("verdict", "slower, faster, undecided, two sessions, same measurement, wrong …", kind=TEXT, cell=verdict),
     Column("p_value", "of no difference, adjusted for all pairs"),
     Column("measured", "in turns, one after the other, or in two sessions", kind=TEXT),
     Column("smallest", "smallest slow-down that would fail with 80 % power", "%", PERCENT, "catches from, %"),
@@ -134,6 +136,8 @@ def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked
             for (x, y), both, speed, accuracy in zip(shared, outputs, speeds, accuracies, strict=True)]  # fmt: skip
     refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
     left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
+    kept = {_name_trial(t) for t in b} | {_name_trial(x) for x, _ in shared}
+    rows += [_make_missing_row(t, rules) for t in a if t.status == "ok" and _name_trial(t) not in kept]
     several = ("device",) if len({r["device"] for r in rows}) > 1 else ()
     return COMPARE.of(COLUMNS, rows, notes=(*_find_notes(a, b, shared), *left_out), printed=PRINTED,
                       group=("model", "size", "batch", *several), below=trial_table.list_reasons)  # fmt: skip
@@ -170,6 +174,8 @@ def _apply_gate(
         reason = row["verdict"] or f"A is {row['status_a']}, B is {row['status']}"
     elif row["verdict"] == stats.ONE_ROUND:
         reason = "one round only, which can't show how much rounds differ; measure two rounds or more"
+    elif row["verdict"] == SAME:
+        reason = "A and B are the same measurement; measure B itself"
     elif row["verdict"] == TWO_SESSIONS:
         reason = "A and B were measured in two sessions; measure both again side by side, with --remeasure"
     elif elsewhere:
@@ -250,6 +256,18 @@ def compare_trial(
     return columns
 
 
+def _make_missing_row(a: TrialResult, rules: GateRules) -> dict[str, Any]:
+    """Return the row of a trial of A that B's run doesn't have: an engine that is gone is no pass."""
+    own = trial_table.make_trial_row(a, trial_table.ComparisonBasis(None))
+    columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS}
+    columns |= {name: own[name] for name in IDENTITY if name in own} | {"device": own["device"]}
+    columns |= {"status_a": a.status, "status": MISSING, "reason": "B has no such trial", "trial_a": a.id}
+    columns |= {"rounds_a": len(a.good), "rounds_b": 0}
+    if STATUS in rules.fail_on:
+        return columns | {"failed": STATUS}
+    return columns | {"undecided": columns["reason"] if rules.gate else ""}
+
+
 def explain_refusal(a: TrialResult, b: TrialResult) -> str:
     """Return the reason why two trials can't be compared (different weights, data, inputs or boundaries), or ""."""
     weights = [t.facts.weights_sha256 for t in (a, b)]
@@ -291,7 +309,7 @@ def _compare_speeds(
     """
     rows: list[dict[str, Any]] = []
     family: list[stats.Evidence | None] = []
-    unknown: set[int] = set()
+    unjudged: dict[int, str] = {}  # verdicts where no interval is known, by the pair's place
     for (a, b), outputs in zip(shared, checked, strict=True):
         boundary = "" if explain_refusal(a, b) else trial_table.compared_boundary(b, a)
         clock = clock_of(boundary, a, b)
@@ -305,18 +323,25 @@ def _compare_speeds(
         wrong = any(each.startswith(WRONG) for each in outputs)
         # A's speed-up over B is the ratio of B's latency to A's.
         evidence = None if wrong else ranking.gather_evidence(a, b, boundary, clock)
-        if evidence is not None and not evidence.single and _are_two_sessions(a, b):  # each is one observation
+        if evidence is not None and _list_times(a) & _list_times(b):
+            evidence, unjudged[len(family)] = stats.between_sessions(evidence, 0, 0.0), SAME
+        elif evidence is not None and not evidence.single and _are_two_sessions(a, b):  # each is one observation
             evidence = stats.between_sessions(evidence, *known)
-            unknown |= {len(family)} if evidence.single else set()
+            unjudged |= {len(family): TWO_SESSIONS} if evidence.single else {}
         family.append(evidence)
     count = sum(1 for e in family if e is not None and not e.single)
     for place, (row, e, (s, verdict)) in enumerate(zip(rows, family, judge_family(family, rule), strict=True)):
         if e is not None:
             row |= {"ratio": s.value, "ratio_low": s.low, "ratio_high": s.high, "p_value": s.p,
-                    "verdict": TWO_SESSIONS if place in unknown else verdict, "measured": s.measured}  # fmt: skip
+                    "verdict": unjudged.get(place, verdict), "measured": s.measured}  # fmt: skip
             level = stats.ALPHA / max(count, 1) / rule.looks
             row["smallest"] = 100 * smallest_slowdown(e.error, e.freedom, level, rule.margin)
     return rows
+
+
+def _list_times(t: TrialResult) -> set[tuple[str, float]]:
+    """Return when each good round began and how long it took, which no two rounds have in common but copies."""
+    return {(r.record.started, r.record.seconds) for r in t.good}
 
 
 def _are_two_sessions(a: TrialResult, b: TrialResult) -> bool:

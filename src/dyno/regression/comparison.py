@@ -15,7 +15,7 @@ from dyno.api import Result
 from dyno.formatting import bullet, counting, plain, points
 from dyno.jobs.progress import Progress
 from dyno.regression import compare_table as tables
-from dyno.regression.compare_table import RATIO_SHOWN, TWO_SESSIONS, floor_percent, verdict
+from dyno.regression.compare_table import RATIO_SHOWN, SAME, TWO_SESSIONS, floor_percent, verdict
 from dyno.regression.rules import LESS_ACCURATE, POWER, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, list_changes, slowdown
 from dyno.report.export import export
 from dyno.results import stats
@@ -287,6 +287,7 @@ SESSIONS = (
     "Not comparable: measured in two sessions, and rounds don't show what differs between sessions. Measure them again "
     "side by side (dyno compare A B --remeasure), or keep three self-tests of this machine (dyno selftest)."
 )
+COPIED = "Nothing was compared where both runs hold the same measurement: one is a copy of the other."
 WIDENED = "Measured in two sessions: intervals contain what differs between this machine's self-tests."
 
 
@@ -315,6 +316,7 @@ def _describe_method(rows: list[Row], stored: bool) -> list[str]:
     rounds = max((min(r["rounds_a"], r["rounds_b"]) for r in rows), default=0)
     apart = WIDENED if stats.SESSIONS in methods else APART
     apart = SESSIONS if any(r["verdict"] == TWO_SESSIONS for r in rows) else apart
+    apart = COPIED if any(r["verdict"] == SAME for r in rows) else apart
     sentences = [apart if stored else f"Measured {' or '.join(sorted(methods))}, {counting(rounds, 'round')}."]
     builds = [int(r["builds"]) for r in rows if not missing(r["builds"])]
     if 1 in builds:

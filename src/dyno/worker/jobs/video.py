@@ -272,7 +272,7 @@ class _VideoJob:
         self._facts = replace(
             self._facts, frames=counts[0], answered=sum(counts), streams=len(lines), seconds=seconds, stopped=stopped,
             dropped=sum(line.stages.dropped for line in lines), cpu_whole=cpu / max(1, sum(counts)), depth=stages.DEPTH,
-            objects=lines[0].tracker.counts if lines[0].tracker else {},
+            objects=lines[0].tracker.counts if lines[0].tracker else {}, rate=self._source.rate,
         )  # fmt: skip
         self._store_found()
         for sentence in (*self._source.notes, *notes, *self._find_oddities(counts[0], stopped)):

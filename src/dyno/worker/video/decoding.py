@@ -17,6 +17,7 @@ from dyno.worker.video.media import SQUARE, Converter, Frame, Picture, Planes, R
 Turn = tuple[bool, bool, bool]  # whether rows become columns, and then whether it is mirrored across and down
 UPRIGHT: Turn = (False, False, False)
 ENDS_EARLY_S = 1.0  # between the last frame and the end that the file gives, from which it seems cut short
+RATE_DIFFERS = 0.01  # of the file's own rate, from which its frames' times contradict it
 NEARLY = 0.01  # of a display matrix's largest value, below which others are rounding
 PATIENCE_S = 10.0  # without a byte from a stream, after which it is gone
 
@@ -53,6 +54,14 @@ class VideoSource(Source):
     def template(self) -> Any:
         return open_container(self.place)
 
+    def _correct_rate(self, times: list[float]) -> None:
+        """Take the rate from the frames' times where the file states another, as Matroska's of a variable rate."""
+        if self.damaged or len(times) < 2 or times[0] == times[-1] or times != sorted(times):
+            return  # of files that were joined, times begin anew
+        found = (len(times) - 1) / (times[-1] - times[0])
+        if abs(found - self.rate) > RATE_DIFFERS * self.rate:
+            self.rate = found
+
     def read(self, sound: bool = False) -> Iterator[Frame]:
         self.damaged = 0
         with open_container(self.place, self._device) as container:
@@ -60,7 +69,7 @@ class VideoSource(Source):
             video.thread_type, video.codec_context.thread_count = "AUTO", media.codec_threads()
             sound_streams = container.streams.audio[:1] if sound else []
             picture_of, index, packets, began = _Pictures(self._aspect, self.note), 0, [], now()
-            ending = 0.0
+            ending, times = 0.0, list[float]()
             for packet in self._iter_packets(container, [video, *sound_streams]):
                 if packet.stream.type == "audio":
                     if packet.dts is not None:  # the last one is empty
@@ -71,11 +80,14 @@ class VideoSource(Source):
                 for decoded in self._decode_packet(packet):
                     seconds = None if decoded.pts is None else float(decoded.pts * decoded.time_base)
                     ending = max(ending, (seconds or 0.0) + float((decoded.duration or 0) * (decoded.time_base or 0)))
+                    if seconds is not None and not self.live:
+                        times.append(seconds)
                     yield Frame(index, picture_of(decoded), began, decoded.pts, seconds, packets=packets)
                     index, packets, began = index + 1, [], now()
             if not index:
                 raise UserError(f"{self.place} has no frame that can be decoded; it is empty or damaged")
             self.left = packets
+            self._correct_rate(times)
             if not self.once and ending and (whole := _read_end(video)) > ending + ENDS_EARLY_S:
                 self.note(f"{self.name} ends after {ending:.1f} of {whole:.1f} s: it seems to be cut short")
 
