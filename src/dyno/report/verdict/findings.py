@@ -264,7 +264,10 @@ def list_pixel_findings(results: Results) -> Iterator[Finding]:
 def describe_guess(t: TrialResult, results: Results) -> str:
     """Describe what is a guess in how the trial's images were prepared, and what to do; "" without a guess."""
     facts = results.models.get((t.given, t.size), {})
+    letterboxed = t.spec["model"]["preprocess"].get("letterbox")
     if reason := facts.get("images_unchecked"):
+        if letterboxed:
+            return f"images were letterboxed, but the model's own processor {reason}; its accuracy may be higher there."
         return (
             "images were prepared as preprocessor_config.json says, but the model's own processor couldn't be run to "
             f"check that ({reason}); where it does anything else, its answers are wrong."
@@ -278,7 +281,7 @@ def describe_guess(t: TrialResult, results: Results) -> str:
     if len(preprocess["mean"]) == len(Preprocess().mean):
         known["ImageNet's"] = (_join_values(Preprocess().mean), _join_values(Preprocess().std))
     others = (f"{' and '.join(pair)} for {name}" for name, pair in known.items() if pair != (mean, std))
-    how = "letterboxed and normalised" if preprocess.get("letterbox") else "normalised"
+    how = "letterboxed and normalised" if letterboxed else "normalised"
     return (
         f"images were {how} by mean {mean} and std {std}, as the file doesn't say by what; where the network was "
         f"trained otherwise, its answers are wrong: give --mean and --std ({', '.join(others)})."
