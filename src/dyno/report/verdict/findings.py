@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.formatting import UNCLEAR, points, ratio, show
 from dyno.results import ranking, remarks, stats
-from dyno.results.metrics import accuracy, known, quality
+from dyno.results.metrics import accuracy, known, mean_ap, quality
 from dyno.results.metrics.accuracy import KEEP, OVER, UNDECIDED, WITHIN
 from dyno.results.notes import KEPT, AnchorDevices, Attempt, RouteAttempt, attempts, center, devices, percent_slower
 from dyno.results.ranking import LATENCY
@@ -240,8 +240,11 @@ def list_label_findings(results: Results) -> Iterator[Finding]:
     lines = (line.removeprefix("data: ") for t in results if t.good for line in remarks.list_warnings(t))
     told = dict.fromkeys(f"Labels: {line}." for line in lines if line.startswith(TEXT_ORDER))
     yield from (Finding(WARNING, text) for text in told)
-    matrices = ((t.given, matrix) for t in results if t.good and (matrix := accuracy.read_confusion(t)))
-    for model, matrix in dict(matrices).items():
+    matrices = {t.given: matrix for t in results if t.good and (matrix := accuracy.read_confusion(t))}
+    for t in results:
+        if t.good and t.task.coco and t.given not in matrices and (matrix := mean_ap.read_object_confusion(t)):
+            matrices[t.given] = matrix
+    for model, matrix in matrices.items():
         if other := matrix.describe_other_order():
             yield Finding(WARNING, f"{model}: {other}.")
 
