@@ -156,6 +156,20 @@ def test_keypoints_are_as_many_as_the_data_has_where_the_file_does_not_say(
 
 
 @pytest.mark.usefixtures("preloaded")
+def test_a_pose_of_several_classes_is_told_their_number(call: Any, data: Path, tmp_path: Path) -> None:
+    """Two keypoints of three values and three classes are nine values, as four keypoints of two and a class are."""
+    for file in (data.parent / "labels/val").glob("*.txt"):
+        objects = [line.split() for line in file.read_text().splitlines()]
+        file.write_text("".join(" ".join([*one, *[*one[1:3], "2"] * 2]) + "\n" for one in objects))
+    data.write_text(data.read_text() + "kpt_shape: [2, 3]\n")
+    file = write(tmp_path / "pose.onnx", {}, output=np.zeros((1, 13, 8400), np.float32))
+    words = ("run", file, "--task", "pose", "--data", data, "--backend", "onnxruntime", "--dry-run")
+    code, _, error = call(*words)
+    assert code == 2 and "has 2 keypoints" in error and error.rstrip().endswith(f"or --classes {CLASSES}")
+    call(*words, "--classes", CLASSES, code=0)
+
+
+@pytest.mark.usefixtures("preloaded")
 def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
     call: Any, data: Path, tmp_path: Path, unreported: None
 ) -> None:

@@ -316,7 +316,7 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
 
 
 def _have_labels(own: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether both outputs are labels: sessions of PyTorch fetch whole numbers as float32 too."""
+    """Return whether both outputs are labels: an engine may give whole numbers as float32 too."""
     return is_labels(other) or (is_labels(own) and bool((other == np.round(other)).all()))
 
 
@@ -343,7 +343,7 @@ def _compare_labels(
 
     One label may differ by chance where there are enough; no single input with many labels may have too large a share.
     """
-    if "f" in (own.dtype.kind, other.dtype.kind):  # PyTorch's, which has rounded large ones
+    if "f" in (own.dtype.kind, other.dtype.kind):  # which has rounded large ones
         own, other = own.astype(np.float32), other.astype(np.float32)
     differs = own != other
     scores = next((b for _, b in values if _are_ranked(b, other)), None)

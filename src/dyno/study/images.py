@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -151,9 +152,11 @@ def _check_labels(name: str, about: dict[str, Any], model: ModelSpec, outputs: i
         )
     if needed == "keypoints" and has and model.keypoints and tuple(about["keypoints"])[:1] != model.keypoints[:1]:
         expected, present = model.keypoints[0], about["keypoints"][0]
+        values = (model.classes or 1) + math.prod(model.keypoints)  # of a box; a file may not say which are scores
+        own = f", or --classes {classes}" if classes and classes + math.prod(about["keypoints"]) == values else ""
         raise UserError(
             f"{name} has {present} keypoints, but {model.name} gives {expected}; "
-            f"give data with {expected}, or a network of {present}"
+            f"give data with {expected}, or a network of {present}{own}"
         )
     if not outputs or not classes or outputs == classes:
         return

@@ -15,7 +15,7 @@ from dyno import evaluation as dyno_evaluation
 from dyno.regression import compare_table
 from dyno.regression.rules import LESS_ACCURATE, GateRules
 from dyno.report.tables import accuracy_tables, trial_table
-from dyno.report.verdict import verdict
+from dyno.report.verdict import findings, verdict
 from dyno.results.metrics import accuracy, mean_ap
 from dyno.results.metrics.metric import Change
 from dyno.results.stats import Interval
@@ -55,6 +55,23 @@ def test_boxes_that_overlap_by_two_thirds_count_up_to_0_65(truth: Truth) -> None
     assert found.map50_95[0] == pytest.approx(0.4), "0.50, 0.55, 0.60 and 0.65 of ten thresholds"
     assert mean_ap.score_detections(detected.found(truth, shift=0.2), truth, "segm").map50_95[0] < 0.4
     assert mean_ap.score_detections(detected.found(truth, shift=1.0), truth, "bbox").map50[0] == 0
+
+
+def test_classes_in_another_order_are_told(truth: Truth, tmp_path: Path) -> None:
+    """Only where boxes are found: not of a network that finds nothing, nor of one that mistakes classes at random."""
+    right = detected.found(truth)
+    ways = {
+        "permuted": {**right, "detection_class": (right["detection_class"] + 1) % 3},
+        "random": {**right, "detection_class": np.random.default_rng(1).integers(0, 3, len(right["detection_class"]))},
+        "elsewhere": {**detected.found(truth, shift=1.0), "detection_class": (right["detection_class"] + 1) % 3},
+        "right": right,
+    }
+    for name, arrays in ways.items():
+        run = load_run(detected.write_run(tmp_path / name, "detect", {"pytorch": arrays}, truth))
+        told = [found.text for found in findings.list_label_findings(run) if "seems to number" in found.text]
+        assert bool(told) is (name == "permuted"), (name, told)
+        for text in told:
+            assert "100% of its answers would be right instead of 0%" in text and "objects); give the cat" in text
 
 
 def test_points_of_other_numbers_have_a_tolerance_of_one_by_k(truth: Truth) -> None:

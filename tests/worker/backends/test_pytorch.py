@@ -79,6 +79,12 @@ class Partly(nn.Module):
     def forward(self, x):
         return self.fc(self.conv(x).mean((2, 3)))
 
+class Labels(nn.Module):
+    def forward(self, x):
+        means = x.mean((2, 3))
+        return means.argmax(1) + 2**53 + 1, means > 0, means.double()
+
+def labels(): return Labels()
 def partly(): return Partly()
 def turned(): return Turned()
 def few(): return nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
@@ -131,6 +137,16 @@ def test_complex_outputs_keep_their_imaginary_part(nets):
     parts = outputs(session, feed)["output"]
     wanted = np.fft.fft(feed["input"].mean((2, 3)), axis=1).conj()
     np.testing.assert_allclose(parts, np.stack([wanted.real, wanted.imag], axis=-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["pytorch", "compile"])
+def test_whole_numbers_and_booleans_are_fetched_as_they_are(nets, backend):
+    session = find(backend).load(trial(ModelSpec("labels", f"{nets}:labels"), size=8, backend=backend), None)
+    got = outputs(session)
+    assert [a.dtype for a in got.values()] == [np.int64, np.bool_, np.float32]
+    assert [t.dtype for t in session.outputs] == ["int64", "bool", "float32"]
+    assert (got["output"] == 2**53 + 1 + got["output_2"].argmax(1)).all()
+    session.close()
 
 
 @pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-5), ("bf16", 0.05), ("fp16", 0.01)])

@@ -306,6 +306,29 @@ def test_a_detectors_processor_says_how_pixels_are_normalised(tmp_path: Path) ->
     assert spec.preprocess.letterbox and not inspection.preprocess_guessed
 
 
+def test_an_encoder_and_decoder_is_asked_for_the_decoders_tokens(call: Any, tmp_path: Path) -> None:
+    config = transformers.T5Config(vocab_size=90, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    words = ("run", "t5", "--backend", "pytorch", "--dry-run")
+    code, _, error = call(*words)
+    given = error.partition("; add ")[2].partition(",")[0].split()
+    assert code == 2 and given == ["--shapes", "decoder_input_ids:batchx1:int64"], error
+    call(*words, *given, code=0)
+    assert "decoder's" not in call(*words, "--shapes", "decoder_input_ids:batchx1x1:int64", code=2)[2]
+
+
+def test_that_a_detectors_processor_stretches_images_is_told(call: Any, tmp_path: Path) -> None:
+    config = transformers.YolosConfig(**SMALL, image_size=[32, 32], patch_size=8, num_detection_tokens=5, num_labels=2)
+    transformers.YolosForObjectDetection(config).save_pretrained(tmp_path / "yolos")
+    own = {"image_processor_type": "RTDetrImageProcessor", "size": {"height": 32, "width": 32}, "do_normalize": False}
+    (tmp_path / "yolos/preprocessor_config.json").write_text(json.dumps(own))
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (40, 30)).save(tmp_path / "photos/photo.png")
+    words = ("--data", "photos", "--task", "detect", "--backend", "pytorch", "--rounds", "1", "--seconds", "0.02")
+    out = call("run", "yolos", *words, "--warmup", "0.01", "--out", "run", code=0)[1]
+    assert "images were letterboxed, but the model's own processor stretches them to the size" in out
+
+
 def test_text_beside_images_has_tokens_and_pixels(tmp_path: Path) -> None:
     sides = {"text_config": {**SMALL, "vocab_size": 90}, "vision_config": {**SMALL, "image_size": 32, "patch_size": 8}}
     transformers.CLIPModel(transformers.CLIPConfig(**sides)).save_pretrained(tmp_path / "clip")

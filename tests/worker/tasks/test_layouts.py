@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.tasks.detect import DETECT, BoxReader, numbered_as
-from dyno.worker.tasks.layouts import UnreadBoxes
+from dyno.worker.tasks.layouts import UnreadBoxes, list_fits
 from dyno.worker.tasks.pose import POSE
 from dyno.worker.tasks.segment import SEGMENT
 
@@ -216,6 +216,13 @@ def test_what_is_not_understood_is_one_line(arrays: Arrays, classes: int, reason
     with pytest.raises(UnreadBoxes, match=reason) as raised:
         BoxReader(DETECT, classes).detections(arrays, np.array([SIZE, SIZE]), SIZE)
     assert "understood are batch x (4 + classes) x anchors" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_pose_whose_classes_are_unknown_asks_for_them() -> None:
+    shapes = {"o": (1, 4 + 3 + 17 * 3, 8400)}
+    with pytest.raises(UnreadBoxes, match="for more than one class give --classes"):
+        list_fits(POSE.seen(shapes, SIZE, 0, ()))
+    assert list_fits(POSE.seen(shapes, SIZE, 3, ()))[0].extra == 17 * 3
 
 
 def test_boxes_that_are_decoded_are_read() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.formatting import UNCLEAR, points, ratio, show
 from dyno.results import ranking, remarks, stats
-from dyno.results.metrics import accuracy, known, quality
+from dyno.results.metrics import accuracy, known, mean_ap, quality
 from dyno.results.metrics.accuracy import KEEP, OVER, UNDECIDED, WITHIN
 from dyno.results.notes import KEPT, AnchorDevices, Attempt, RouteAttempt, attempts, center, devices, percent_slower
 from dyno.results.ranking import LATENCY
@@ -240,8 +240,11 @@ def list_label_findings(results: Results) -> Iterator[Finding]:
     lines = (line.removeprefix("data: ") for t in results if t.good for line in remarks.list_warnings(t))
     told = dict.fromkeys(f"Labels: {line}." for line in lines if line.startswith(TEXT_ORDER))
     yield from (Finding(WARNING, text) for text in told)
-    matrices = ((t.given, matrix) for t in results if t.good and (matrix := accuracy.read_confusion(t)))
-    for model, matrix in dict(matrices).items():
+    matrices = {t.given: matrix for t in results if t.good and (matrix := accuracy.read_confusion(t))}
+    for t in results:
+        if t.good and t.task.coco and t.given not in matrices and (matrix := mean_ap.read_object_confusion(t)):
+            matrices[t.given] = matrix
+    for model, matrix in matrices.items():
         if other := matrix.describe_other_order():
             yield Finding(WARNING, f"{model}: {other}.")
 
@@ -264,7 +267,10 @@ def list_pixel_findings(results: Results) -> Iterator[Finding]:
 def describe_guess(t: TrialResult, results: Results) -> str:
     """Describe what is a guess in how the trial's images were prepared, and what to do; "" without a guess."""
     facts = results.models.get((t.given, t.size), {})
+    letterboxed = t.spec["model"]["preprocess"].get("letterbox")
     if reason := facts.get("images_unchecked"):
+        if letterboxed:
+            return f"images were letterboxed, but the model's own processor {reason}; its accuracy may be higher there."
         return (
             "images were prepared as preprocessor_config.json says, but the model's own processor couldn't be run to "
             f"check that ({reason}); where it does anything else, its answers are wrong."
@@ -278,7 +284,7 @@ def describe_guess(t: TrialResult, results: Results) -> str:
     if len(preprocess["mean"]) == len(Preprocess().mean):
         known["ImageNet's"] = (_join_values(Preprocess().mean), _join_values(Preprocess().std))
     others = (f"{' and '.join(pair)} for {name}" for name, pair in known.items() if pair != (mean, std))
-    how = "letterboxed and normalised" if preprocess.get("letterbox") else "normalised"
+    how = "letterboxed and normalised" if letterboxed else "normalised"
     return (
         f"images were {how} by mean {mean} and std {std}, as the file doesn't say by what; where the network was "
         f"trained otherwise, its answers are wrong: give --mean and --std ({', '.join(others)})."

@@ -360,11 +360,12 @@ def open_photographs(trial: TrialResult) -> Photographs | None:
 @dataclass(frozen=True)
 class Confusion:
     """`counts[i, j]`: images of class `classes[i]` that were taken for `classes[j]`; classes that occur as neither are
-    left out. `names` are those of `classes`."""
+    left out. `names` are those of `classes`. Of a detector, `counted` are objects."""
 
     counts: np.ndarray
     classes: np.ndarray
     names: list[str]
+    counted: str = "images"
 
     def to_pandas(self) -> pd.DataFrame:
         """Return the matrix with names on both sides: rows are the labels, columns the answers."""
@@ -417,11 +418,17 @@ class Confusion:
             return ""
         moved = [(int(self.counts[i, j]), i, j) for i, j in zip(rows, columns, strict=True) if i != j]
         count, i, j = max(moved)
-        example = f"it takes {self.names[i]} for {self.names[j]} in {count:,} of {int(self.counts[i].sum()):,} images"
+        example = (
+            f"it takes {self.names[i]} for {self.names[j]} in {count:,} of {int(self.counts[i].sum()):,} {self.counted}"
+        )
+        remedy = (
+            "a table of path,label with its numbers as labels" if self.counted == "images" else
+            "the categories or names the network's numbers"
+        )  # fmt: skip
         return (
             "the network seems to number its classes differently from the data: renumbered, "
             f"{renumbered / total:.0%} of its answers would be right instead of {right / total:.0%} ({example}); "
-            "give a table of path,label with its numbers as labels"
+            f"give {remedy}"
         )
 
 
@@ -431,13 +438,18 @@ def read_confusion(trial: TrialResult) -> Confusion | None:
     index, label = answers.get("topk_index"), answers.get("label")
     if index is None or label is None or not len(label) or len(index) != len(label) or (label < 0).any():
         return None
-    first = index[:, 0].astype(np.int64)
+    return count_confusions(label, index[:, 0].astype(np.int64), [str(name) for name in answers.get("classes", ())])
+
+
+def count_confusions(
+    label: np.ndarray, first: np.ndarray, class_names: Sequence[str], counted: str = "images"
+) -> Confusion:
+    """Return the matrix of labels and answers of as many images or objects."""
     classes, places = np.unique(np.concatenate([label, first]), return_inverse=True)
     counts = np.zeros((len(classes), len(classes)), np.int64)
     np.add.at(counts, (places[: len(label)], places[len(label) :]), 1)
-    class_names = [str(name) for name in answers.get("classes", ())]
     names = [class_names[c] if 0 <= c < len(class_names) else f"class {c}" for c in classes.tolist()]
-    return Confusion(counts, classes, _number_duplicates(names, classes))
+    return Confusion(counts, classes, _number_duplicates(names, classes), counted)
 
 
 def _number_duplicates(names: list[str], classes: np.ndarray) -> list[str]:

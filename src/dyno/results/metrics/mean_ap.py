@@ -9,13 +9,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from dyno.results.files import read_npz
-from dyno.results.metrics.accuracy import same_photographs
+from dyno.results.metrics.accuracy import Confusion, count_confusions, same_photographs
 from dyno.results.metrics.metric import Change, Metric, MetricValue
 from dyno.results.stats import Interval, t_quantile
 from dyno.results.trial_result import TrialResult
@@ -106,6 +107,7 @@ def count_matches(m: Matches) -> np.ndarray:
 
 WORDS = {"bbox": "boxes", "segm": "masks", "keypoints": "keypoints"}
 GROUPS = 20  # of images in the jackknife
+CONFUSED, OVERLAP = 0.5, 0.5  # mAP50 below which classes may be numbered otherwise, and the overlap of a box found
 VERSION = 2  # of the stored scores
 ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_class", "mask_counts", "mask_lengths",
           "detection_keypoints", "sample")  # fmt: skip
@@ -192,6 +194,46 @@ def _mean_ap(trial: TrialResult) -> MeanAP | None:
     if np.isnan(own.each).all():  # there is no object
         return None
     return MeanAP(kind, own, own if kind == "bbox" else stored.scores("bbox"))
+
+
+def read_object_confusion(trial: TrialResult) -> Confusion | None:
+    """Return how the classes of the objects are confused, whose boxes the trial finds; None without detections or
+    ground truth, where most objects aren't found, or where mAP50 is high."""
+    found = read_detections(trial)
+    place = next((r for r in trial.good if r.number == 0), None)
+    truth = truth_file(place.folder, trial) if place else None
+    if found is None or found.boxes.map50[0] >= CONFUSED or place is None or truth is None:
+        return None
+    return confuse_objects(place.arrays("outputs.npz", ARRAYS), _parse_truth(truth.read_bytes()))
+
+
+def confuse_objects(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any]) -> Confusion | None:
+    """Return the classes of objects against those of the surest detections that overlap them by half; None where most
+    have none."""
+    mask = load_library("pycocotools.mask", "mAP")
+    seen = {int(i) for i in arrays["sample"]}
+    wanted = [a for a in truth["annotations"] if not a.get("iscrowd") and a["image_id"] in seen]
+    by_image = {image: [*group] for image, group in groupby(sorted(wanted, key=_image_of), _image_of)}
+    pairs = list[tuple[int, int]]()
+    for image, objects in by_image.items():
+        rows = np.flatnonzero(arrays["detection_image"] == image)
+        rows = rows[np.argsort(-arrays["detection_score"][rows], kind="stable")]
+        boxes = arrays["detection_box"][rows].astype(np.float64)
+        boxes[:, 2:] -= boxes[:, :2]
+        if not len(rows):
+            continue
+        near = mask.iou(boxes, np.array([a["bbox"] for a in objects], np.float64), [0] * len(objects)) >= OVERLAP
+        pairs += [(a["category_id"], int(arrays["detection_class"][rows[each.argmax()]]))
+                  for a, each in zip(objects, near.T, strict=True) if each.any()]  # fmt: skip
+    if 2 * len(pairs) < len(wanted) or not pairs:
+        return None
+    label, answer = np.array(pairs, np.int64).T
+    names = {c["id"]: str(c.get("name", c["id"])) for c in truth["categories"]}
+    return count_confusions(label, answer, [names.get(k, f"class {k}") for k in range(1 + max(names))], "objects")
+
+
+def _image_of(annotation: Mapping[str, Any]) -> int:
+    return int(annotation["image_id"])
 
 
 def truth_file(round_folder: Path, trial: TrialResult) -> Path | None:

@@ -37,6 +37,7 @@ from dyno.worker.sessions.torch_support import (
     cast,
     compiler_errors,
     configure,
+    describe_outputs,
     describe_probe,
     device_named,
     first_line,
@@ -295,7 +296,8 @@ def _describe_inputs(recipe: Recipe) -> tuple[Tensor, ...]:
 def _describe_outputs(expected: list[list[Any]], recipe: Recipe) -> tuple[Tensor, ...]:
     first, last = expected[0], expected[-1]
     shapes = [_free_axes(tuple(one.shape), tuple(other.shape)) for one, other in zip(first, last, strict=True)]
-    return tuple(Tensor(f"output_{k}" if k else "output", "float32", shape) for k, shape in enumerate(shapes))
+    described = describe_outputs(first)
+    return tuple(replace(t, shape=shape) for t, shape in zip(described, shapes, strict=True))
 
 
 def _free_axes(shape: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[int | str, ...]:

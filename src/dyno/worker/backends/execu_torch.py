@@ -263,9 +263,7 @@ class ExecuTorchMaker(Maker):
                 if torch_support.is_memory_error(e) or isinstance(e, (UserError, Unavailable)):
                     raise
                 raise UserError(f"{ENGINE} can't lower {recipe.model.name}: {torch_support.first_line(e)}") from e
-            outputs = tuple(
-                Tensor(k, "float32", tuple(v.shape)) for k, v in torch_support.named_outputs(flat(*example)).items()
-            )
+            outputs = torch_support.describe_outputs(flat(*example))
         (folder / "model.pte").write_bytes(lowered)
         facts = _add_operators(facts, str(folder / "model.pte"))
         return artifact_of(folder / "model.pte", PTE.name, recipe.precision, (inputs, outputs), facts, began)
@@ -334,9 +332,9 @@ class ExecuTorchSession(Session):
         _run_method(self._method, self._bound)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """Return copies of the outputs by name, as float32."""
+        """Return copies of the outputs by name, floats as float32."""
         outputs = self._method.get_outputs(clone_outputs=True)
-        return {name: value.float().numpy() for name, value in zip(self._names, outputs, strict=True)}
+        return {n: v.to(torch_support.host_type(v)).numpy() for n, v in zip(self._names, outputs, strict=True)}
 
     def facts(self) -> EngineFacts:
         """Return what the program says of its operators, and ExecuTorch's threads."""

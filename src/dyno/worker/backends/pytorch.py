@@ -29,6 +29,7 @@ from dyno.worker.sessions.torch_support import (
     count_products,
     device_named,
     first_line,
+    host_type,
     import_torch,
     is_memory_error,
     is_quantised,
@@ -307,14 +308,14 @@ class TorchSession(Session):
             self._copies.wait(slot)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """Return the outputs by name, as float32; dicts, lists and tuples are flattened in their order."""
+        """Return the outputs by name, floats as float32; dicts, lists and tuples are flattened in their order."""
         tensors = self._output_tensors(slot)
         with self._use_stream(None):
             if self._copies is None:
-                outputs = {name: tensor.float().numpy() for name, tensor in tensors.items()}
+                outputs = {name: tensor.to(host_type(tensor)).numpy() for name, tensor in tensors.items()}
             else:
                 outputs = self._copies.fetch(tensors, slot)
-        self.outputs = tuple(Tensor(name, "float32", a.shape) for name, a in outputs.items())
+        self.outputs = tuple(Tensor(name, str(a.dtype), a.shape) for name, a in outputs.items())
         return outputs
 
     def _output_tensors(self, slot: int) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from dyno.worker.inputs.calibration import calibration_data, calibration_of, mis
 from dyno.worker.nets import models, saved_modules
 from dyno.worker.option_values import Check, one_of, whole
 from dyno.worker.sessions.torch_support import (
+    describe_outputs,
     first_line,
     import_torch,
     is_memory_error,
     memory_errors,
-    named_outputs,
     need_compiler,
     positional,
     silenced,
@@ -163,9 +163,7 @@ class TorchAOMaker(Maker):
                 graph(*_as_tensors(torch, inputs, feeds))
             quantised = pt2e.convert_pt2e(graph)
             program = _export(torch, quantised, first, recipe)
-            outputs = tuple(
-                Tensor(name, "float32", tuple(value.shape)) for name, value in named_outputs(quantised(*first)).items()
-            )
+            outputs = describe_outputs(quantised(*first))
             path = folder / "model.pt2"
             torch.export.save(program, path)
         made_by = MakerFacts(

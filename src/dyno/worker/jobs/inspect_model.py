@@ -15,7 +15,7 @@ from dyno.worker.inspection import Inspection, Purpose
 from dyno.worker.nets import file_facts, flops, models, ultralytics_models
 from dyno.worker.nets.file_facts import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import first_line, is_memory_error, named_outputs
-from dyno.worker.spec import BATCH, Dims, ModelSpec, Tensor, Trial, UserError
+from dyno.worker.spec import BATCH, Dims, InputSpec, ModelSpec, Tensor, Trial, UserError
 from dyno.worker.tasks import OutputShapes, classify
 
 # Axes of a model file by their names: which is the batch, and the lengths of the others, solved together.
@@ -26,6 +26,7 @@ TERM = re.compile(r"\s*([+-]?)\s*(?:(\d+)\s*\*\s*)?([^\s+*/()]+)")
 MADE_UP = re.compile(r"unk__|[sud]\d+$|.*(dynamic_axes|dim)_\d+$")  # names that exporters give to axes without one
 WHOLE = re.compile("total|mask", re.IGNORECASE)  # an axis as long as the past and what is new together
 PAST = re.compile("past", re.IGNORECASE)
+DECODER_TOKENS = "decoder_input_ids"
 
 Axis = Union[int, str]
 Shape = tuple[Axis, ...]
@@ -322,7 +323,8 @@ def _inspect_module(
             purpose
         )
     one_image = models.is_torchvision_detector(model)
-    unsupported, unchecked = models.check_images(model) if all(own) else ("", "")
+    letterboxed = bool(inspection.preprocess and inspection.preprocess.letterbox)
+    unsupported, unchecked = models.check_images(model, letterboxed) if all(own) else ("", "")
     return replace(
         inspection,
         preprocess=inspection.preprocess or preprocess,
@@ -389,7 +391,7 @@ def _try_inputs(
         reason = first_line(e)
         shown = modules.listed(inputs.inputs, dims) or f"{dims.batch}x{model.channels}x{dims.height}x{dims.width}"
         raise UserError(
-            f"the model refuses {shown}: {reason}{_advise_on_refusal(module, model, reason, not inputs.inputs)}"
+            f"the model refuses {shown}: {reason}{_advise_on_refusal(module, model, reason, inputs.inputs)}"
         ) from e
     return inputs, {name: tuple(tensor.shape) for name, tensor in named_outputs(result).items()}
 
@@ -398,7 +400,7 @@ def _no_memory(e: Exception) -> bool:
     return isinstance(e, MemoryError) or is_memory_error(e)
 
 
-def _advise_on_refusal(module: Any, model: ModelSpec, reason: str, image: bool) -> str:
+def _advise_on_refusal(module: Any, model: ModelSpec, reason: str, inputs: Sequence[InputSpec]) -> str:
     """Return advice on a module that refuses its input, or "" where it has no other input than an image of some size.
 
     Most of a library's networks are such.
@@ -407,10 +409,13 @@ def _advise_on_refusal(module: Any, model: ModelSpec, reason: str, image: bool) 
     video = any(type(layer).__name__ == "Conv3d" for layer in module.modules())
     if not (_may_differ(model, {}) or several or video):
         return ""
+    has_decoder = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    if has_decoder and DECODER_TOKENS not in {spec.name for spec in inputs}:
+        return f"; add --shapes {DECODER_TOKENS}:batchx1:int64, the tokens that its decoder is given"
     kind, rest = models.parse(model.source)
     function = rest.rpartition(":")[2].partition("(")[0] if kind in ("python", "module") else ""
     advice = modules.advice_on_reason(module, reason, "return")
-    return f"; {advice or modules.advice_after_refusal(module, model, function, image)}"
+    return f"; {advice or modules.advice_after_refusal(module, model, function, not inputs)}"
 
 
 def _count_classes(shapes: Mapping[str, Shape], purpose: Purpose) -> int:

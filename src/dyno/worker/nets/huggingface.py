@@ -19,6 +19,7 @@ from dyno.worker.spec import NETWORK_FOLDER, ModelSpec, Preprocess, UserError, n
 
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
+STRETCHES = "stretches them to the size"
 OWN_CODE = "it needs its own code, which is not run"
 INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}  # Pillow's numbers
 UNCROPPED = 384  # pixels from which ConvNeXt's processor resizes to the size, without its `crop_pct`
@@ -125,10 +126,11 @@ def examples(model: ModelSpec, folder: str) -> Any:
     return None
 
 
-def check_images(folder: str) -> tuple[str, str]:
+def check_images(folder: str, letterboxed: bool = False) -> tuple[str, str]:
     """Return how the folder's processor prepares images where Dyno can't do it alike, and why that wasn't checked.
 
-    Each is "" elsewhere. Both are given a gradient image, and their pixels compared within a tolerance.
+    Each is "" elsewhere. Both are given a gradient image, and their pixels compared within a tolerance. Where Dyno
+    letterboxes a detector's images, the second is what the processor does instead.
     """
     preprocess, size = image_config(folder)
     if _read_processor(folder).get("do_flip_channel_order"):
@@ -143,7 +145,8 @@ def check_images(folder: str) -> tuple[str, str]:
         found = np.asarray(processor(image, return_tensors="np")["pixel_values"])
     except Exception as e:  # it needs its own code, another version of the library, or other inputs beside images
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        return "", OWN_CODE if "auto_map" in _read_processor(folder) else reason
+        reason = OWN_CODE if "auto_map" in _read_processor(folder) else reason
+        return "", f"couldn't be run to check that ({reason})" if letterboxed else reason
     sides = size_before_crop(PROBE, (crop_width, crop_height), preprocess)
     crops = zip((crop_width, crop_height), sides, strict=True)
     across, down = ((np.arange(n) + 0.5 + (side - n) / 2) / side for n, side in crops)
@@ -152,7 +155,9 @@ def check_images(folder: str) -> tuple[str, str]:
     is_alike = found.shape == (1, 3, crop_height, crop_width) and (
         np.abs(found[0] * std + mean - np.stack(expected)).max() < CLOSE + SHIFT / min(sides)
     )
-    return "" if is_alike else "prepared by other steps than resize, centre crop and normalisation", ""
+    if not is_alike:
+        return "prepared by other steps than resize, centre crop and normalisation", ""
+    return "", STRETCHES if letterboxed else ""
 
 
 def _read_processor(folder: str) -> dict[str, Any]:

@@ -262,10 +262,11 @@ def guesses_preprocess(model: ModelSpec) -> bool:
     return kind == "saved" or (kind == NETWORK_FOLDER and _library_config(model)[0] is None)
 
 
-def check_images(model: ModelSpec) -> tuple[str, str]:
-    """Return how the model's library prepares images where Dyno can't do it alike, and why that wasn't checked."""
+def check_images(model: ModelSpec, letterboxed: bool = False) -> tuple[str, str]:
+    """Return how the model's library prepares images where Dyno can't do it alike, and why that wasn't checked; of
+    letterboxed ones, what the library does with them instead."""
     kind, name = parse(model.source)
-    return huggingface.check_images(name) if kind == NETWORK_FOLDER else ("", "")
+    return huggingface.check_images(name, letterboxed) if kind == NETWORK_FOLDER else ("", "")
 
 
 def image_size(model: ModelSpec) -> tuple[int, int] | None:

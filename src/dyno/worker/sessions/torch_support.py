@@ -19,7 +19,7 @@ import numpy as np
 from dyno.worker import system
 from dyno.worker.extras import load_library
 from dyno.worker.inputs.specs import arguments
-from dyno.worker.spec import PARTS, InputSpec, Trial, Unavailable, UserError, digest, shorten
+from dyno.worker.spec import PARTS, InputSpec, Tensor, Trial, Unavailable, UserError, digest, shorten
 from dyno.worker.system import PROBES
 
 NO_COMPILER = "{} needs a C++ compiler and found no {}; install one (Debian: apt-get install g++)"
@@ -154,6 +154,18 @@ def tensors(result: Any) -> Iterator[Any]:
 def real_view(tensor: Any) -> Any:
     """Return the tensor, or a complex one's real and imaginary parts along a last axis."""
     return import_torch().view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def host_type(tensor: Any) -> Any:
+    """Return the type in which a tensor is fetched: whole numbers and booleans in their own, others as float32."""
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized)
+    return tensor.dtype if is_whole else import_torch().float32
+
+
+def describe_outputs(result: Any) -> tuple[Tensor, ...]:
+    """Return name, type and shape of each of a module's outputs, as they are fetched."""
+    outputs = named_outputs(result).items()
+    return tuple(Tensor(k, str(host_type(v)).removeprefix("torch."), tuple(v.shape)) for k, v in outputs)
 
 
 def cast(module: Any, kind: str) -> Any:
@@ -499,7 +511,7 @@ class Copies:
         self._done[slot].synchronize()
 
     def fetch(self, outputs: Mapping[str, Any], slot: int) -> dict[str, np.ndarray]:
-        """Return the tensors as float32 arrays in page-locked memory, valid until the slot is fetched again."""
+        """Return the tensors as arrays in page-locked memory, valid until the slot is fetched again."""
         arrays = self._read_outputs(outputs, slot)
         self._out.synchronize()
         return arrays
@@ -508,13 +520,14 @@ class Copies:
         with self._torch.cuda.stream(self._out):
             self._out.wait_event(self._done[slot])
             for name, tensor in outputs.items():
-                self._reserve_buffer(name, tensor.shape, slot).copy_(tensor.float().contiguous(), non_blocking=True)
+                typed = tensor.to(host_type(tensor)).contiguous()
+                self._reserve_buffer(name, typed, slot).copy_(typed, non_blocking=True)
         return {name: self._fetched[slot][name].numpy() for name in outputs}
 
-    def _reserve_buffer(self, name: str, shape: Any, slot: int) -> Any:
+    def _reserve_buffer(self, name: str, tensor: Any, slot: int) -> Any:
         buffer = self._fetched[slot].get(name)
-        if buffer is None or buffer.shape != shape:
-            buffer = self._fetched[slot][name] = self._allocate_locked(shape, self._torch.float32)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            buffer = self._fetched[slot][name] = self._allocate_locked(tensor.shape, tensor.dtype)
         return buffer
 
     def parts(

@@ -68,7 +68,7 @@ def run(model, feeds):
         x = torch.from_numpy(np.asarray(feeds[name], kind, order="C"))
         tensors.append(x.to(DEVICE, getattr(torch, TYPES[name])))
     with torch.inference_mode():
-        results = [result.float().cpu().numpy() for result in model.loader.run(tensors)]
+        results = [(r.float() if r.is_floating_point() else r).cpu().numpy() for r in model.loader.run(tensors)]
     return {f"output_{k}" if k else "output": result for k, result in enumerate(results)}
 '''
 LITERT = '''

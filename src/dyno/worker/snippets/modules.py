@@ -100,7 +100,8 @@ def run(model, feeds):
     with torch.inference_mode():
         results = list(tensors(model(*(args[name] for name in ORDER), **{{name: args[name] for name in KEYWORDS}})))
         results = [torch.view_as_real(r.resolve_conj()) if r.is_complex() else r for r in results]
-        return {{f"output_{{k}}" if k else "output": result.float().cpu().numpy() for k, result in enumerate(results)}}
+        results = [(r.float() if r.is_floating_point() else r).cpu().numpy() for r in results]
+    return {{f"output_{{k}}" if k else "output": result for k, result in enumerate(results)}}
 
 
 def tensors(result):
@@ -143,7 +144,7 @@ def run(model, feeds):
     """The outputs by name for inputs by name."""
     tensors = [torch.from_numpy(np.asarray(feeds[name], kind, order="C")) for name, (_, kind) in INPUTS.items()]
     with torch.inference_mode():
-        results = [result.float().numpy() for result in model(*tensors)]
+        results = [(r.float() if r.is_floating_point() else r).numpy() for r in model(*tensors)]
     return {f"output_{k}" if k else "output": result for k, result in enumerate(results)}
 '''
 

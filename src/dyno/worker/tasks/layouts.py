@@ -407,7 +407,8 @@ def list_fits(seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLa
     fits = sorted((fit for layout in layouts if (fit := layout.fits(seen))), key=lambda fit: fit.rank)
     if not fits:
         known = f" with {seen.classes} classes" if seen.classes else ""
-        raise UnreadBoxes(seen.shapes, f"no known layout{known} has these shapes")
+        several = "; for more than one class give --classes" if not seen.classes and seen.extra is None else ""
+        raise UnreadBoxes(seen.shapes, f"no known layout{known} has these shapes{several}")
     return [fit for fit in fits if len(fit.names) > 1] or fits  # beside an output of boxes no other one has any
 
 

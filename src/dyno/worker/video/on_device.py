@@ -18,6 +18,7 @@ import numpy as np
 from dyno.worker.backend import DeviceBinding, Session
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import geometry
+from dyno.worker.sessions.torch_support import host_type
 from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.layouts import AnchorTable
@@ -230,12 +231,12 @@ class OnDeviceSession(Session):
         self.host.wait(slot)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """Return the outputs in newly allocated memory, as float32."""
+        """Return the outputs in newly allocated memory, floats as float32."""
         with self._ends.working(self._out):
             changed = self._change(self._ends.outputs(slot))
-            arrived = {name: self._ends.host(tuple(t.shape), self._ends.torch.float32) for name, t in changed.items()}
+            arrived = {name: self._ends.host(tuple(t.shape), host_type(t)) for name, t in changed.items()}
             for name, tensor in changed.items():
-                arrived[name].copy_(tensor.float().contiguous(), non_blocking=True)
+                arrived[name].copy_(tensor.to(arrived[name].dtype).contiguous(), non_blocking=True)
             if self._out is not None:
                 self._out.synchronize()
         return {name: tensor.numpy() for name, tensor in arrived.items()}
