@@ -65,6 +65,15 @@ class Dict(Data):
         return {"logits": y.mean((2, 3)), "map": y}
 def dictionary(): return Dict()
 
+class Cond(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 4), nn.Linear(3, 4)
+    def forward(self, x):
+        x = x.mean((2, 3))
+        return torch.cond(x.sum() > 0, lambda x: self.left(x), lambda x: self.right(x), (x,))
+def cond(): return Cond()
+
 class Scripted(nn.Module):
     """Both sides of a branch, and a parameter that nobody need give."""
     def __init__(self):

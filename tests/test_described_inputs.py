@@ -44,6 +44,7 @@ def outputs(folder: Path) -> dict[str, dict[str, np.ndarray]]:
         ("keyword", ("--size", 16), 1, "16", (4, 4)),
         ("data", ("--size", 16), 1, "16", (4, 4)),
         ("dictionary", ("--size", 16), 1, "16", (4, 4)),
+        ("cond", ("--size", 16), 1, "16", (4, 4)),
         ("script", ("--shapes", "x:2x12"), 2, "", (4, 3)),
         ("rate", ("--shapes", "x:1x1x400", "--input", "sr=8000"), 1, "", (4, 4)),
     ],

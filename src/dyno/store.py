@@ -19,6 +19,7 @@ from pathlib import Path
 
 from dyno.jobs.nvml import find_gpu
 from dyno.worker import registry, system
+from dyno.worker.nets.local_code import list_shards
 from dyno.worker.record import LOCK, Record, lock, read_json, read_record, write_json, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, Unfinished, UserError, digest, to_json
 
@@ -195,9 +196,9 @@ def begun(folder: Path) -> Iterator[None]:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file with its companions: an OpenVINO .xml's .bin, the weights beside an ONNX graph."""
+    """Return the sha256 of a file with its companions: an OpenVINO .xml's .bin, the weights beside a graph or index."""
     hashed, kind = hashlib.sha256(), registry.format_of(path)
-    for part in (path, *(kind.companions(path) if kind else ())):
+    for part in (path, *(kind.companions(path) if kind else list_shards(path))):
         if part.is_file():
             with open(part, "rb") as f:
                 while block := f.read(1 << 20):

@@ -237,7 +237,7 @@ def _iter_configurations(own: Sequence[Trial], file_of: FileOf) -> Iterator[Conf
         exported = file_of(chain[-1])
         if isinstance(exported, Artifact):
             folds = any(recipe.maker == ONNX_STATIC for recipe in chain)
-            if routes := others(exported.made_by, folds):
+            if routes := others(exported.made_by, folds, trial.model.source.endswith(".pt2")):
                 yield Configuration(probe, routes)
 
 

@@ -119,14 +119,15 @@ def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False
     return by_route
 
 
-def others(made_by: MakerFacts, folds: bool) -> tuple[str, ...]:
+def others(made_by: MakerFacts, folds: bool, program: bool = False) -> tuple[str, ...]:
     """Return the routes that may give an engine another graph than the one exported first.
 
-    `folds` tells whether the engine's usual route fixes and folds the shapes anyway.
+    `folds` tells whether the engine's usual route fixes and folds the shapes anyway, `program` whether the model is one
+    of torch.export: PyTorch can't trace its free batch.
     """
     if made_by.operators.keys() <= ALIKE:
         return ()
-    other = () if made_by.exporter == "torchscript" else ("torchscript",)
+    other = () if program or made_by.exporter == "torchscript" else ("torchscript",)
     if folds:
         return tuple(f"{name}+static+fold" for name in other)
     return (*other, f"{made_by.exporter}+static+fold")

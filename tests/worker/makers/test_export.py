@@ -167,6 +167,17 @@ def test_the_other_exporter_takes_over(tmp_path, nets):
     same(artifact, model, 7, 4)
 
 
+def test_a_program_of_torch_export_is_traced_too(tmp_path):
+    """It can't change its mode, which tracing asked of it."""
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Dropout(), torch.nn.ReLU())
+    program = torch.export.export(net.eval(), (torch.randn(2, 3, 8, 8),))
+    torch.export.save(program, tmp_path / "net.pt2")
+    model = ModelSpec("net", f"saved:{tmp_path / 'net.pt2'}")
+    artifact = make(tmp_path, model, Dims(2, 8, 8), exporter="torchscript")
+    assert artifact.made_by.exporter == "torchscript"
+    same(artifact, model, 2, 8)
+
+
 def test_a_graph_with_the_batch_written_into_it_is_refused(tmp_path, nets):
     with pytest.raises(UserError, match=r"fixed batch \(--batch 1\).*torchscript exporter: wrote") as caught:
         make(tmp_path, ModelSpec("baked", f"{nets}:baked"), Dims(0, 4, 4))

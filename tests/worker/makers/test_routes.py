@@ -166,6 +166,13 @@ def test_other_routes_where_the_graph_may_differ(
     assert all(options_of(route) for route in routes)
 
 
+def test_a_program_of_torch_export_is_not_traced_for_speed() -> None:
+    """PyTorch refuses its free batch ("JIT Tracing of SymInts"): each such route was a failed row after ten seconds."""
+    made_by = MakerFacts(operators={"MatMul": 1}, exporter="dynamo")
+    assert others(made_by, folds=False, program=True) == ("dynamo+static+fold",)
+    assert others(made_by, folds=True, program=True) == ()
+
+
 def test_routes_by_name() -> None:
     assert options_of("torchscript+opset17+static+fold") == {
         "exporter": "torchscript", "opset": 17, "static": True, "fold": True,

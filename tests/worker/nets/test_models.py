@@ -4,10 +4,12 @@ import argparse
 import hashlib
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dyno.store import sha256_of
 from dyno.worker.nets import models
 from dyno.worker.nets.local_code import load_file
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
@@ -153,6 +156,15 @@ def test_checkpoints_come_in_many_wrappings(kind, tmp_path, trained):
     assert models.weights_sha256(loaded) == models.weights_sha256(trained)
 
 
+@pytest.mark.parametrize("place", ["", "model.", "layer1."])
+def test_any_part_may_have_been_compiled(place, tmp_path, trained):
+    inner = "model." if place == "model." else ""
+    names = {name: f"{inner}{name}".replace(place, f"{place}_orig_mod.", 1) for name in trained.state_dict()}
+    torch.save({"state_dict": {names[name]: value for name, value in trained.state_dict().items()}}, tmp_path / "w.pt")
+    loaded = models.load(spec(seed=1, channels=1, weights=str(tmp_path / "w.pt")))
+    assert models.weights_sha256(loaded) == models.weights_sha256(trained)
+
+
 def test_a_trainer_s_checkpoint_has_the_network_as_an_attribute(tmp_path, trained):
     path, state = tmp_path / "last.ckpt", trained.state_dict()
     inner = {f"model.{name}": tensor for name, tensor in state.items()}
@@ -274,11 +286,30 @@ def test_a_zip_of_another_program_is_not_called_damaged(tmp_path):
     assert refusal(spec(weights=str(path))).endswith("is a zip file, but not of torch.save: it has no data.pkl")
 
 
-def test_an_index_of_parts_is_called_so(tmp_path):
-    """The index alone would be hashed: other parts under it would look like the same weights."""
-    path = tmp_path / "model.safetensors.index.json"
-    path.write_text('{"metadata": {}, "weight_map": {"fc.weight": "model-00001-of-00002.safetensors"}}')
-    assert "is an index of several files; save their tensors as one" in refusal(spec(weights=str(path)))
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_an_index_of_parts_is_read_whole(kind, tmp_path, trained):
+    """Its hash is of the parts too: others under the same index are other weights."""
+    state = trained.state_dict()
+    parts = {f"model-{i + 1}-of-2.{kind}": dict(list(state.items())[i::2]) for i in range(2)}
+    for file, tensors in parts.items():
+        save_file(tensors, tmp_path / file) if kind == "safetensors" else torch.save(tensors, tmp_path / file)
+    path, last = tmp_path / f"model.{kind}.index.json", tmp_path / f"model-2-of-2.{kind}"
+    path.write_text(json.dumps({"weight_map": {name: file for file, inner in parts.items() for name in inner}}))
+    given = spec(seed=1, channels=1, weights=str(path), weights_sha256=sha256_of(path))
+    assert models.weights_sha256(models.load(given)) == models.weights_sha256(trained)
+    torch.save(state, last) if kind == "bin" else save_file(state, last)
+    assert sha256_of(path) != given.weights_sha256
+    assert "changed since the study was planned" in refusal(given)
+    assert "as another file of" in refusal(replace(given, weights_sha256=""))
+    last.unlink()
+    assert refusal(replace(given, weights_sha256="")).endswith(f"{last.name} doesn't exist")
+
+
+@pytest.mark.parametrize("map_", [{"fc.weight": "../w.bin"}, {"fc.weight": "model.bin.index.json"}, {}, [1], None])
+def test_an_index_names_files_beside_it_alone(map_, tmp_path):
+    path = tmp_path / "model.bin.index.json"
+    path.write_text(json.dumps({"weight_map": map_}))
+    assert "is no index of weights in files beside it" in refusal(spec(weights=str(path)))
 
 
 @pytest.mark.parametrize(

@@ -405,6 +405,8 @@ def _run_and_record(
     limits: dict[str, int] = {}
 
     class EmbeddingWatch(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
+        supports_higher_order_operators = True  # torch.cond
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func in lookups and (name := names.get(args[1].data_ptr())):
                 limits[name] = min(limits.get(name, args[0].shape[0]), args[0].shape[0])

@@ -18,6 +18,7 @@ from dyno.worker import measure, system
 from dyno.worker.facts.job import ColdStart
 from dyno.worker.inputs import input_data
 from dyno.worker.journal import Journal
+from dyno.worker.nets.local_code import list_shards
 from dyno.worker.registry import find
 from dyno.worker.spec import STARTED, Artifact, Job, Trial, Unavailable, UserError
 
@@ -136,6 +137,7 @@ def _read_bytes() -> int | None:
 def _list_code_files(trial: Trial, artifact: Artifact | None) -> tuple[str, ...]:
     """Return the files of code that this process has mapped or imported, and the model's own."""
     paths = {artifact.path} if artifact else {trial.model.file, trial.model.weights}
+    paths |= set() if artifact else {str(shard) for shard in list_shards(Path(trial.model.weights))}
     with suppress(OSError):
         mapped = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
         paths |= {parts[5] for parts in mapped if len(parts) == 6 and parts[5].startswith("/")}

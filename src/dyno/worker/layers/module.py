@@ -67,6 +67,7 @@ def _make_dispatch_mode() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class OperatorCounter(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
+        supports_higher_order_operators = True  # torch.cond
         count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

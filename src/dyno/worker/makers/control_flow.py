@@ -87,6 +87,7 @@ def _make_modes(torch: Any) -> tuple[Any, Any]:
         return func is torch.ops.aten.index.Tensor and not any(i is not None and i.dtype in masks for i in args[1])
 
     class TensorTracker(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
+        supports_higher_order_operators = True  # torch.cond
         lengths = False
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

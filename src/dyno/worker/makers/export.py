@@ -460,6 +460,10 @@ def _write_graph(torch: Any, source: ExportSource, exporter: str, opset: int, pa
         options["dynamic_axes"] = {
             name: {axis: "batch"} for name, axis in {**source.batched, **source.following}.items()
         }
+    if not dynamo:  # the module is in eval mode, and a program of torch.export refuses to be put into it
+        options["training"] = torch.onnx.TrainingMode.PRESERVE
+        if getattr(source.module, "training", False):
+            source.module.training = False
     options = {key: value for key, value in options.items() if key in supported}
     options |= {"input_names": names, "output_names": list(source.outputs), "opset_version": opset}
     try:

@@ -17,6 +17,7 @@ from typing import Any
 
 from dyno.worker.extras import load_library
 from dyno.worker.facts.files import AVERAGED
+from dyno.worker.nets.local_code import list_shards
 from dyno.worker.spec import UserError
 
 # Files of torch.save, read without running them: no class is imported, no function of the pickle is called.
@@ -331,28 +332,35 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any)
 
 NESTED = ("state_dict", "model_state_dict", "model")
 AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
-PREFIXES = ("module.", "_orig_mod.")  # written by DataParallel and by torch.compile
+PARALLEL, COMPILED = "module.", "_orig_mod."  # written by DataParallel and by torch.compile
 SAVE_AGAIN = "save it again with torch.save or as .safetensors"
 COUNTER = "num_batches_tracked"  # batch norm's counter, absent from old checkpoints and unused in eval mode
 NAMED = 3  # entries that a message lists
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
-    """Return the state dict in a .safetensors, .pt or .pth file: tensors by name, on the CPU.
+    """Return the state dict in a .safetensors, .pt or .pth file, or in those of an index: tensors by name, on the CPU.
 
     Of a pickled module the tensors alone are read, without its class. A dict nested under state_dict, model_state_dict
     or model is unwrapped and the prefixes of wrappers are removed. Raises `UserError` for a file that is missing,
     empty, truncated, not a checkpoint, or that needs code to be unpickled.
     """
     file = Path(path)
-    if not file.is_file():
-        raise UserError(f"checkpoint {path} doesn't exist")
-    if file.stat().st_size == 0:
-        raise UserError(f"checkpoint {path} is empty")
-    if file.suffix == ".json":  # the index beside the parts of a large one
-        raise UserError(f"checkpoint {path} is an index of several files; save their tensors as one .safetensors file")
-    read = _load_safetensors if file.suffix == ".safetensors" else _load_pickle
-    return _strip_prefixes(_find_state(read(file), path))
+    shards = list_shards(file)
+    if file.suffix == ".json" and not shards:
+        raise UserError(f"checkpoint {path} doesn't exist, or is no index of weights in files beside it")
+    state: dict[str, Any] = {}
+    for part in shards or [file]:
+        if not part.is_file():
+            raise UserError(f"checkpoint {part} doesn't exist")
+        if part.stat().st_size == 0:
+            raise UserError(f"checkpoint {part} is empty")
+        read = _load_safetensors if part.suffix == ".safetensors" else _load_pickle
+        found = _find_state(read(part), str(part))
+        if twice := sorted(state.keys() & found.keys()):
+            raise UserError(f"{part} has {twice[0]}, as another file of {path} does; save the weights again")
+        state |= found
+    return _strip_prefixes(state)
 
 
 def describe_averaged(path: str) -> str:
@@ -519,8 +527,8 @@ def _find_state(loaded: Any, path: str) -> Mapping[str, Any]:
 
 
 def _strip_prefixes(state: Mapping[str, Any]) -> dict[str, Any]:
-    names = dict(state)
-    for prefix in PREFIXES * 2:  # either may be around the other
-        if all(name.startswith(prefix) for name in names):
-            names = {name[len(prefix) :]: value for name, value in names.items()}
+    plain = {name.replace(COMPILED, ""): value for name, value in state.items()}  # any part may have been compiled
+    names = plain if len(plain) == len(state) else dict(state)
+    while names and all(name.startswith(PARALLEL) for name in names):
+        names = {name.removeprefix(PARALLEL): value for name, value in names.items()}
     return names

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.abc
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
@@ -80,12 +81,25 @@ def _find_files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
 
 
 def hash_file(path: str | Path) -> str:
-    """Return the sha256 of the file's content."""
+    """Return the sha256 of the file's content, and of the files that an index of weights names."""
     digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while chunk := f.read(1 << 20):
-            digest.update(chunk)
+    for part in (Path(path), *filter(Path.is_file, list_shards(Path(path)))):
+        with open(part, "rb") as f:
+            while chunk := f.read(1 << 20):
+                digest.update(chunk)
     return digest.hexdigest()
+
+
+def list_shards(path: Path) -> list[Path]:
+    """Return the files beside an index of weights (`model.safetensors.index.json`) that it names; none elsewhere."""
+    if not path.name.endswith(".index.json"):
+        return []
+    try:
+        names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+        beside = all(Path(name).name == name and not name.endswith(".json") for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [path.with_name(name) for name in names] if beside else []
 
 
 def load_module(location: str, source: str) -> Any:
