@@ -215,8 +215,8 @@ class MeasurementOptions:
     )
     minutes: float = option(
         10.0,
-        "Minutes of measuring, beyond which no round begins but each trial's first two and a third of those that may "
-        "win; beyond half of them, only these have more than three.",
+        "Minutes of measuring, after which no round begins. Every trial has two rounds all the same, and those that "
+        "may win three; after half of the minutes only these have more than three.",
         common=True,
     )
     equivalent: float = option(2.0, "Percent by which two speeds may differ and count as equivalent.")

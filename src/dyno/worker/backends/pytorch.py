@@ -394,8 +394,8 @@ class TorchSession(Session):
             seen[module] = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
         def run() -> None:
-            with self._use_stream(self._queue):
-                self._eager(*self._bound[0].values())
+            with self._use_stream(self._queue):  # on copies, as the module may write into its inputs
+                self._eager(*(each.clone() for each in self._bound[0].values()))
 
         if isinstance(self._module, self._torch.jit.ScriptModule):  # whose parts can't be watched
             return 0, count_products(self._torch, run)
