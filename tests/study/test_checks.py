@@ -243,6 +243,7 @@ def test_two_backends_of_one_file_are_enough_to_agree() -> None:
     [
         ("timm:nonexist", "timm has no model 'nonexist'; list them with: python -c \"import timm as m;"),
         ("torchvision:resnet81", "torchvision has no model 'resnet81'; did you mean torchvision:resnet18?"),
+        ("torchvision:", "torchvision: model 'torchvision:' has nothing after the colon"),
     ],
 )
 def test_only_near_names_are_suggested(refused: Any, model: str, line: str) -> None:

@@ -237,7 +237,10 @@ def test_a_broken_budget_is_named(text: str) -> None:
         parse_budget([text])
 
 
-def test_names_and_folders() -> None:
+def test_names_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    monkeypatch.chdir(tmp_path)
+    assert model_name(".") == model_name("hf:.") == tmp_path.name
     assert model_name("torchvision:resnet18") == "resnet18"
     assert model_name("a/b.c/net.onnx") == "net"
     names = {

@@ -402,8 +402,9 @@ def _put_text(text: str, out: str) -> None:
 
 def _warn_of_problems(runs: Sequence[RunData]) -> None:
     problems = [problem for run in runs for problem in run.records.problems]
-    more = [f"{len(problems) - MOST_PROBLEMS} more lines like these are in the report"]
-    for problem in [*problems[:MOST_PROBLEMS], *(more if len(problems) > MOST_PROBLEMS else [])]:
+    if (more := len(problems) - MOST_PROBLEMS) > 0:
+        problems[MOST_PROBLEMS:] = [f"{more} more lines like these are in the report"]
+    for problem in problems:
         Console(stderr=True).print(f"dyno: {escape(plain(problem))}", style="yellow", soft_wrap=True)
 
 

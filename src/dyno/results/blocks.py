@@ -40,8 +40,8 @@ def log_ratios(
 ) -> list[float]:
     """Return the median log ratio of each set of fresh processes in which both took turns.
 
-    Where rounds go through builds of either engine, it is the mean of those for each build. Sets with
-    fewer than two undisturbed blocks are left out, unless only one set would be left.
+    Where rounds go through builds of either engine, it is the mean of those for each build. Sets with fewer than two
+    undisturbed blocks are left out, unless only one set would be left.
     """
     return average_rounds(block_ratios(a, b, boundary, clock, keep_disturbed))
 

@@ -272,7 +272,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     runtime = _inspection_runtime(model, reader, study)
     libraries = registry.find(reader).requires if reader else INSPECTION_LIBRARIES
     lasting = replace(runtime, threads=1)  # how many there are makes no difference to what is known after
-    attached = Path(model.source.partition(":")[2]).with_name(ATTACHED)
+    attached = Path(model.source.partition(":")[2]).parent / ATTACHED
     parts = [model, options, lasting, worker_code_sha256(*outside(file_format)), versions(runtime, libraries)]
     key = digest([*parts, sha256_of(attached) if attached.is_file() else ""])[:24]
     record = good_record(remembered("inspections", key))

@@ -471,14 +471,15 @@ def model_name(source: str) -> str:
     if source.partition(":")[0] in NETWORK_FILES:
         return Path(source.partition(":")[2]).stem
     if huggingface.is_folder(source):
-        return Path(source.removeprefix(f"{NETWORK_FOLDER}:")).name
+        folder = Path(source.removeprefix(f"{NETWORK_FOLDER}:"))
+        return folder.name or folder.resolve().name  # of "."
     if registry.format_of(source) or source.endswith((*SAVED, ".pt", ".pth", ".cfg")):
         return Path(source).stem
     location, _, function = source.rpartition(":")
     name, bracket, arguments = function.partition("(")
     if name in UNTELLING and location:
         name = Path(location).stem if location.endswith(".py") else location.rpartition(".")[2]
-    return f"{name}{bracket}{arguments}"
+    return f"{name}{bracket}{arguments}" or location
 
 
 def _check_runtimes(tables: Mapping[str, Mapping[str, Any]]) -> None:

@@ -334,7 +334,7 @@ class ExecuTorchSession(Session):
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Return copies of the outputs by name, floats as float32."""
         outputs = self._method.get_outputs(clone_outputs=True)
-        return {n: v.to(torch_support.host_type(v)).numpy() for n, v in zip(self._names, outputs, strict=True)}
+        return {name: torch_support.as_fetched(v).numpy() for name, v in zip(self._names, outputs, strict=True)}
 
     def facts(self) -> EngineFacts:
         """Return what the program says of its operators, and ExecuTorch's threads."""

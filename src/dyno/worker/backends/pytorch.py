@@ -23,13 +23,13 @@ from dyno.worker.sessions import products
 from dyno.worker.sessions.torch_support import (
     Copies,
     allocator_peaks,
+    as_fetched,
     cast,
     compute_layers,
     configure,
     count_products,
     device_named,
     first_line,
-    host_type,
     import_torch,
     is_memory_error,
     is_quantised,
@@ -312,7 +312,7 @@ class TorchSession(Session):
         tensors = self._output_tensors(slot)
         with self._use_stream(None):
             if self._copies is None:
-                outputs = {name: tensor.to(host_type(tensor)).numpy() for name, tensor in tensors.items()}
+                outputs = {name: as_fetched(tensor).numpy() for name, tensor in tensors.items()}
             else:
                 outputs = self._copies.fetch(tensors, slot)
         self.outputs = tuple(Tensor(name, str(a.dtype), a.shape) for name, a in outputs.items())
