@@ -4,12 +4,13 @@
     python benchmarks/beside.py --demos 20 [--share 0.3] [--seed 0]           how the demo's verdict holds beside them
     python benchmarks/beside.py --demos 3 --share 0                           the same on the machine as it is
     python benchmarks/beside.py --demos 8 --cores 2                           each on two processors, several at once
+    python benchmarks/beside.py --device cuda:0 -- dyno run …                 beside another process of the GPU, too
 
 The programs come in bursts of 0.2 to 20 s, on one processor or on all of this process's, and take about 30 % of the
-time. Each burst computes, copies memory, or writes files and reads them. Of each demo a row says which configuration
-won at batch 1, its speed-up over the reference with the interval, how long the command took, and whether it decided
-within its time; the last lines count in how many the winner was among the best of the first demo, the interval was
-within 15 % and the decision came within 5 minutes.
+time. Each burst computes, copies memory, or writes files and reads them; on a GPU it multiplies matrices. Of each
+demo a row says which configuration won at batch 1, its speed-up over the reference with the interval, how long the
+command took, and whether it decided within its time; the last lines count in how many the winner was among the best of
+the first demo, the interval was within 15 % and the decision came within 5 minutes.
 """
 
 from __future__ import annotations
@@ -86,6 +87,19 @@ def work(kind: str, until: float, scratch: Path) -> None:
             path.unlink()
 
 
+def play_on_gpu(device: str, seed: int, share: float) -> None:
+    """Multiply matrices on the GPU, in bursts of their own seed, for ever."""
+    import torch
+
+    matrix, start = torch.randn(4096, 4096, device=device), time.monotonic()
+    for burst in bursts(seed, share, [0]):
+        time.sleep(max(0.0, start + burst.begin - time.monotonic()))
+        while time.monotonic() < start + burst.end:
+            for _ in range(10):
+                matrix @ matrix
+            torch.cuda.synchronize(device)
+
+
 def play(core: int, seed: int, share: float, cores: list[int], scratch: Path) -> None:
     """Play the bursts of a processor, for ever."""
     os.sched_setaffinity(0, cores)
@@ -97,14 +111,16 @@ def play(core: int, seed: int, share: float, cores: list[int], scratch: Path) ->
 
 
 @contextmanager
-def company(share: float, seed: int = 0) -> Iterator[None]:
-    """Play a person's programs while the block runs; none for a share of 0."""
+def company(share: float, seed: int = 0, device: str = "") -> Iterator[None]:
+    """Play a person's programs while the block runs, and one on the device; none for a share of 0."""
     cores = sorted(os.sched_getaffinity(0)) if share else []
     with tempfile.TemporaryDirectory() as scratch:
         players = [
             multiprocessing.Process(target=play, args=(core, seed, share, cores, Path(scratch)), daemon=True)
             for core in cores
         ]
+        if share and device:
+            players.append(multiprocessing.Process(target=play_on_gpu, args=(device, seed, share), daemon=True))
         for player in players:
             player.start()
         try:
@@ -199,6 +215,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=SHARE, help="of the time in which a program runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cores", type=int, default=0, help="of each demo (default: all, one demo after the other)")
+    parser.add_argument("--device", default="", help="a GPU on which a program runs beside the command")
     parser.add_argument("--demos", type=int, default=0, help="so many demos, each beside other bursts")
     parser.add_argument("--keep", type=Path, help="folder for the demos' records")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND…")
@@ -207,7 +224,7 @@ def main() -> None:
         command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
         if not command:
             parser.error("give --demos, or a command behind --")
-        with company(asked.share, asked.seed):
+        with company(asked.share, asked.seed, asked.device):
             sys.exit(subprocess.run([shutil.which(command[0]) or command[0], *command[1:]]).returncode)
     ended = measure(asked)
     headings = ["demo", "fastest at batch 1", "speed-up", "verdict", "rounds", "minutes"]
