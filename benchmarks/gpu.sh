@@ -32,6 +32,7 @@ check "${DYNO_TORCH_TENSORRT_PYTHON:-}" torch_tensorrt
 PARTS=${PARTS:-tests doctor study benchmarks matrix}
 case ${TESTS:-all} in 1 | 2 | all) ;; *) echo "gpu.sh: TESTS is $TESTS; give 1, 2 or all" >&2; exit 2 ;; esac
 wanted() { [[ " $PARTS " == *" $1 "* ]]; }
+wanted tests && check python3 "hypothesis, jsonschema, pytest"
 
 # Two GPUs: the script once on each.
 first=" tests doctor "

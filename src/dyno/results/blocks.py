@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 from dyno.results import stats
 from dyno.results.rounds import Round
 from dyno.results.trial_result import TrialResult
-from dyno.worker.jobs.turns import quiet_delay
+from dyno.worker.jobs.turns import find_apart, near_latency, quiet_delay
 
 LEAST_QUIET_BLOCKS = 2  # without which a round tells nothing about a quiet machine
 LEAST_QUIET_ROUNDS = 2
@@ -70,7 +70,7 @@ def block_ratios(
     tag = _name_tag(boundary)
     rounds_of_b = {r.turns: r for r in b.rounds if r.ok and r.turns}
     all_of_b = rounds_of_b | {r.turns: r for r in b.companions if r.ok and r.turns}
-    quiet_a, quiet_b = (_quiet_delay(t, boundary) for t in (a, b))
+    quiet_a, quiet_b = (_find_quiet_levels(t, boundary) for t in (a, b))
     sets = []
     for x, ys in (*((x, all_of_b) for x in a.rounds), *((x, rounds_of_b) for x in a.companions)):
         y = ys.get(x.turns) if x.ok and x.turns else None
@@ -80,7 +80,7 @@ def block_ratios(
         logs = within(of_x, of_y)
         disturbed = set[int]()
         if not keep_disturbed:
-            disturbed = x.disturbed_blocks(boundary, quiet_a) | y.disturbed_blocks(boundary, quiet_b)
+            disturbed = x.disturbed_blocks(boundary, *quiet_a) | y.disturbed_blocks(boundary, *quiet_b)
         quiet = within(of_x, of_y, disturbed)
         is_quiet = len(quiet) >= min(LEAST_QUIET_BLOCKS, len(logs))
         if logs.size:
@@ -88,6 +88,24 @@ def block_ratios(
             has_delays = all(r.facts.delays.get(boundary) for r in (x, y))
             sets.append(RoundRatios(builds, quiet if is_quiet else logs, is_quiet, has_delays))
     return sets
+
+
+class ApartJobs(NamedTuple):
+    """The jobs in most of whose blocks the processors were `apart`, of how many, and the core-to-core latencies, ns."""
+
+    apart: int
+    jobs: int
+    latency: float
+    near: float
+
+
+def find_apart_jobs(trials: Iterable[TrialResult]) -> ApartJobs | None:
+    """Return in how many jobs the processors were further apart than in others; None if in none."""
+    facts = (r.facts.core_latencies for t in trials for r in t.good)
+    medians = [float(np.median(found)) for each in facts if (found := [n for of in each.values() for n in of if n])]
+    near = near_latency(medians)
+    apart = [latency for latency, is_apart in zip(medians, find_apart(medians, near), strict=True) if is_apart]
+    return ApartJobs(len(apart), len(medians), float(np.median(apart)), near) if apart else None
 
 
 def find_drift(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -> stats.Interval | None:
@@ -138,11 +156,11 @@ def compare_sustained(
 
 def list_quiet_rounds(t: TrialResult, boundary: str) -> list[Round]:
     """Return the good rounds that timed the boundary undisturbed by other programs; all if there are fewer than two."""
-    quiet, rounds = _quiet_delay(t, boundary), []
+    levels, rounds = _find_quiet_levels(t, boundary), []
     timed = [r for r in t.good if r.measurement(_name_tag(boundary), boundary)]
     for r in timed:
         count = len(r.facts.delays.get(boundary, ()))
-        undisturbed = count - len(r.disturbed_blocks(boundary, quiet))
+        undisturbed = count - len(r.disturbed_blocks(boundary, *levels))
         if undisturbed >= max(min(LEAST_UNDISTURBED, count), count / 2):  # the median is of all blocks
             rounds.append(r)
     return rounds if len(rounds) >= LEAST_QUIET_ROUNDS else timed
@@ -152,10 +170,15 @@ def _name_tag(boundary: str) -> str:
     return "throughput" if boundary == "throughput" else "latency"
 
 
-def _quiet_delay(t: TrialResult, boundary: str) -> float | None:
-    """Return the delay of the trial's quietest round: a round that is disturbed throughout looks even by itself."""
-    delays = [r.facts.delays.get(boundary, ()) for r in (*t.rounds, *t.companions) if r.ok]
-    return min((quiet_delay(each) for each in delays if each), default=None)
+def _find_quiet_levels(t: TrialResult, boundary: str) -> tuple[float | None, float]:
+    """Return the delay of the trial's quietest round, and the core-to-core latency of its nearest, 0 if unknown.
+
+    A round that is disturbed throughout looks even by itself.
+    """
+    facts = [r.facts for r in (*t.rounds, *t.companions) if r.ok]
+    delays = [quiet_delay(found) for each in facts if (found := each.delays.get(boundary))]
+    latencies = [near_latency(each.core_latencies.get(boundary, ())) for each in facts]
+    return min(delays, default=None), min(filter(None, latencies), default=0.0)
 
 
 def within(a: Mapping[int, float], b: Mapping[int, float], left_out: Collection[int] = ()) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 from dyno.results import timeline
 from dyno.results.files import NUMBERS, read_answers, read_npz
 from dyno.worker.facts.job import Facts
-from dyno.worker.jobs.turns import find_disturbed
+from dyno.worker.jobs.turns import find_apart, find_disturbed
 from dyno.worker.record import Measurement, Record
 
 LATENCIES = ("model", "all")
@@ -121,13 +121,14 @@ class Round:
             self._medians[key] = float(np.median(samples)) if samples.size else None
         return self._medians[key]
 
-    def disturbed_blocks(self, boundary: str, quiet: float | None = None) -> set[int]:
-        """Return the numbers of the boundary's blocks that other programs disturbed.
+    def disturbed_blocks(self, boundary: str, quiet: float | None = None, near: float = 0.0) -> set[int]:
+        """Return the numbers of the boundary's blocks that other programs disturbed, or whose processors were apart.
 
-        `quiet` is the engine's own delay in its quietest round.
+        `quiet` is the engine's own delay in its quietest round, `near` the least core-to-core latency of its rounds.
         """
-        flags = find_disturbed(self.facts.delays.get(boundary, ()), quiet)
-        return {number for number, is_disturbed in enumerate(flags) if is_disturbed}
+        delayed = find_disturbed(self.facts.delays.get(boundary, ()), quiet)
+        apart = find_apart(self.facts.core_latencies.get(boundary, ()), near)
+        return {number for flags in (delayed, apart) for number, is_disturbed in enumerate(flags) if is_disturbed}
 
     @property
     def turns(self) -> str:

@@ -24,10 +24,12 @@ import psutil
 from dyno.jobs import launcher, nvml
 from dyno.jobs.nvml import ROOM, UNKNOWN_B, Gpu, find_gpu
 from dyno.jobs.progress import Progress
+from dyno.runner.core_latency import CoreLatency
 from dyno.runner.device_lock import processors_held
 from dyno.worker.jobs.turns import CONDUCTOR, DONE, END, GO, IMPORTED, LEAST_BLOCKS, LOADED, READY, find_disturbed
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Trial
+from dyno.worker.system import cores
 
 T = TypeVar("T")
 POLL_S = 0.05
@@ -93,6 +95,7 @@ class InterleavedGroup:
     apart: bool = False
     name: str = field(default_factory=lambda: uuid4().hex[:12])  # of this set of processes, kept in their records
     alive: list[InterleavedJob] = field(default_factory=list)
+    core_latency: CoreLatency | None = None  # where the jobs' processors are those of this process
     largest: int = 0  # bytes that a process took
     largest_on_gpu: float = 0.0
     gpu: Gpu | None = None
@@ -107,6 +110,8 @@ class InterleavedGroup:
         """
         runtime = self.members[0].job.runtime
         self.gpu = find_gpu(runtime.device, launcher.environment(runtime))
+        if runtime.device == "cpu" and all(member.where is nullcontext for member in self.members):
+            self.core_latency = CoreLatency(cores()[: max(1, runtime.threads)])
         try:
             if self.is_loaded:
                 for member in list(self.alive):
@@ -117,8 +122,9 @@ class InterleavedGroup:
                 self._measure_boundary()
         finally:
             self.end()
-            if self.gpu:
-                self.gpu.close()
+            for tool in (self.gpu, self.core_latency):
+                if tool:
+                    tool.close()
 
     def end(self) -> None:
         """End the processes that are left, without a record."""
@@ -301,6 +307,9 @@ class InterleavedGroup:
     def _run_members(self, members: Sequence[InterleavedJob], word: str) -> None:
         running, begin = list(members), time.monotonic()
         measuring = word == GO and any(member.last_message not in (IMPORTED, LOADED) for member in members)
+        if measuring and self.core_latency:
+            word = f"{GO} {self.core_latency.measure()}"
+            begin = time.monotonic()
         if word:
             for member in running:
                 _wake_member(member)

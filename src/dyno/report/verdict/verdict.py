@@ -15,6 +15,7 @@ from dyno.report.verdict import findings as verdict_findings
 from dyno.report.verdict.findings import FAILURE, NOTE, PROBLEMS, WARNING, Decision, Finding, ms
 from dyno.results import ranking as results_ranking
 from dyno.results import remarks, stats
+from dyno.results.blocks import find_apart_jobs
 from dyno.results.correctness import WRONG, incomparable
 from dyno.results.metrics.accuracy import judged, set_aside
 from dyno.results.metrics.precision import NO, truth
@@ -292,6 +293,13 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         )
     if contention and not contention.mostly:
         yield Finding(WARNING, contention.sentence)
+    if cores := find_apart_jobs(results):
+        yield Finding(
+            NOTE,
+            f"During {cores.apart} of {counting(cores.jobs, 'job')} the processors were further apart: a signal from "
+            f"one to another and back took {cores.latency:.0f} ns in place of {cores.near:.0f}, as when a host moves "
+            "those of a virtual machine. Those blocks count as disturbed.",
+        )
     yield from verdict_findings.list_pixel_findings(results)
     yield from verdict_findings.list_weight_findings(results)
     yield from verdict_findings.list_label_findings(results)

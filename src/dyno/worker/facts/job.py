@@ -338,7 +338,8 @@ class Timing(Sparse):
     `timed` and `blocks` are begins and ends in seconds of CLOCK_MONOTONIC, as in telemetry.npz; `inputs_sha256` is of
     the batches that timing was fed.
     `others_busy` is how many processors other programs kept busy by boundary; above `contention_threshold` a timing has
-    a warning. `delays` has for each block the share of its time that the job's threads waited for a processor.
+    a warning. `delays` has for each block the share of its time that the job's threads waited for a processor, and
+    `core_latencies` the nanoseconds from one of its processors to another and back just before (0: unknown).
     `sustained` is of a job that also ran for the energy of an image. `build` is which build of its engine ran, where
     rounds go through several. `slowdown` is the share by which a self-test slowed the job down on purpose.
     """
@@ -350,6 +351,7 @@ class Timing(Sparse):
     turns: Turns | None = None
     others_busy: dict[str, float] = field(default_factory=dict)
     delays: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    core_latencies: dict[str, tuple[int, ...]] = field(default_factory=dict)
     contention_threshold: float | None = field(default=None, metadata={EARLIER: "others_bearable"})
     sustained: SustainedLoad | None = None
     build: int | None = None

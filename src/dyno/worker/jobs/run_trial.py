@@ -234,7 +234,7 @@ def _time_boundaries(
             journal.warn(f"{boundary}: the median was not steady after {plan.warmup_s:g} s of warm-up")
         journal.stage(f"time {boundary}")
         contention = system.CpuContention()
-        turns.delays = []
+        turns.delays, turns.core_latencies = [], []
         blocks = contention.during(turns.blocks(boundary, plan)) if plan.blocks else None
         if boundary == "throughput":
             sampling = measure.throughput(session, feeds, trial.dims.batch, plan, blocks)
@@ -247,6 +247,9 @@ def _time_boundaries(
         )
         if turns.delays:
             journal.facts(delays={**journal.record.facts.delays, boundary: tuple(turns.delays)})
+        if any(turns.core_latencies):
+            known = journal.record.facts.core_latencies
+            journal.facts(core_latencies={**known, boundary: tuple(turns.core_latencies)})
         if watch and not before and (seconds := measure.queued(session, watch, plan)) is not None:
             journal.queued(seconds)
     if "all" in plan.boundaries and (parts := measure.parts(session, feeds, plan)):

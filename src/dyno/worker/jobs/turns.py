@@ -1,8 +1,9 @@
 """Measuring in blocks, by turns with other workers: the worker's side of a conversation of one line at a time.
 
 The worker says `ready import` once it has imported its library, loads at `go` and says `ready load`. It warms up at the
-next `go`, says `ready BOUNDARY`, measures a block at each `go` and answers `done DELAY` (see `find_disturbed`), until
-`end`. Between two lines the conductor freezes it: several import or load at a time, but one warms up or measures.
+next `go`, says `ready BOUNDARY`, measures a block at each `go CORE_LATENCY` (see `find_apart`) and answers `done DELAY`
+(see `find_disturbed`), until `end`. Between two lines the conductor freezes it: several import or load at a time, but
+one warms up or measures.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ LEAST_BLOCKS = 3  # even when one block outlasts the whole budget
 BEARABLE_DELAY = 0.05
 OWN_DELAY = 2.0  # times what an engine's threads wait for each other in its quieter blocks
 MOST_OWN_DELAY = 0.1  # more than that isn't the engine's doing
+APART = 2.0  # times the usual latency between processors: they no longer share a cache
 
 
 def find_disturbed(delays: Sequence[float], quiet: float | None = None) -> list[bool]:
@@ -42,6 +44,16 @@ def quiet_delay(delays: Sequence[float]) -> float:
     return sorted(delays)[len(delays) // 4] if delays else 0.0
 
 
+def find_apart(core_latencies: Sequence[float], near: float) -> list[bool]:
+    """Tell for each block whether its core-to-core latency is far above the `near` one, both in ns; 0 is unknown."""
+    return [latency > APART * near > 0 for latency in core_latencies]
+
+
+def near_latency(core_latencies: Sequence[float]) -> float:
+    """Return the core-to-core latency that a quarter of the blocks stay below, in ns; 0 where none is known."""
+    return quiet_delay([latency for latency in core_latencies if latency])
+
+
 class Uninterleaved:
     """Nobody to take turns with: all blocks follow each other."""
 
@@ -51,6 +63,7 @@ class Uninterleaved:
 
     def __init__(self) -> None:
         self.delays: list[float] = []  # of the boundary's blocks so far: see `find_disturbed`
+        self.core_latencies: list[int] = []  # of the same blocks, in ns
 
     def imported(self) -> None:
         """Report that the library is imported, and return when it is time to load."""
@@ -60,7 +73,7 @@ class Uninterleaved:
 
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
         """Yield a number for each block to measure now."""
-        self.delays = []
+        self.delays, self.core_latencies = [], []
         deadline = time.monotonic() + plan.seconds
         for number in range(plan.blocks):
             if number >= LEAST_BLOCKS and time.monotonic() >= deadline:
@@ -84,6 +97,7 @@ class Interleaved(Uninterleaved):
     def __init__(self, read: int, write: int) -> None:
         super().__init__()
         self._began = time.perf_counter()
+        self._core_latency = 0  # that came with the last word
         for end in (read, write):
             os.set_inheritable(end, False)
         self._heard, self._said = os.fdopen(read, "r"), os.fdopen(write, "w", buffering=1)
@@ -100,16 +114,18 @@ class Interleaved(Uninterleaved):
 
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
         """See `Uninterleaved.blocks`."""
-        self.delays = []
+        self.delays, self.core_latencies = [], []
         number, line = 0, f"{READY} {boundary}"
         while self._ask_conductor(line) == GO:
+            self.core_latencies.append(self._core_latency)
             yield from self._iter_watched(number)
             number, line = number + 1, f"{DONE} {self.delays[-1]:g}"
 
     def _ask_conductor(self, line: str) -> str:
         since = time.perf_counter()
         print(line, file=self._said)
-        word = self._heard.readline().strip()
+        word, _, latency = self._heard.readline().strip().partition(" ")
+        self._core_latency = int(latency or 0)
         self.waited_s += time.perf_counter() - since
         if word not in (GO, END):  # the conductor is gone, and without a turn nothing may be measured
             raise EOFError("the process that conducts this job's turns is gone")

@@ -1,0 +1,59 @@
+"""The latency between processors: against a second measurement here, and where nobody answers."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dyno.runner.core_latency import CoreLatency
+
+needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="only one processor")
+
+
+@pytest.fixture
+def latency() -> CoreLatency:
+    return CoreLatency(sorted(os.sched_getaffinity(0)))
+
+
+def measure(latency: CoreLatency) -> int:
+    """The first figure that no other program prevented."""
+    return next((found for _ in range(200) if (found := latency.measure() or time.sleep(0.05) or 0)), 0)
+
+
+@needs_two
+def test_a_signal_takes_nanoseconds_and_the_processors_stay(latency: CoreLatency) -> None:
+    """Cores are 20 ns to some hundred apart, and each of Python's two loops adds some 50 ns."""
+    allowed = os.sched_getaffinity(0)
+    assert 20 < measure(latency) < 20_000
+    assert os.sched_getaffinity(0) == allowed
+    latency.close()
+    assert latency.measure() == 0
+
+
+def test_with_one_processor_nothing_is_measured() -> None:
+    alone = CoreLatency([0])
+    assert alone.measure() == 0
+    alone.close()
+
+
+@needs_two
+def test_a_process_that_is_gone_or_stopped_gives_no_figure(latency: CoreLatency) -> None:
+    measure(latency)
+    (answering,) = (p for p in psutil.Process().children() if "core_latency" in " ".join(p.cmdline()))
+    answering.send_signal(signal.SIGSTOP)
+    begin = time.monotonic()
+    assert latency.measure() == 0 and time.monotonic() - begin < 1
+    answering.kill()
+    answering.wait()
+    assert latency.measure() == 0
+    latency.close()
+
+
+@needs_two
+def test_no_process_is_left_behind(latency: CoreLatency) -> None:
+    measure(latency)
+    latency.close()
+    assert not [p for p in psutil.Process().children() if Path(p.cmdline()[-2]).stem == "core_latency"]
