@@ -103,7 +103,7 @@ def find_apart_jobs(trials: Iterable[TrialResult]) -> ApartJobs | None:
     """Return in how many jobs the processors were further apart than in others; None if in none."""
     facts = (r.facts.core_latencies for t in trials for r in t.good)
     medians = [float(np.median(found)) for each in facts if (found := [n for of in each.values() for n in of if n])]
-    near = near_latency(medians)
+    near = min(medians, default=0.0)
     apart = [latency for latency, is_apart in zip(medians, find_apart(medians, near), strict=True) if is_apart]
     return ApartJobs(len(apart), len(medians), float(np.median(apart)), near) if apart else None
 
