@@ -36,12 +36,12 @@ class CoreLatency:
         self._answering: subprocess.Popen[bytes] | None = None
         if not others:
             return
-        with suppress(OSError):
+        with suppress(OSError, AttributeError):  # a system without such files
             shared = os.memfd_create("dyno")
             try:
                 os.ftruncate(shared, mmap.PAGESIZE)
                 self._memory = mmap.mmap(shared, mmap.PAGESIZE)
-                command = [sys.executable, "-S", "-E", __file__, str(shared)]
+                command = [sys.executable, "-I", "-S", __file__, str(shared)]
                 self._answering = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[shared], start_new_session=True
                 )
@@ -69,10 +69,12 @@ class CoreLatency:
     def _measure_to(self, other: int) -> int:
         assert self._answering is not None and self._answering.stdin is not None
         memory, clock = self._memory, time.perf_counter_ns
-        memory[ASKED] = memory[ANSWERED] = memory[IS_READY] = 0
+        best, deadline = 0, clock() + round(PATIENCE_S * 1e9)
+        while memory[IS_READY] and clock() < deadline:  # it hasn't left the processor before
+            pass
+        memory[ASKED] = memory[ANSWERED] = 0
         self._answering.stdin.write(f"{other}\n".encode())
         self._answering.stdin.flush()
-        best, deadline = 0, clock() + round(PATIENCE_S * 1e9)
         while not memory[IS_READY] and clock() < deadline:
             pass
         for _ in range(REPEATS if memory[IS_READY] else 0):
@@ -91,6 +93,7 @@ class CoreLatency:
     def close(self) -> None:
         """End the answering process."""
         if self._answering is not None and self._answering.stdin is not None:
+            self._memory[ASKED] = LEAVE
             with suppress(OSError):
                 self._answering.stdin.close()
             self._answering.wait()
@@ -106,6 +109,7 @@ def answer(shared: int) -> None:
         memory[IS_READY] = 1
         while (sent := memory[ASKED]) != LEAVE:
             memory[ANSWERED] = sent
+        memory[IS_READY] = 0
         signal.alarm(0)
 
 
