@@ -86,7 +86,12 @@ def describe_evaluation(
 
     `of_run` are warnings beside the trial's own.
     """
-    warnings = (f"warning: {sentence}" for sentence in (*of_run, *remarks.list_warnings(trial)))
+    from dyno.report.verdict import findings
+
+    matrix = findings.read_any_confusion(trial)
+    other = matrix.describe_other_order() if matrix else ""
+    told = filter(None, (other, *of_run, *remarks.list_warnings(trial)))
+    warnings = (f"warning: {sentence}" for sentence in told)
     lines = [*_describe_accuracy(trial), *_describe_speed(trial), *_describe_classes(trial, per_class), *warnings]
     blocks: list[Sequence[Any]] = [lines, *_iter_tables(trial, per_class)]
     parts = [part for part in blocks if part]
@@ -149,8 +154,6 @@ def _describe_classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
         yield "worst classes: " + "; ".join(worst)
     if largest := matrix.largest(WORST):
         yield "most common confusions: " + "; ".join(f"{a} for {b} ({n:,} of {of:,})" for a, b, n, of in largest)
-    if other := matrix.describe_other_order():
-        yield f"warning: {other}"
 
 
 def _iter_tables(trial: TrialResult, per_class: bool) -> Iterator[Sequence[Any]]:

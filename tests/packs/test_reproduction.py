@@ -136,6 +136,28 @@ def test_a_model_in_a_file_is_the_user_s_own(refused: Any, tmp_path: Path) -> No
         dyno.reproduce(file, model=tmp_path / "net.py", confirm=lambda plan: "net.py:build with pytorch" not in plan)
 
 
+def test_models_of_one_file_name_are_told_apart(refused: Any, tmp_path: Path) -> None:
+    """Each by its own hash: with one of them the other half of the study went without, and still was reproduced."""
+    given = [str(tmp_path / name / "net.py") for name in "ab"]
+    models = f"models = {json.dumps([f'{path}:build' for path in given])}\n"
+    folder = stored(tmp_path / "net", [PYTORCH, ONNX], study=models + STUDY.partition("\n")[2])
+    for path in folder.rglob("job.json"):
+        job = json.loads(path.read_text())
+        file = Path(given[job["trial"]["backend"] == "onnxruntime"])
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(NET + f"# {file}")
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        job["trial"]["model"] |= {"source": f"{file}:build", "source_sha256": sha256}
+        path.write_text(json.dumps(job))
+    pack = dyno.pack(folder, tmp_path / "net.zip")
+    for path in given:
+        assert "'net.py:build' with sha256 " in refused("reproduce", pack, "-y", "--model", path)
+    plans = list[str]()
+    with pytest.raises(dyno.UserError, match="nothing was run"):
+        dyno.reproduce(pack, model=given[::-1], confirm=lambda plan: bool(plans.append(plan)))
+    assert all(f"{path}:build" in plans[0] for path in given)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

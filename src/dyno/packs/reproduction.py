@@ -268,14 +268,19 @@ def _make_study(
 
 def _find_models(theirs: Results, sources: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
     """Return the source of each model here: a library's name, or the user's file of the same content."""
-    hashes = {_shorten_source(t.spec["model"]["source"]): t.spec["model"].get("source_sha256", "") for t in theirs}
+    hashes = dict[str, list[str]]()  # files of several folders may have one name
+    for model in (t.spec["model"] for t in theirs):
+        known = hashes.setdefault(_shorten_source(model["source"]), [])
+        known += [] if (sha256 := model.get("source_sha256", "")) in known else [sha256]
     here = {path: _hash_source(path) for path in given}
     used, found = set(), []
     for source in sources:
         if LIBRARY.fullmatch(source):
             found.append(source)
             continue
-        name, expected = _shorten_source(source), hashes.get(_shorten_source(source), "")
+        name = _shorten_source(source)
+        known = hashes.get(name, [""])
+        expected = known.pop(0) if len(known) > 1 else known[0]
         if not expected:
             raise UserError(f"the pack has no hash of its model {shorten(name)!r}, so it can't be reproduced")
         path = next((path for path, sha256 in here.items() if sha256 == expected), "")

@@ -70,6 +70,8 @@ def test_classes_in_another_order_are_told(truth: Truth, tmp_path: Path) -> None
         run = load_run(detected.write_run(tmp_path / name, "detect", {"pytorch": arrays}, truth))
         told = [found.text for found in findings.list_label_findings(run) if "seems to number" in found.text]
         assert bool(told) is (name == "permuted"), (name, told)
+        printed = dyno_evaluation.describe_evaluation(run.trials[0])
+        assert ("warning: the network seems to number" in printed) is (name == "permuted"), (name, printed)
         for text in told:
             assert "100% of its answers would be right instead of 0%" in text and "objects); give the cat" in text
 

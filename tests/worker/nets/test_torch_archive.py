@@ -206,3 +206,23 @@ def test_averaged_weights_beside_those_that_are_taken_are_named(tmp_path: Path, 
     assert f"under {key}; those under state_dict were taken" in line
     assert torch.equal(read_checkpoint(str(tmp_path / "both.pt"))["weight"], raw["weight"])
     assert describe_averaged(str(tmp_path / "one.pt")) == ""
+
+
+def test_averaged_weights_of_a_lightning_module_are_named(tmp_path: Path) -> None:
+    raw, averaged = ({f"{i}.{name}": torch.rand(2) for i in (0, 1) for name in ("weight", "bias")} for _ in "ab")
+    loss, steps = {"loss.weight": torch.rand(2)}, torch.tensor(3)
+
+    def describe(*parts: dict[str, torch.Tensor]) -> str:
+        torch.save({"state_dict": {k: v for part in parts for k, v in part.items()}}, tmp_path / "both.ckpt")
+        return describe_averaged(str(tmp_path / "both.ckpt"))
+
+    def put(start: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {f"{start}.{name}": value for name, value in tensors.items()}
+
+    model = put("model", raw)
+    line = describe(model, {"model_ema.n_averaged": steps}, put("model_ema.module", averaged), loss)
+    assert "under model_ema.module; those under model were taken: to measure the others, save them alone" in line
+    line = describe(put("model._orig_mod", raw), put("ema.online_model", raw), put("ema.ema_model", averaged))
+    assert "under ema.ema_model; those under model were taken" in line, "the online copy has the same values"
+    assert describe(model, loss) == "" and describe(model, put("ema.module", raw)) == ""
+    assert describe(put("a", {"weight": raw["0.weight"]}), put("b", raw)) == "", "layers of the same shape"

@@ -170,6 +170,23 @@ def test_boxes_come_back(layout: str, dtype: type) -> None:
         check(found, image, 1e-3 if dtype == np.float32 else 6e-3)
 
 
+def test_rows_of_a_batch_are_counted_by_another_output() -> None:
+    """As PaddleDetection's are: bbox is M x 6, and bbox_num has the rows of each image."""
+    rows, counts = T.rows("class", "score", "box"), np.array([FOUND, 2, 0], np.int32)
+    arrays = {"bbox": np.concatenate([rows[0], rows[1][:2]]).astype(np.float32), "bbox_num": counts}
+    first, second, third = BoxReader(DETECT, confidence=0.1).detections(arrays, np.array([SIZE] * 3), SIZE)
+    check(first, 0)
+    np.testing.assert_allclose(second.scores, T.scores[1][:2], atol=1e-6)
+    np.testing.assert_allclose(second.boxes, T.boxes[1][:2], atol=1e-3)
+    np.testing.assert_array_equal(second.classes, T.labels[1][:2])
+    assert not len(third.scores)
+    (alone,) = BoxReader(DETECT, confidence=0.1).detections(arrays, np.array([SIZE]), SIZE)
+    check(alone, 0)  # the other images only fill the batch
+    for other in (counts + 1, np.ones(FOUND + 2, np.int32)):
+        with pytest.raises(UnreadBoxes, match="no known layout"):
+            BoxReader(DETECT).detections({**arrays, "bbox_num": other}, np.array([SIZE] * 3), SIZE)
+
+
 def test_torchvision_s_lists_are_of_one_image() -> None:
     arrays = {"output": T.boxes[0].astype(np.float32), "output_1": T.labels[0], "output_2": T.scores[0]}
     (found,) = BoxReader(DETECT, confidence=0.1).detections(arrays, np.array([SIZE]), SIZE)

@@ -240,13 +240,18 @@ def list_label_findings(results: Results) -> Iterator[Finding]:
     lines = (line.removeprefix("data: ") for t in results if t.good for line in remarks.list_warnings(t))
     told = dict.fromkeys(f"Labels: {line}." for line in lines if line.startswith(TEXT_ORDER))
     yield from (Finding(WARNING, text) for text in told)
-    matrices = {t.given: matrix for t in results if t.good and (matrix := accuracy.read_confusion(t))}
+    matrices = dict[str, accuracy.Confusion]()
     for t in results:
-        if t.good and t.task.coco and t.given not in matrices and (matrix := mean_ap.read_object_confusion(t)):
+        if t.good and t.given not in matrices and (matrix := read_any_confusion(t)):
             matrices[t.given] = matrix
     for model, matrix in matrices.items():
         if other := matrix.describe_other_order():
             yield Finding(WARNING, f"{model}: {other}.")
+
+
+def read_any_confusion(trial: TrialResult) -> accuracy.Confusion | None:
+    """Return how a trial confuses the classes of images, or of objects that a detector finds; None without labels."""
+    return mean_ap.read_object_confusion(trial) if trial.task.coco else accuracy.read_confusion(trial)
 
 
 # Images whose size or normalisation is a guess, since a file doesn't say how its network was trained.

@@ -332,6 +332,7 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any)
 
 NESTED = ("state_dict", "model_state_dict", "model")
 AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
+AVERAGE_WORDS = {"ema", "swa", "avg", "average", "averaged", "teacher", "momentum", "target", "shadow"}
 PARALLEL, COMPILED = "module.", "_orig_mod."  # written by DataParallel and by torch.compile
 SAVE_AGAIN = "save it again with torch.save or as .safetensors"
 COUNTER = "num_batches_tracked"  # batch norm's counter, absent from old checkpoints and unused in eval mode
@@ -366,7 +367,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
 def describe_averaged(path: str) -> str:
     """Return a warning where a checkpoint has averaged weights (EMA) beside those that are taken; "" elsewhere.
 
-    Only the pickle is read, without the tensors.
+    Of the tensors only those are read that may be a copy.
     """
     try:
         archive = Archive(path)
@@ -378,8 +379,33 @@ def describe_averaged(path: str) -> str:
     taken = next((key for key in NESTED if isinstance(loaded.get(key), Mapping)), "")
     averaged = next((key for key in AVERAGES if isinstance(loaded.get(key), Mapping)), "")
     if not (taken and averaged):
+        taken, averaged = _find_copy(loaded[taken] if taken else loaded)
+    if not averaged:
         return ""
     return f"{AVERAGED}, under {averaged}; those under {taken} were taken: to measure the others, save them alone"
+
+
+def _find_copy(state: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the attribute whose tensors are in the state dict once more, deeper inside an attribute with a name of
+    AVERAGE_WORDS and with other values, and where; empty texts without one.
+
+    A trainer such as Lightning stores `model.NAME` beside `model_ema.module.NAME`: `by_own_names` takes the first.
+    """
+    groups = dict[str, dict[str, ArchivedTensor]]()
+    for name, value in _strip_prefixes({str(name): value for name, value in state.items()}).items():
+        if isinstance(value, ArchivedTensor) and not name.endswith(COUNTER):
+            first, _, inner = name.partition(".")
+            groups.setdefault(first, {})[inner] = value
+    averaged = {name: tensors for name, tensors in groups.items() if AVERAGE_WORDS & {*name.lower().split("_")}}
+    for taken, own in groups.items():
+        first = next(iter(own))
+        for other, tensors in averaged.items():
+            for start in (name.removesuffix(first) for name in tensors if name.endswith(f".{first}")):
+                pairs = [(value, tensors.get(start + inner)) for inner, value in own.items()]
+                is_copy = other != taken and all(b and b.shape == a.shape for a, b in pairs)
+                if is_copy and any(b and b.read() != a.read() for a, b in pairs):  # else it is the same network
+                    return taken, f"{other}.{start}".rstrip(".")
+    return "", ""
 
 
 def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") -> None:

@@ -161,7 +161,8 @@ BATCH_ROW = ("image", *BOX, "class", "score")
 class FinalRows(BoxLayout):
     """Boxes that are left in the end, a row for each: its `columns`, then mask coefficients or keypoints.
 
-    Where they have a column `image`, rows are of the batch's image of that number.
+    Where they have a column `image`, rows are of the batch's image of that number. Those of n x 6 may have the number
+    of each image's rows in another output, as PaddleDetection's `bbox` has `bbox_num`.
     """
 
     numbers_classes = True
@@ -170,13 +171,25 @@ class FinalRows(BoxLayout):
 
     def fits(self, seen: ObservedOutputs) -> Fit | None:
         for name, shape in seen.shapes.items():
-            extra = self._count_extra_values(seen, shape)
+            counts = self._find_counts(seen, name)
+            extra = self._count_extra_values(seen, shape, bool(counts))
             if extra is not None:
-                return Fit(self, (name,), seen.classes or None, extra, self.rank)
+                return Fit(self, (name, *counts), seen.classes or None, extra, self.rank)
         return None
 
-    def _count_extra_values(self, seen: ObservedOutputs, shape: Shape) -> int | None:
-        several = "image" in self.columns
+    def _find_counts(self, seen: ObservedOutputs, name: str) -> list[str]:
+        """Return the output whose whole numbers, one for each image, add up to the rows; [] without one.
+
+        As many numbers as rows are their classes.
+        """
+        if len(seen.shapes[name]) != 2 or "image" in self.columns or name not in seen.values:
+            return []
+        lists = {n: a for n, a in seen.values.items() if a.ndim == 1 and len(a) >= seen.images and a.dtype.kind in "iu"}
+        rows = len(seen.values[name])
+        return [n for n, a in lists.items() if len(a) != rows and a.min() >= 0 and a.sum() == rows][:1]
+
+    def _count_extra_values(self, seen: ObservedOutputs, shape: Shape, counted: bool) -> int | None:
+        several = counted or "image" in self.columns
         axes = len(shape) == 3 or (len(shape) == 2 and (several or seen.images == 1))
         axes |= several and len(shape) == 4 and [*shape[:2]] == [1, 1]
         if not axes or not isinstance(shape[-1], int):
@@ -187,7 +200,10 @@ class FinalRows(BoxLayout):
         return extra if extra == seen.extra else None
 
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
-        array = values[fit.names[0]]
+        array, *counts = (values[name] for name in fit.names)
+        if counts:
+            end = int(counts[0][: image + 1].sum())
+            array = array[end - int(counts[0][image]) : end]
         if "image" in self.columns:
             array = array.reshape(-1, array.shape[-1])
             array = array[array[:, 0] == image]
