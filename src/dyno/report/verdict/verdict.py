@@ -256,6 +256,19 @@ def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: s
     return gain if none else None
 
 
+def _find_waiting_models(results: Results) -> Iterator[Finding]:
+    """Warn of the study's models that have no trial yet: a study that was stopped plans one model after the other."""
+    sources = list(dict.fromkeys(map(str, results.settings.get("models", ()))))
+    begun = {str(t.spec["model"].get("source")) for t in results}
+    waiting = [source for source in sources if source not in begun]
+    count = len(sources) - len(begun)
+    if not begun or count < 1 or any(t.side for t in results):
+        return
+    names = f": {', '.join(waiting)}" if len(waiting) == count else ""  # a model may be stored under another path
+    begin = f"{count} of {counting(len(sources), 'model')} {'was' if count == 1 else 'were'} not begun"
+    yield Finding(WARNING, f"{begin}{names}; the same command goes on.")
+
+
 def _describe_outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:
     count = Counter(t.status for t in results)
     failed = {status: n for status, n in count.items() if status not in ("ok", "skipped", UNFINISHED)}
@@ -271,6 +284,7 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         )
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
         yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
+    yield from _find_waiting_models(results)
     dropped, is_over = read_dropped(results.folder), is_time_over(results.folder)
     if results.owner:
         yield Finding(WARNING, f"This is the answer so far: {MEASURING.format(results.owner)}.")
