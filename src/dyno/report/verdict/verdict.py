@@ -162,7 +162,16 @@ def _wrong_outputs(run: RunData) -> Iterator[Finding]:
         verdict = f"{verdict} against {run.compared[group[0].id].configuration}"
         text = f"{group[0].model}: {names} ({_format_batches(group)}) gave {verdict}; not ranked, whatever the speed."
         files = any(t.form and t.form.option == FILE for t in group)
-        yield Finding(FAILURE, text + (OTHER_NETWORK if files else ""))
+        if files:
+            text += OTHER_NETWORK
+        elif first := next(filter(_has_layer_comparison, group), None):
+            text += f" To find the layer: dyno diff MODEL {first.backend}/{first.precision} --layers."
+        yield Finding(FAILURE, text)
+
+
+def _has_layer_comparison(t: TrialResult) -> bool:
+    """Return whether the engine ran an export of a module, so that `dyno diff --layers` can compare the layers."""
+    return bool(t.facts.opset)
 
 
 def _check_precisions(results: Results) -> Iterator[Finding]:
