@@ -125,6 +125,8 @@ def test_a_dry_run_lists_and_runs_nothing(call: Any) -> None:
     assert "sampling take 45.0 s at most" in out and "undecided, until 10 minutes were measured in all." in out
     assert "fake has no fp8" in " ".join(out.split())
     assert not Path("runs").exists()
+    _, out, _ = call("run", "fake:[/x]", "--backend", "fake", "--minutes", "0.5", "--dry-run")
+    assert "at most" in out and "--minutes 0.5 ends it sooner" in out and "Then rounds go on" not in out
     _, out, _ = call("run", "fake:[/x]", "--backend", "pytorch", "--device", "cuda:99", "--dry-run")
     assert "There is no cuda:99 here" in out and "refused" in out
 

@@ -83,7 +83,8 @@ def test_a_trial_that_vanished_fails(tmp_path: Path, call: Any) -> None:
     junit = tmp_path / "junit.xml"
     code, out, _ = call(a, b, "--junit", junit)
     assert code == 1 and "failed: digits openvino int8 b8 64: was ok, now missing: B has no such trial" in out
-    assert 'failures="1"' in junit.read_text() and "1 missing (was ok)" in out
+    assert 'failures="1"' in junit.read_text()
+    assert "1 shared trial, 1 only in A: " in out and "1 missing (was ok)" in out
     code, out, _ = call(a, b, "--fail-on", "slower=50%")
     assert code == 3 and "undecided: digits openvino int8 b8 64: B has no such trial" in out
     assert call(a, b, "--fail-on", "less-accurate")[0] == 0

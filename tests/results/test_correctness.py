@@ -34,7 +34,8 @@ def _change(trial: TrialResult, change: object) -> None:
 
 @pytest.mark.parametrize("precision", TOLERANCES)
 def test_a_wrong_graph_is_never_ranked_whatever_its_precision_and_speed(tmp_path: Path, precision: str) -> None:
-    results = _run(tmp_path / "run", Way("onnxruntime", precision, 0.00001), Way("openvino", "fp32", 0.002))
+    exported = Way("onnxruntime", precision, 0.00001, facts={"exporter": "dynamo", "opset": 18})
+    results = _run(tmp_path / "run", exported, Way("openvino", "fp32", 0.002))
     planted = next(t for t in results if t.backend == "onnxruntime")
     _change(planted, lambda a: np.roll(a - a.mean(), 1, axis=1))  # another branch: other numbers for every input
     results = load_run(tmp_path / "run")
@@ -45,6 +46,7 @@ def test_a_wrong_graph_is_never_ranked_whatever_its_precision_and_speed(tmp_path
     assert "onnxruntime" not in set(ranking.list_usable(frame.reset_index())["backend"])
     first, *others = verdict.list_sentences(trial_table.read_trials(results))
     assert f"onnxruntime {precision} (batch 1) gave wrong outputs" in first and "against pytorch fp32" in first
+    assert f"dyno diff MODEL onnxruntime/{precision} --layers" in first
     assert any("fastest is openvino fp32" in sentence for sentence in others)
     assert trial_table.exit_code(trial_table.read_trials(results).frame) == 3
 

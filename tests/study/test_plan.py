@@ -106,7 +106,13 @@ def test_a_library_that_is_not_there_is_a_refusal(fake_study: Any, monkeypatch: 
     known = {**registry._load_backends(), "lacking": Lacking()}
     monkeypatch.setattr(registry, "_load_backends", lambda: known)
     (here,) = expand(fake_study(backends=("lacking",)))
-    assert here.refusal == "no-such-distribution is not installed in this Python; pip install no-such-distribution"
+    assert here.refusal == (
+        "no-such-distribution is not installed in this Python; pip install no-such-distribution, "
+        "or pass a Python that has it: --python lacking=PATH"
+    )
+    monkeypatch.setattr(Lacking, "install_hint", "take another Python")
+    (elsewhere,) = expand(fake_study(backends=("lacking",)))
+    assert elsewhere.refusal == "no-such-distribution is not installed in this Python; take another Python"
     tables = {"lacking": {"python": sys.executable}}
     (there,) = expand(fake_study(backends=("lacking",), runtime=tables))
     assert f"is not installed in {sys.executable}; pip install" in there.refusal

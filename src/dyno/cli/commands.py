@@ -189,7 +189,9 @@ def _at_most(study: Study, trials: Sequence[Trial]) -> str:
     if study.samples:
         said = f"Each boundary takes {study.samples} samples, however long they take"
     said += "; starting, loading and evaluating come on top."
-    if study.until in LOOKS:
+    if study.until in LOOKS and not study.samples and seconds > 60 * study.minutes:
+        said += f" --minutes {study.minutes:g} ends it sooner: then a trial has two rounds, or three if it may win."
+    elif study.until in LOOKS:
         said += f" Then rounds go on for what is undecided, until {study.minutes:g} minutes were measured in all."
     return said
 

@@ -24,7 +24,6 @@ from dyno.study.study import Choice, Study
 from dyno.table import Table
 from dyno.worker import registry, system
 from dyno.worker.backend import Backend, FileFormat
-from dyno.worker.extras import install
 from dyno.worker.nets import huggingface
 from dyno.worker.option_values import option
 from dyno.worker.record import Record
@@ -232,7 +231,7 @@ def _make_profile(shapes: str, low: int, opt: int, high: int) -> str:
 def _export_engine(
     model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides
 ) -> Exported:
-    from dyno.study.interpreters import missing, placed, runtime_of
+    from dyno.study.interpreters import explain_missing, placed, runtime_of
 
     shapes = _make_profile(",".join(asked.shapes), asked.low, asked.opt, asked.high)
     if asked.batch == "dynamic" and not shapes:
@@ -249,8 +248,8 @@ def _export_engine(
     study = one_model(model, {**overrides, "precisions": (precision,)}, {"device": "cuda:0" if on_gpu else "cpu"})
     chosen = {**choice.options, **({"profile": shapes} if shapes else {})}
     runtime = runtime_of(study, choice)
-    if library := missing(engine.name, runtime):
-        raise UserError(f"{library} is not installed; {install(library)}, or give its Python with --python")
+    if lack := explain_missing(engine.name, runtime):
+        raise UserError(lack)
     if asked.repeat > 1:
         return _compare_builds(study, engine, chosen, static or 1, asked.repeat, out)
     if not on_gpu and precision in ("fp16", "bf16"):

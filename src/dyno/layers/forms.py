@@ -17,11 +17,10 @@ from dyno.store import cache_dir
 from dyno.study import defaults, input_options
 from dyno.study.defaults import check_weights
 from dyno.study.images import prepared
-from dyno.study.interpreters import missing, placed, runtime_of
+from dyno.study.interpreters import explain_missing, placed, runtime_of
 from dyno.study.model_info import inspect_model, model_spec, sizes
 from dyno.study.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
-from dyno.worker.extras import install
 from dyno.worker.facts.job import MODULES, UNWATCHED, LayerGraph
 from dyno.worker.record import Record
 from dyno.worker.spec import PRECISIONS, Artifact, DataSpec, Dims, Job, Recipe, Runtime, Trial, UserError, check_known
@@ -147,8 +146,8 @@ class FormReader:
         engine = None if side.choice.name in (ONNX, MODULE) else registry.find(side.choice.name)
         if engine and runtime.device == "cpu" and "cpu" not in engine.devices:
             runtime = replace(runtime, device=f"{engine.devices[0]}:0")
-        if engine and (lacks := missing(engine.name, runtime)):
-            raise UserError(f"{engine.name}: {lacks} is not installed; {install(lacks)}, or give its Python")
+        if engine and (lack := explain_missing(engine.name, runtime)):
+            raise UserError(f"{engine.name}: {lack}")
         trial = Trial(model, side.choice.name, side.precision or "fp32", Dims(self._batch, 0, 0),
                       side.choice.options, runtime=runtime)  # fmt: skip
         kind = registry.format_of(model.file)

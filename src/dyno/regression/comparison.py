@@ -15,7 +15,7 @@ from dyno.api import Result
 from dyno.formatting import bullet, counting, plain, points
 from dyno.jobs.progress import Progress
 from dyno.regression import compare_table as tables
-from dyno.regression.compare_table import RATIO_SHOWN, SAME, TWO_SESSIONS, floor_percent, verdict
+from dyno.regression.compare_table import MISSING, RATIO_SHOWN, SAME, TWO_SESSIONS, floor_percent, verdict
 from dyno.regression.rules import LESS_ACCURATE, POWER, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, list_changes, slowdown
 from dyno.report.export import export
 from dyno.results import stats
@@ -301,7 +301,9 @@ def list_comparison(table: Table, stored: bool = True) -> list[str]:
     lines = [f"{describe_where(r)}: {r['verdict']}; not judged, whatever the speed."
              for r in rows if r["verdict"].startswith(WRONG)]  # fmt: skip
     verdicts = ", ".join(f"{n} {name}" for name, n in counts.most_common())
-    lines += [f"{counting(len(rows), 'shared trial' if stored else 'pair')}: {verdicts}."]
+    shared = sum(r["status"] != MISSING for r in rows)
+    gone = f", {len(rows) - shared} only in A" if shared < len(rows) else ""
+    lines += [f"{counting(shared, 'shared trial' if stored else 'pair')}{gone}: {verdicts}."]
     lines += [f"failed: {describe_where(r)}: {explain_failure(r)}" for r in rows if r["failed"]]
     lines += [f"undecided: {describe_where(r)}: {r['undecided']}" for r in rows if r["undecided"]]
     if counts[stats.ONE_ROUND]:

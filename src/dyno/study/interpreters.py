@@ -14,6 +14,7 @@ from pathlib import Path
 from dyno.store import cache_dir, versions
 from dyno.study.study import Choice, Study, runtimes
 from dyno.worker import registry
+from dyno.worker.extras import install
 from dyno.worker.record import lock
 from dyno.worker.spec import Recipe, Runtime, UserError, plain
 
@@ -32,6 +33,17 @@ def missing(name: str, runtime: Runtime = HERE) -> str:
     requires = registry.find(name).requires
     present = versions(runtime, requires)
     return next((either.split("|")[0] for either in requires if not present.keys() & set(either.split("|"))), "")
+
+
+def explain_missing(name: str, runtime: Runtime = HERE) -> str:
+    """Return which library the backend lacks in the runtime and how to get it, in one line, or ""."""
+    library = missing(name, runtime)
+    if not library:
+        return ""
+    if runtime.python:
+        return f"{library} is not installed in {runtime.python}; pip install {library}"
+    cure = registry.find(name).install_hint or f"{install(library)}, or pass a Python that has it: --python {name}=PATH"
+    return f"{library} is not installed in this Python; {cure}"
 
 
 def placed(recipe: Recipe | None, study: Study) -> Recipe | None:

@@ -34,10 +34,9 @@ from dyno.store import (
 from dyno.study import commits, input_options
 from dyno.study.commits import keeps_weights, stored_source
 from dyno.study.defaults import form
-from dyno.study.interpreters import missing, runtime_of
+from dyno.study.interpreters import explain_missing, runtime_of
 from dyno.study.study import NETWORK_LIBRARIES, Choice, Study, find_libraries, list_names, model_name, parse_size
 from dyno.worker import registry, system
-from dyno.worker.extras import install
 from dyno.worker.inspection import ATTACHED, Inspection
 from dyno.worker.nets import huggingface
 from dyno.worker.nets.local_code import sha256_with_imports
@@ -309,10 +308,8 @@ def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
     if not name:
         return Runtime(threads=threads)
     choice = next((choice for choice in map(Choice.parse, study.backends) if choice.name == name), Choice(name))
-    if library := missing(name, runtime := replace(runtime_of(study, choice), threads=threads)):
-        raise UserError(
-            f"{model.name} is an engine of {name}: {library} is not installed; {install(library)}, or --python"
-        )
+    if lack := explain_missing(name, runtime := replace(runtime_of(study, choice), threads=threads)):
+        raise UserError(f"{model.name} is an engine of {name}: {lack}")
     if runtime.device == "cpu" and "cpu" not in registry.find(name).devices:
         raise UserError(f"{model.name} is an engine for a GPU; choose the GPU with --device cuda:0")
     return runtime

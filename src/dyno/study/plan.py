@@ -12,7 +12,7 @@ from dyno.data import meta
 from dyno.results import correctness
 from dyno.study.defaults import check_kind, check_threads, check_weights
 from dyno.study.images import check_images, prepared, uncropped
-from dyno.study.interpreters import installed, missing, placed, runtime_of
+from dyno.study.interpreters import explain_missing, installed, placed, runtime_of
 from dyno.study.model_info import (
     InspectedModel,
     InspectionFailed,
@@ -412,11 +412,8 @@ def _build_trial(study: Study, choice: Choice, model: ModelSpec, precision: str,
 
 def _check_trial(study: Study, trial: Trial) -> PlannedTrial:
     """Return the trial with the recipe of its file, or with the reason why it is refused."""
-    engine, python = registry.find(trial.backend), trial.runtime.python
-    if library := missing(trial.backend, trial.runtime):
-        return PlannedTrial(trial, f"{library} is not installed in {python}; pip install {library}" if python else
-                       f"{library} is not installed in this Python; {install(library)}")  # fmt: skip
-    if refusal := engine.refuse(trial):
+    engine = registry.find(trial.backend)
+    if refusal := explain_missing(trial.backend, trial.runtime) or engine.refuse(trial):
         return PlannedTrial(trial, refusal)
     plan = replace(trial.plan, builds=_count_builds(study, engine, trial))
     return PlannedTrial(replace(trial, recipe=placed(engine.recipe(trial), study), plan=plan))

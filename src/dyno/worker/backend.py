@@ -166,11 +166,13 @@ class Backend(ABC):
     can `profile`, and with `loads_onnx` its `load` takes any ONNX file as it is, so that parts of a graph can be run.
     One that isn't `offered` runs only where it is named, such as a scripted one; one that `compiles` takes as long to
     `load` as others take to build a file, and one that `builds_slowly` takes longer than all others for its file.
+    `install_hint` says how to get its library if that does not belong beside the others.
     What a backend does with its library happens in the worker; `refuse` and `recipe` are pure.
     """
 
     name: str = ""
     requires: tuple[str, ...] = ()
+    install_hint: str = ""
     precisions: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
     profiled: tuple[str, ...] = ()

@@ -118,6 +118,19 @@ def test_one_round_gives_a_ratio_without_a_verdict(tmp_path: Path) -> None:
     assert np.isnan(r["speedup_low"])
 
 
+@pytest.mark.parametrize("statuses", [("ok",), ("ok", "ok")])
+def test_a_row_without_a_speed_up_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statuses: tuple[str, ...]
+) -> None:
+    ways = Way("pytorch", statuses=statuses), Way("openvino", seconds=0.005), Way("onnxruntime", statuses=("oom",))
+    assert "no speed-up" not in printed.trials(run(tmp_path / "quiet", *ways))
+    monkeypatch.setattr(trial_table, "_fits_latencies", lambda *_: False)
+    found = run(tmp_path / "disturbed", *ways)
+    assert np.isnan(one(found.frame, "openvino fp32")["speedup"])
+    text = " ".join(printed.trials(found).split())
+    assert " openvino fp32: no speed-up, as other programs disturbed the rounds so much" in text
+
+
 def test_other_weights_are_refused_with_a_sentence(tmp_path: Path) -> None:
     r = one(run(tmp_path, Way("pytorch"), Way("openvino", facts={"weights_sha256": "f" * 64})).frame, "openvino fp32")
     assert r["verdict"] == "not comparable: different weights"

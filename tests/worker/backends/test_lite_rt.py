@@ -220,6 +220,15 @@ def test_files_are_made_where_the_converter_is() -> None:
     assert quantised is not None and quantised.runtime.name == "litert_torch"
 
 
+@pytest.mark.usefixtures("library")
+def test_a_python_that_can_make_no_files_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a study whose rows are all skipped."""
+    monkeypatch.setitem(sys.modules, "litert_torch", None)
+    assert "--python litert_torch=PATH" in LITERT.probe().detail
+    monkeypatch.setattr(lite_rt, "find_spec", lambda name: name)
+    assert LITERT.probe().detail == ""
+
+
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ai_edge_litert.interpreter", "litert_torch"):
         monkeypatch.setitem(sys.modules, name, None)

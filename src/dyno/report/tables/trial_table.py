@@ -609,7 +609,7 @@ def _make_trials_table(run: RunData) -> Table:
         notes=make_footnote(cells, [name for name in PERCENTILES if f"latency_model_ms_{name}" in printed]),
         group=group,
         printed=printed,
-        below=lambda rows: [*_list_unranked(rows), *_list_unproven(rows, run.limits)],
+        below=lambda rows: [*_list_unranked(rows), *_list_disturbed(rows), *_list_unproven(rows, run.limits)],
         most=MOST_COLUMNS,
     )
 
@@ -646,6 +646,16 @@ def _list_unranked(rows: list[Row]) -> list[str]:
     """Return why rows failed, gave wrong outputs, or can't be compared."""
     words = [r for r in rows if r["status"] == "ok" and ": " in str(r["verdict"])]
     return [*list_reasons(rows), *(f"{r['backend']} {r['precision']}: {r['verdict']}" for r in words)]
+
+
+def _list_disturbed(rows: list[Row]) -> list[str]:
+    """Return one line on rows that were compared but have no speed-up, because their latencies don't fit it."""
+    without = [r for r in rows if r["verdict"] in (ONE_ROUND, UNDECIDED) and missing(r["speedup"])]
+    names = ", ".join(f"{r['backend']} {r['precision']}" for r in without)
+    return [
+        f"{names}: no speed-up, as other programs disturbed the rounds so much that the ratio within blocks "
+        f"and that of the latencies differ by more than {WIDEST:g}x; measure on a quieter machine"
+    ] * bool(without)
 
 
 def _list_unproven(rows: list[Row], most: Sequence[limits.Limit]) -> Iterator[str]:

@@ -163,7 +163,16 @@ def _wrong_outputs(run: RunData) -> Iterator[Finding]:
         verdict = f"{verdict} against {run.compared[group[0].id].configuration}"
         text = f"{group[0].model}: {names} ({_format_batches(group)}) gave {verdict}; not ranked, whatever the speed."
         files = any(t.form and t.form.option == FILE for t in group)
-        yield Finding(FAILURE, text + (OTHER_NETWORK if files else ""))
+        if files:
+            text += OTHER_NETWORK
+        elif first := next(filter(_has_layer_comparison, group), None):
+            text += f" To find the layer: dyno diff MODEL {first.backend}/{first.precision} --layers."
+        yield Finding(FAILURE, text)
+
+
+def _has_layer_comparison(t: TrialResult) -> bool:
+    """Return whether the engine ran an export of a module, so that `dyno diff --layers` can compare the layers."""
+    return bool(t.facts.opset)
 
 
 def _check_precisions(results: Results) -> Iterator[Finding]:
@@ -257,6 +266,19 @@ def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: s
     return gain if none else None
 
 
+def _find_waiting_models(results: Results) -> Iterator[Finding]:
+    """Warn of the study's models that have no trial yet: a study that was stopped plans one model after the other."""
+    sources = list(dict.fromkeys(map(str, results.settings.get("models", ()))))
+    begun = {str(t.spec["model"].get("source")) for t in results}
+    waiting = [source for source in sources if source not in begun]
+    count = len(sources) - len(begun)
+    if not begun or count < 1 or any(t.side for t in results):
+        return
+    names = f": {', '.join(waiting)}" if len(waiting) == count else ""  # a model may be stored under another path
+    begin = f"{count} of {counting(len(sources), 'model')} {'was' if count == 1 else 'were'} not begun"
+    yield Finding(WARNING, f"{begin}{names}; the same command goes on.")
+
+
 def _describe_outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:
     count = Counter(t.status for t in results)
     failed = {status: n for status, n in count.items() if status not in ("ok", "skipped", UNFINISHED)}
@@ -272,6 +294,7 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         )
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
         yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
+    yield from _find_waiting_models(results)
     dropped, is_over = read_dropped(results.folder), is_time_over(results.folder)
     if results.owner:
         yield Finding(WARNING, f"This is the answer so far: {MEASURING.format(results.owner)}.")

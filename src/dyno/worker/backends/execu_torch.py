@@ -83,6 +83,7 @@ class ExecuTorch(Backend):
 
     name = "executorch"
     requires = ("executorch", "torch")
+    install_hint = INSTALL
     precisions = ("fp32", "int8")
     options = ("samples",)
     values: Mapping[str, Check] = {"samples": whole(1)}

@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ class LiteRT(Backend):
         )  # fmt: skip
 
     def probe(self) -> Probe:
-        """Add two numbers, in a file of a few bytes."""
+        """Add two numbers, in a file of a few bytes; say so if this Python can't make files."""
         opened = _import_module("ai_edge_litert.interpreter").Interpreter(
             model_content=zlib.decompress(base64.b64decode(ADDITION))
         )
@@ -127,7 +128,9 @@ class LiteRT(Backend):
         opened.invoke()
         works = [*opened.get_tensor(result.index)] == [2, 4]
         return Probe(
-            version=system.versions(self.requires).get("ai-edge-litert", ""), devices=("cpu",) if works else ()
+            version=system.versions(self.requires).get("ai-edge-litert", ""),
+            devices=("cpu",) if works else (),
+            detail="" if find_spec(CONVERTER) else f"runs .tflite files, makes none without litert-torch; {HERE}",
         )
 
     def prepare(self, trial: Trial) -> None:
