@@ -213,7 +213,7 @@ def test_builds_of_tensorrt_are_without_a_timing_cache_and_of_an_engine_there_ar
         assert recipe.parent == recipes[0].parent, "the graph is made once"
     assert len(recipes) == 3
     monkeypatch.setattr(type(registry.find("tensorrt")), "refuse", lambda *_: "")
-    monkeypatch.setattr(plan, "missing", lambda *_: "")
+    monkeypatch.setattr(plan, "explain_missing", lambda *_: "")
     for source, builds in (("fake:net", 3), ("file:/here/net.engine", 0)):
         study = fake_study(backends=("tensorrt",), builds=3, rounds=3)
         one = replace(trial, model=replace(trial.model, source=source))
