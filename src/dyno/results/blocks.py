@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dyno.results import stats
-from dyno.results.rounds import Round
+from dyno.results.rounds import ANY_LATENCY, Round
 from dyno.results.trial_result import TrialResult
-from dyno.worker.jobs.turns import find_apart, near_latency, quiet_delay
+from dyno.worker.jobs.turns import APART, find_apart, quiet_delay
 
 LEAST_QUIET_BLOCKS = 2  # without which a round tells nothing about a quiet machine
 LEAST_QUIET_ROUNDS = 2
@@ -70,17 +70,20 @@ def block_ratios(
     tag = _name_tag(boundary)
     rounds_of_b = {r.turns: r for r in b.rounds if r.ok and r.turns}
     all_of_b = rounds_of_b | {r.turns: r for r in b.companions if r.ok and r.turns}
-    quiet_a, quiet_b = (_find_quiet_levels(t, boundary) for t in (a, b))
+    pairs = [
+        (x, ys[x.turns])
+        for x, ys in (*((x, all_of_b) for x in a.rounds), *((x, rounds_of_b) for x in a.companions))
+        if x.ok and x.turns in ys
+    ]
+    quiet_a, quiet_b = (_quiet_delay(t, boundary) for t in (a, b))
+    usual = _find_usual_latencies((r for pair in pairs for r in pair), boundary)
     sets = []
-    for x, ys in (*((x, all_of_b) for x in a.rounds), *((x, rounds_of_b) for x in a.companions)):
-        y = ys.get(x.turns) if x.ok and x.turns else None
-        if y is None:
-            continue
+    for x, y in pairs:
         of_x, of_y = (r.block_medians(tag, boundary, clock, settled=settled) for r in (x, y))
         logs = within(of_x, of_y)
         disturbed = set[int]()
         if not keep_disturbed:
-            disturbed = x.disturbed_blocks(boundary, *quiet_a) | y.disturbed_blocks(boundary, *quiet_b)
+            disturbed = x.disturbed_blocks(boundary, quiet_a, usual) | y.disturbed_blocks(boundary, quiet_b, usual)
         quiet = within(of_x, of_y, disturbed)
         is_quiet = len(quiet) >= min(LEAST_QUIET_BLOCKS, len(logs))
         if logs.size:
@@ -156,11 +159,12 @@ def compare_sustained(
 
 def list_quiet_rounds(t: TrialResult, boundary: str) -> list[Round]:
     """Return the good rounds that timed the boundary undisturbed by other programs; all if there are fewer than two."""
-    levels, rounds = _find_quiet_levels(t, boundary), []
+    quiet, rounds = _quiet_delay(t, boundary), []
     timed = [r for r in t.good if r.measurement(_name_tag(boundary), boundary)]
+    usual = _find_usual_latencies(timed, boundary)
     for r in timed:
         count = len(r.facts.delays.get(boundary, ()))
-        undisturbed = count - len(r.disturbed_blocks(boundary, *levels))
+        undisturbed = count - len(r.disturbed_blocks(boundary, quiet, usual))
         if undisturbed >= max(min(LEAST_UNDISTURBED, count), count / 2):  # the median is of all blocks
             rounds.append(r)
     return rounds if len(rounds) >= LEAST_QUIET_ROUNDS else timed
@@ -170,15 +174,20 @@ def _name_tag(boundary: str) -> str:
     return "throughput" if boundary == "throughput" else "latency"
 
 
-def _find_quiet_levels(t: TrialResult, boundary: str) -> tuple[float | None, float]:
-    """Return the delay of the trial's quietest round, and the core-to-core latency of its nearest, 0 if unknown.
+def _quiet_delay(t: TrialResult, boundary: str) -> float | None:
+    """Return the delay of the trial's quietest round: a round that is disturbed throughout looks even by itself."""
+    delays = [r.facts.delays.get(boundary, ()) for r in (*t.rounds, *t.companions) if r.ok]
+    return min((quiet_delay(each) for each in delays if each), default=None)
 
-    A round that is disturbed throughout looks even by itself.
-    """
-    facts = [r.facts for r in (*t.rounds, *t.companions) if r.ok]
-    delays = [quiet_delay(found) for each in facts if (found := each.delays.get(boundary))]
-    latencies = [near_latency(each.core_latencies.get(boundary, ())) for each in facts]
-    return min(delays, default=None), min(filter(None, latencies), default=0.0)
+
+def _find_usual_latencies(rounds: Iterable[Round], boundary: str) -> tuple[float, float]:
+    """Return the range of core-to-core latencies, ns, in which most blocks were measured: with processors near each
+    other, or apart."""
+    known = [[n for n in r.facts.core_latencies.get(boundary, ()) if n] for r in rounds]
+    near = min((quiet_delay(each) for each in known if each), default=0.0)
+    apart = find_apart([n for each in known for n in each], near)
+    low, high = ANY_LATENCY
+    return (APART * near, high) if sum(apart) > len(apart) / 2 else (low, APART * near or high)
 
 
 def within(a: Mapping[int, float], b: Mapping[int, float], left_out: Collection[int] = ()) -> np.ndarray:

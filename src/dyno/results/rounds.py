@@ -13,12 +13,13 @@ import numpy as np
 from dyno.results import timeline
 from dyno.results.files import NUMBERS, read_answers, read_npz
 from dyno.worker.facts.job import Facts
-from dyno.worker.jobs.turns import find_apart, find_disturbed
+from dyno.worker.jobs.turns import find_disturbed
 from dyno.worker.record import Measurement, Record
 
 LATENCIES = ("model", "all")
 LOADING = ("import", "load", "first_call", "build")  # seconds that other jobs lengthen if they load at the same time
 HOST, GPU = "host", "gpu"
+ANY_LATENCY = (0.0, float("inf"))  # ns between processors
 
 
 @dataclass
@@ -121,14 +122,16 @@ class Round:
             self._medians[key] = float(np.median(samples)) if samples.size else None
         return self._medians[key]
 
-    def disturbed_blocks(self, boundary: str, quiet: float | None = None, near: float = 0.0) -> set[int]:
-        """Return the numbers of the boundary's blocks that other programs disturbed, or whose processors were apart.
+    def disturbed_blocks(
+        self, boundary: str, quiet: float | None = None, usual: tuple[float, float] = ANY_LATENCY
+    ) -> set[int]:
+        """Return the numbers of the boundary's blocks that other programs disturbed, or with processors moved.
 
-        `quiet` is the engine's own delay in its quietest round, `near` the least core-to-core latency of its rounds.
+        `quiet` is the engine's own delay in its quietest round, `usual` the range of core-to-core latencies that count.
         """
         delayed = find_disturbed(self.facts.delays.get(boundary, ()), quiet)
-        apart = find_apart(self.facts.core_latencies.get(boundary, ()), near)
-        return {number for flags in (delayed, apart) for number, is_disturbed in enumerate(flags) if is_disturbed}
+        moved = [n and not usual[0] < n <= usual[1] for n in self.facts.core_latencies.get(boundary, ())]
+        return {number for flags in (delayed, moved) for number, is_disturbed in enumerate(flags) if is_disturbed}
 
     @property
     def turns(self) -> str:

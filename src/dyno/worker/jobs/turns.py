@@ -49,11 +49,6 @@ def find_apart(core_latencies: Sequence[float], near: float) -> list[bool]:
     return [latency > APART * near > 0 for latency in core_latencies]
 
 
-def near_latency(core_latencies: Sequence[float]) -> float:
-    """Return the core-to-core latency that a quarter of the blocks stay below, in ns; 0 where none is known."""
-    return quiet_delay([latency for latency in core_latencies if latency])
-
-
 class Uninterleaved:
     """Nobody to take turns with: all blocks follow each other."""
 
