@@ -24,8 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dyno.formatting import markdown_table
+from dyno.results.blocks import APART
 from dyno.runner.core_latency import CoreLatency
-from dyno.worker.jobs.turns import find_apart
 from dyno.worker.system import cores
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = asked.threads
     with tempfile.TemporaryDirectory() as folder:
-        torch.onnx.export(net, (image,), f"{folder}/net.onnx", input_names=["x"], dynamo=False)
+        torch.onnx.export(net, (image,), f"{folder}/net.onnx", input_names=["x"], verbose=False)
         session = onnxruntime.InferenceSession(f"{folder}/net.onnx", options)
     latency, rows, end = CoreLatency(cores()[: asked.threads]), [], time.monotonic() + 60 * asked.minutes
     with torch.inference_mode():
@@ -62,7 +62,7 @@ def main() -> None:
             time.sleep(0.3)
     latency.close()
     known = np.array([row for row in rows if row[0]])
-    apart = np.array(find_apart([*known[:, 0]], known[:, 0].min()))
+    apart = known[:, 0] > APART * known[:, 0].min()
     groups = {"near": known[~apart], "apart": known[apart]}
     lines = [[name, len(each), *(f"{value:.3g}" for value in np.median(each, axis=0))]
              for name, each in groups.items() if len(each)]  # fmt: skip

@@ -86,9 +86,7 @@ def describe_evaluation(
 
     `of_run` are warnings beside the trial's own.
     """
-    from dyno.report.verdict import findings
-
-    matrix = findings.read_any_confusion(trial)
+    matrix = mean_ap.read_any_confusion(trial)
     other = matrix.describe_other_order() if matrix else ""
     told = filter(None, (other, *of_run, *remarks.list_warnings(trial)))
     warnings = (f"warning: {sentence}" for sentence in told)

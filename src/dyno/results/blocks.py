@@ -12,12 +12,13 @@ import numpy as np
 from dyno.results import stats
 from dyno.results.rounds import ANY_LATENCY, Round
 from dyno.results.trial_result import TrialResult
-from dyno.worker.jobs.turns import APART, find_apart, quiet_delay
+from dyno.worker.jobs.turns import quiet_delay
 
 LEAST_QUIET_BLOCKS = 2  # without which a round tells nothing about a quiet machine
 LEAST_QUIET_ROUNDS = 2
 LEAST_UNDISTURBED = 3  # blocks of a round, and half of all, whose median latency is a quiet machine's
 LEAST_DRIFT_ROUNDS, LEAST_DRIFT_BLOCKS = 3, 4
+APART = 2.0  # times the least core-to-core latency: the processors no longer share a cache
 DRIFT, DRIFT_ERROR = 0.02, 0.01  # the share that matters, and the error of its interval
 
 
@@ -107,7 +108,7 @@ def find_apart_jobs(trials: Iterable[TrialResult]) -> ApartJobs | None:
     facts = (r.facts.core_latencies for t in trials for r in t.good)
     medians = [float(np.median(found)) for each in facts if (found := [n for of in each.values() for n in of if n])]
     near = min(medians, default=0.0)
-    apart = [latency for latency, is_apart in zip(medians, find_apart(medians, near), strict=True) if is_apart]
+    apart = [latency for latency in medians if latency > APART * near]
     return ApartJobs(len(apart), len(medians), float(np.median(apart)), near) if apart else None
 
 
@@ -185,9 +186,10 @@ def _find_usual_latencies(rounds: Iterable[Round], boundary: str) -> tuple[float
     other, or apart."""
     known = [[n for n in r.facts.core_latencies.get(boundary, ()) if n] for r in rounds]
     near = min((quiet_delay(each) for each in known if each), default=0.0)
-    apart = find_apart([n for each in known for n in each], near)
     low, high = ANY_LATENCY
-    return (APART * near, high) if sum(apart) > len(apart) / 2 else (low, APART * near or high)
+    limit = APART * near or high
+    apart = [n > limit for each in known for n in each]
+    return (limit, high) if sum(apart) > len(apart) / 2 else (low, limit)
 
 
 def within(a: Mapping[int, float], b: Mapping[int, float], left_out: Collection[int] = ()) -> np.ndarray:

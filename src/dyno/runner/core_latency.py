@@ -43,8 +43,9 @@ class CoreLatency:
                 self._memory = mmap.mmap(shared, mmap.PAGESIZE)
                 command = [sys.executable, "-I", "-S", __file__, str(shared)]
                 self._answering = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[shared], start_new_session=True
-                )
+                    command, 0, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[shared],
+                    start_new_session=True,
+                )  # fmt: skip
             finally:
                 os.close(shared)
 
@@ -74,7 +75,6 @@ class CoreLatency:
             pass
         memory[ASKED] = memory[ANSWERED] = 0
         self._answering.stdin.write(f"{other}\n".encode())
-        self._answering.stdin.flush()
         while not memory[IS_READY] and clock() < deadline:
             pass
         for _ in range(REPEATS if memory[IS_READY] else 0):
@@ -92,11 +92,9 @@ class CoreLatency:
 
     def close(self) -> None:
         """End the answering process."""
-        if self._answering is not None and self._answering.stdin is not None:
-            self._memory[ASKED] = LEAVE
-            with suppress(OSError):
-                self._answering.stdin.close()
-            self._answering.wait()
+        if self._answering is not None:
+            with self._answering as ended:  # closes its pipe, and waits
+                ended.kill()
             self._answering = None
 
 

@@ -242,16 +242,11 @@ def list_label_findings(results: Results) -> Iterator[Finding]:
     yield from (Finding(WARNING, text) for text in told)
     matrices = dict[str, accuracy.Confusion]()
     for t in results:
-        if t.good and t.given not in matrices and (matrix := read_any_confusion(t)):
+        if t.good and t.given not in matrices and (matrix := mean_ap.read_any_confusion(t)):
             matrices[t.given] = matrix
     for model, matrix in matrices.items():
         if other := matrix.describe_other_order():
             yield Finding(WARNING, f"{model}: {other}.")
-
-
-def read_any_confusion(trial: TrialResult) -> accuracy.Confusion | None:
-    """Return how a trial confuses the classes of images, or of objects that a detector finds; None without labels."""
-    return mean_ap.read_object_confusion(trial) if trial.task.coco else accuracy.read_confusion(trial)
 
 
 # Images whose size or normalisation is a guess, since a file doesn't say how its network was trained.

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from dyno.results.files import read_npz
-from dyno.results.metrics.accuracy import Confusion, count_confusions, same_photographs
+from dyno.results.metrics.accuracy import Confusion, count_confusions, read_confusion, same_photographs
 from dyno.results.metrics.metric import Change, Metric, MetricValue
 from dyno.results.stats import Interval, t_quantile
 from dyno.results.trial_result import TrialResult
@@ -194,6 +194,11 @@ def _mean_ap(trial: TrialResult) -> MeanAP | None:
     if np.isnan(own.each).all():  # there is no object
         return None
     return MeanAP(kind, own, own if kind == "bbox" else stored.scores("bbox"))
+
+
+def read_any_confusion(trial: TrialResult) -> Confusion | None:
+    """Return how a trial confuses the classes of images, or of objects that a detector finds; None without labels."""
+    return read_object_confusion(trial) if trial.task.coco else read_confusion(trial)
 
 
 def read_object_confusion(trial: TrialResult) -> Confusion | None:

@@ -1,7 +1,7 @@
 """Measuring in blocks, by turns with other workers: the worker's side of a conversation of one line at a time.
 
 The worker says `ready import` once it has imported its library, loads at `go` and says `ready load`. It warms up at the
-next `go`, says `ready BOUNDARY`, measures a block at each `go CORE_LATENCY` (see `find_apart`) and answers `done DELAY`
+next `go`, says `ready BOUNDARY`, measures a block at each `go CORE_LATENCY` (ns) and answers `done DELAY`
 (see `find_disturbed`), until `end`. Between two lines the conductor freezes it: several import or load at a time, but
 one warms up or measures.
 """
@@ -24,7 +24,6 @@ LEAST_BLOCKS = 3  # even when one block outlasts the whole budget
 BEARABLE_DELAY = 0.05
 OWN_DELAY = 2.0  # times what an engine's threads wait for each other in its quieter blocks
 MOST_OWN_DELAY = 0.1  # more than that isn't the engine's doing
-APART = 2.0  # times the usual latency between processors: they no longer share a cache
 
 
 def find_disturbed(delays: Sequence[float], quiet: float | None = None) -> list[bool]:
@@ -42,11 +41,6 @@ def find_disturbed(delays: Sequence[float], quiet: float | None = None) -> list[
 def quiet_delay(delays: Sequence[float]) -> float:
     """Return the delay that a quarter of the blocks stay below."""
     return sorted(delays)[len(delays) // 4] if delays else 0.0
-
-
-def find_apart(core_latencies: Sequence[float], near: float) -> list[bool]:
-    """Tell for each block whether its core-to-core latency is far above the `near` one, both in ns; 0 is unknown."""
-    return [latency > APART * near > 0 for latency in core_latencies]
 
 
 class Uninterleaved:
