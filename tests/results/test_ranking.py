@@ -20,7 +20,7 @@ from dyno.results import ranking, stats
 from dyno.results import ranking as rankings_module
 from dyno.results.correctness import WRONG
 from dyno.results.metrics import quality
-from dyno.results.ranking import LATENCY, THROUGHPUT, cpu_contention, rank_goals
+from dyno.results.ranking import LATENCY, THROUGHPUT, compare_rows, cpu_contention, rank_goals
 from dyno.results.stats import TURNS, Speedup
 from dyno.results.trial_result import Results, load_run
 from synthetic import Way
@@ -140,6 +140,35 @@ def test_of_two_in_turns_their_own_ratio_says_which_is_ahead(tmp_path: Path, mon
     assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"]
     monkeypatch.setattr(rankings_module, "log_ratios", lambda a, b, *_: [])
     assert [*replace(contest).fastest["backend"]] == ["b", "a", "pytorch"], "never side by side: their speed-ups decide"
+
+
+@pytest.mark.parametrize("speed", [LATENCY, THROUGHPUT])
+def test_trials_that_measured_apart_are_compared_with_processors_at_one_distance(tmp_path: Path, speed: str) -> None:
+    """By itself each would keep another distance: two of five rounds near and four of five."""
+    ways = [Way(name, seconds=0.001, batch=batch, statuses=("ok",) * 5) for name, batch in (("a", 1), ("b", 8))]
+    folder = synthetic.write_run(tmp_path / "run", ways, samples=40)
+    near = {ways[0].trial.id: 2, ways[1].trial.id: 4}
+    costs: dict[str, list[float]] = {}
+    for path in sorted(folder.glob("trials/*/r*/record.json")):
+        record = json.loads(path.read_text())
+        is_near = record["round"] < near[record["trial"]]
+        boundaries = ("model", "throughput")
+        record["facts"]["core_latencies"] = dict.fromkeys(boundaries, [170 if is_near else 580] * 4)
+        record["facts"]["delays"] = dict.fromkeys(boundaries, [0.0] * 4)
+        path.write_text(json.dumps(record))
+        samples = dict(np.load(path.with_name("samples.npz")))
+        if not is_near:
+            samples = {name: each * (0.5 if name == "throughput" else 2) for name, each in samples.items()}
+            np.savez(path.with_name("samples.npz"), **samples)
+        else:
+            found = samples["latency_model"] if speed == LATENCY else 1 / samples["throughput"]
+            costs.setdefault(record["trial"], []).append(float(np.log(np.median(found))))
+    run = trial_table.read_trials(load_run(folder))
+    a, b = (next(row for _, row in run.frame.iterrows() if row["backend"] == name) for name in "ab")
+    found = compare_rows(run.trials[b["trial"]], run.trials[a["trial"]], b, a, speed, None)
+    assert found is not None and found.rounds == 2
+    own, other = (costs[way.trial.id] for way in ways[::-1])
+    assert found.difference == pytest.approx(np.mean(other) - np.mean(own), abs=2e-3)
 
 
 def test_a_lower_median_than_the_winner_s_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

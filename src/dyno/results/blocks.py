@@ -158,17 +158,25 @@ def compare_sustained(
     return SustainedRatio(math.exp(usual + moved), math.exp(usual), has_moved)
 
 
-def list_quiet_rounds(t: TrialResult, boundary: str) -> list[Round]:
-    """Return the good rounds that timed the boundary undisturbed by other programs; all if there are fewer than two."""
-    quiet, rounds = _quiet_delay(t, boundary), []
-    timed = [r for r in t.good if r.measurement(_name_tag(boundary), boundary)]
-    usual = _find_usual_latencies(timed, boundary)
-    for r in timed:
-        count = len(r.facts.delays.get(boundary, ()))
-        undisturbed = count - len(r.disturbed_blocks(boundary, quiet, usual))
-        if undisturbed >= max(min(LEAST_UNDISTURBED, count), count / 2):  # the median is of all blocks
-            rounds.append(r)
-    return rounds if len(rounds) >= LEAST_QUIET_ROUNDS else timed
+def list_quiet_rounds(trials: Sequence[TrialResult], boundary: str) -> list[list[Round]]:
+    """Return each trial's good rounds that timed the boundary undisturbed by other programs.
+
+    They had the processors at one distance from each other: the one that most blocks of all the trials had. Where a
+    trial has fewer than two such rounds, all rounds of every trial are returned.
+    """
+    timed = [[r for r in t.good if r.measurement(_name_tag(boundary), boundary)] for t in trials]
+    usual = _find_usual_latencies((r for rounds in timed for r in rounds), boundary)
+    quiet = []
+    for t, rounds in zip(trials, timed, strict=True):
+        delay = _quiet_delay(t, boundary)
+        quiet.append([r for r in rounds if _is_undisturbed(r, boundary, delay, usual)])
+    return quiet if min(map(len, quiet)) >= LEAST_QUIET_ROUNDS else timed
+
+
+def _is_undisturbed(r: Round, boundary: str, delay: float | None, usual: tuple[float, float]) -> bool:
+    """Return whether other programs disturbed so few of its blocks that the median of all is a quiet machine's."""
+    count = len(r.facts.delays.get(boundary, ()))
+    return count - len(r.disturbed_blocks(boundary, delay, usual)) >= max(min(LEAST_UNDISTURBED, count), count / 2)
 
 
 def _name_tag(boundary: str) -> str:

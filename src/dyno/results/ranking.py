@@ -12,7 +12,7 @@ import numpy as np
 
 from dyno.formatting import counting, name_items, significant, sized
 from dyno.results import stats
-from dyno.results.blocks import are_quiet, average_rounds, block_ratios, log_ratios
+from dyno.results.blocks import are_quiet, average_rounds, block_ratios, list_quiet_rounds, log_ratios
 from dyno.results.correctness import INCOMPARABLE, WRONG
 from dyno.results.metrics import quality
 from dyno.results.metrics.accuracy import WITHIN
@@ -393,8 +393,10 @@ def gather_evidence(
     are_rounds = max(list_builds(own), list_builds(reference)) < 2
     unfiltered = log_ratios(reference, own, boundary, clock, keep_disturbed=True)
     both = own.round_medians(boundary, clock).keys() & reference.round_medians(boundary, clock).keys()
-    only = both if rule is not None and rule.first else None
-    medians = [t.medians(boundary, clock, only) for t in (own, reference)]
+    medians = []
+    for t, rounds in zip((own, reference), list_quiet_rounds((own, reference), boundary), strict=True):
+        quiet = {r.folder.name for r in rounds}
+        medians.append(t.medians(boundary, clock, quiet & both if rule is not None and rule.first else quiet))
     if len(paired) >= LEAST_ROUNDS or (paired and min(map(len, medians)) < LEAST_ROUNDS):
         found = stats.paired(paired, are_rounds)
         if found is not None:
@@ -442,7 +444,10 @@ def compare_rows(
     if len(logs) >= LEAST_ROUNDS:
         found = stats.paired(logs, are_rounds)
     else:
-        found = stats.unpaired(image_costs(own.good, row), image_costs(other.good, of_other), are_rounds)
+        has_throughput = all(t.value("throughput", "throughput") is not None for t in (own, other))
+        rounds = list_quiet_rounds((own, other), "throughput" if has_throughput else str(row["boundary"]))
+        costs = [image_costs(quiet, of) for quiet, of in zip(rounds, (row, of_other), strict=True)]
+        found = stats.unpaired(*costs, are_rounds)
     return found and of_rounds(found, own, other, min(len(own.good), len(other.good)))
 
 

@@ -422,7 +422,7 @@ def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> s
 def _compute_latencies(t: TrialResult) -> dict[str, float]:
     columns: dict[str, float] = {}
     for boundary in LATENCIES:
-        quiet = list_quiet_rounds(t, boundary)
+        [quiet] = list_quiet_rounds([t], boundary)
         if sampled := [each for each in t.sampled("latency", boundary) if each[0] in quiet]:
             rounds = [samples for _, samples in sampled]
             s = stats.over_rounds(rounds)
@@ -444,7 +444,7 @@ def _compute_percentile(sampled: Sequence[tuple[Round, np.ndarray]], q: float) -
 
 def _read_values(t: TrialResult) -> dict[str, Any]:
     size = t.value("file_size")
-    quiet = list_quiet_rounds(t, "throughput")
+    [quiet] = list_quiet_rounds([t], "throughput")
     rate = stats.center(by_build((r, v) for r in quiet if (v := r.value("throughput", "throughput"))))
     return {
         "throughput_ips": rate.value,
@@ -539,7 +539,7 @@ def _compute_speed(t: TrialResult, against: ComparisonBasis, compare: bool) -> d
     reference = against.reference if compare else None
     boundary = compared_boundary(t, reference) or compared_boundary(t)
     clock = against.clocks.get(boundary) or clock_of(boundary, t)
-    quiet = {r.folder.name for r in list_quiet_rounds(t, boundary)}
+    quiet = {r.folder.name for r in list_quiet_rounds([t], boundary)[0]}
     own = stats.center(t.medians(boundary, clock, quiet)) if boundary else None
     columns: dict[str, Any] = {"boundary": boundary, "clock": clock if boundary else ""}
     if own is None:
