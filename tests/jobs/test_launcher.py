@@ -351,23 +351,24 @@ def test_what_a_job_prints_is_kept_to_a_length(fake_trial: Any, tmp_path: Path) 
         assert len(before) + int(left_out.replace(",", "")) + len(after) == pytest.approx(40e6, rel=0.3)
 
 
-def test_a_line_printed_while_a_log_is_shortened_is_kept(tmp_path: Path) -> None:
+def test_lines_printed_while_a_log_is_shortened_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "stderr.log"
     path.write_bytes(b"x" * (launcher.HEAD_B + 3 * launcher.TAIL_B))
 
     class Printing(io.BufferedRandom):
-        """A file to which a job adds a line when its end has been read."""
+        """A file to which a job adds a line when its end has been read, and one more when that line has been."""
 
         def read(self, size: int | None = -1, /) -> bytes:
             found = super().read(size)
-            if size == launcher.TAIL_B:
+            line = b"\nthe last but one" if size == launcher.TAIL_B else b"\nthe last line\n"
+            if size == launcher.TAIL_B or found == b"\nthe last but one":
                 with open(path, "ab") as job:
-                    job.write(b"\nthe last line\n")
+                    job.write(line)
             return found
 
     with Printing(io.FileIO(path, "r+")) as log:
         launcher._trim_log(log)
-    assert launcher.read_end(path, 100).endswith("x\nthe last line\n")
+    assert launcher.read_end(path, 100).endswith("x\nthe last but one\nthe last line\n")
     assert path.stat().st_size < launcher.HEAD_B + 1.1 * launcher.TAIL_B
 
 

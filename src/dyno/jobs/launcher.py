@@ -338,10 +338,14 @@ def _trim_log(f: BinaryIO) -> None:
     tail = f.read(TAIL_B)
     f.seek(HEAD_B)
     end = HEAD_B + f.write(LEFT_OUT.format(left_out).encode() + tail)
-    f.seek(size)
-    meanwhile = f.read()  # a job's last line, the reason of its end, is often among it
+    while os.fstat(f.fileno()).st_size > size:  # a job's last line, the reason of its end, often comes meanwhile
+        f.seek(size)
+        more = f.read()
+        size += len(more)
+        f.seek(end)
+        end += f.write(more)
+        f.flush()
     f.seek(end)
-    f.write(meanwhile)
     f.truncate()
 
 
