@@ -122,6 +122,20 @@ def test_commits_of_one_model_are_one_history(copied: Callable[..., Path], call:
     assert last["changed"] == "commit 0a1b2c3 to 4d5e6f7" and float(last["step"]) == pytest.approx(20)
 
 
+def test_processors_that_a_host_moved_are_what_changed(copied: Callable[..., Path], call: Any) -> None:
+    """A signal between them takes 170 ns in the first run and 580 in the second."""
+    runs = copied("a", 24), copied("b", 25, 1.8)
+    for run, latency in zip(runs, (170, 580), strict=True):
+        for path in run.glob("trials/*/*/record.json"):
+            edit(path, lambda record, n=latency: record["facts"].update(core_latencies={"model": [n] * 4}))
+    _, out, _ = call("show", *runs, "--format", "csv", code=0)
+    first, last = read_rows(out)
+    assert (first["changed"], last["changed"]) == ("", "processors near each other to far apart")
+    _, _, err = call("compare", *runs)
+    assert "this may be the whole difference: during 8 of 16 jobs the processors were further apart" in err
+    assert "took 580 ns in place of 170" in err
+
+
 def test_nothing_is_claimed_within_the_intervals(copied: Callable[..., Path], call: Any) -> None:
     _, out, _ = call("show", copied("a", 24), copied("b", 25, 1.001), code=0)
     assert "No latency rose beyond the intervals of two runs." in out and "compare" not in out

@@ -19,6 +19,7 @@ from dyno.regression.rules import LESS_ACCURATE, SLOWER, STATUS, WRONG_OUTPUTS, 
 from dyno.report.tables import TableKind, trial_table
 from dyno.report.tables.trial_table import IDENTITY, pick
 from dyno.results import metrics, ranking, remarks, stats
+from dyno.results.blocks import find_apart_jobs
 from dyno.results.correctness import INCOMPARABLE, OTHER_WEIGHTS, WRONG, incomparable
 from dyno.results.metrics import accuracy, agreement
 from dyno.results.metrics.metric import Change, Metric, in_percent
@@ -475,6 +476,8 @@ def _find_notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialRes
         rest = [f"{len(differences) - LONGEST} more"] if len(differences) > LONGEST else []
         text = "; ".join(differences[:LONGEST] + rest)
         yield f"the machines or versions differ, which may be the whole difference: {text}"
+    if cores := find_apart_jobs(t for pair in shared for t in pair):
+        yield f"this may be the whole difference: {cores.sentence[0].lower()}{cores.sentence[1:-1]}"
     if warned := sum(1 for pair in shared if any(remarks.list_warnings(t) for t in pair)):
         trials = counting(len(shared), "trial")
         yield f"{warned} of {trials} with warnings that may explain a change; `dyno report` lists them"

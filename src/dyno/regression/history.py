@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from dyno.formatting import moment, plain, short, significant
@@ -18,6 +19,7 @@ from dyno.report.report import list_missing, names_of
 from dyno.report.tables import TableKind, trial_table
 from dyno.report.tables.trial_table import IDENTITY, pick
 from dyno.report.verdict.verdict import began
+from dyno.results.blocks import APART, list_core_latencies
 from dyno.results.correctness import WRONG
 from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
@@ -70,13 +72,14 @@ def make_history(runs: Sequence[RunData]) -> Table:
     """
     dated = sorted(zip(names_of(runs), runs, strict=True), key=lambda pair: began(pair[1].records))
     series: dict[tuple[str, ...], list[tuple[Row, dict[str, str]]]] = {}
+    near = min((n for run in runs for t in run.trials.values() for n in list_core_latencies(t)), default=0.0)
     for place, (name, run) in enumerate(dated):
         cells = run.frame.to_dict("records")
         count = Counter(map(_make_key, cells))
         for row in cells:
             trial, key = run.trials[row["trial"]], _make_key(row)
             key = key if count[key] == 1 else (*key, trial.id)  # of several alike only the same id is the same
-            facts = _read_facts(trial, row, run)
+            facts = _read_facts(trial, row, run, near)
             own = {"run": name, "#place": place, "date": moment(began(run.records)), "model": key[0]}
             own |= {column: facts.get(column, "") for column in ("commit", "dyno")}
             own |= {"weights": facts.get("weights", ""), "versions": trial.described_versions}
@@ -95,8 +98,8 @@ def _make_key(row: Mapping[Any, Any]) -> tuple[str, ...]:
     return (model[1] if model else str(row["model"]), *(str(row[name]) for name in IDENTITY if name != "model"))
 
 
-def _read_facts(trial: TrialResult, row: Mapping[Any, Any], run: RunData) -> dict[str, str]:
-    """Return the facts whose change may explain another latency, by name."""
+def _read_facts(trial: TrialResult, row: Mapping[Any, Any], run: RunData, near: float) -> dict[str, str]:
+    """Return the facts whose change may explain another latency, by name; `near` is the least core-to-core latency."""
     model, environment = trial.spec["model"], run.records.environment
     commit = AT_COMMIT.fullmatch(str(row["model"]))
     facts = {
@@ -106,9 +109,17 @@ def _read_facts(trial: TrialResult, row: Mapping[Any, Any], run: RunData) -> dic
         "dyno": (environment.get("versions") or {}).get("inference-dyno", ""),
         **trial.versions,
         "threads": trial.facts.threads,
+        "processors": _name_distance(list_core_latencies(trial), near),
         **{name: environment.get(name) for name in MACHINE},
     }
     return {name: plain(value) for name, value in facts.items() if value not in (None, "", [])}
+
+
+def _name_distance(latencies: Sequence[float], near: float) -> str:
+    """Return how far apart the processors were, "" where no core-to-core latency is known."""
+    if not latencies:
+        return ""
+    return "far apart" if median(latencies) > APART * near else "near each other"
 
 
 def _add_steps(series: Sequence[tuple[Row, dict[str, str]]]) -> Iterator[Row]:

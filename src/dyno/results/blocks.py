@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dyno.formatting import counting
 from dyno.results import stats
 from dyno.results.rounds import ANY_LATENCY, Round
 from dyno.results.trial_result import TrialResult
@@ -102,14 +103,28 @@ class ApartJobs(NamedTuple):
     latency: float
     near: float
 
+    @property
+    def sentence(self) -> str:
+        """What happened, with the figures."""
+        return (
+            f"During {self.apart} of {counting(self.jobs, 'job')} the processors were further apart: a signal from one "
+            f"to another and back took {self.latency:.0f} ns in place of {self.near:.0f}, as when a host moves those "
+            "of a virtual machine."
+        )
+
 
 def find_apart_jobs(trials: Iterable[TrialResult]) -> ApartJobs | None:
     """Return in how many jobs the processors were further apart than in others; None if in none."""
-    facts = (r.facts.core_latencies for t in trials for r in t.good)
-    medians = [float(np.median(found)) for each in facts if (found := [n for of in each.values() for n in of if n])]
+    medians = [latency for t in trials for latency in list_core_latencies(t)]
     near = min(medians, default=0.0)
     apart = [latency for latency in medians if latency > APART * near]
     return ApartJobs(len(apart), len(medians), float(np.median(apart)), near) if apart else None
+
+
+def list_core_latencies(t: TrialResult) -> list[float]:
+    """Return the median core-to-core latency of each good round that knows it, in ns."""
+    known = ([n for each in r.facts.core_latencies.values() for n in each if n] for r in t.good)
+    return [float(np.median(latencies)) for latencies in known if latencies]
 
 
 def find_drift(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -> stats.Interval | None:

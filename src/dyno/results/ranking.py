@@ -446,8 +446,7 @@ def compare_rows(
     else:
         has_throughput = all(t.value("throughput", "throughput") is not None for t in (own, other))
         rounds = list_quiet_rounds((own, other), "throughput" if has_throughput else str(row["boundary"]))
-        costs = [image_costs(quiet, of) for quiet, of in zip(rounds, (row, of_other), strict=True)]
-        found = stats.unpaired(*costs, are_rounds)
+        found = stats.unpaired(image_costs(rounds[0], row), image_costs(rounds[1], of_other), are_rounds)
     return found and of_rounds(found, own, other, min(len(own.good), len(other.good)))
 
 

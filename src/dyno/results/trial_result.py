@@ -413,7 +413,7 @@ class TrialResult:
         these.
         """
         medians = self.round_medians(boundary, clock)
-        names = medians if only is None else only
+        names = medians.keys() if only is None else medians.keys() & only
         return by_build((r, medians[r.folder.name]) for r in self.good if r.folder.name in names)
 
     def round_medians(self, boundary: str, clock: str = "") -> dict[str, float]:

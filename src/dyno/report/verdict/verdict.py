@@ -317,12 +317,7 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
     if contention and not contention.mostly:
         yield Finding(WARNING, contention.sentence)
     if cores := find_apart_jobs(results):
-        yield Finding(
-            NOTE,
-            f"During {cores.apart} of {counting(cores.jobs, 'job')} the processors were further apart: a signal from "
-            f"one to another and back took {cores.latency:.0f} ns in place of {cores.near:.0f}, as when a host moves "
-            "those of a virtual machine. Blocks of the rarer case count as disturbed.",
-        )
+        yield Finding(NOTE, f"{cores.sentence} Blocks of the rarer case count as disturbed.")
     yield from verdict_findings.list_pixel_findings(results)
     yield from verdict_findings.list_weight_findings(results)
     yield from verdict_findings.list_label_findings(results)
