@@ -594,6 +594,37 @@ def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
     assert (text in sentences) == bool(moved)
 
 
+def test_one_undisturbed_round_of_five_gives_latencies_and_the_best_estimate(study: Any, tmp_path: Path) -> None:
+    """Others disturb the slow trial far more, so that the mean of all rounds' ratios is many times the real one."""
+    run(study(rounds=5, seconds=0.3, boundaries=("model", "throughput")), tmp_path)
+    slower = (1, 3, 3, 120, 90)
+    for path in tmp_path.glob("trials/*/r*/record.json"):
+        record = json.loads(path.read_text())
+        is_slow = json.loads(path.with_name("job.json").read_text())["trial"]["options"]["latency_ms"] == 4
+        times = slower[record["round"]] if is_slow else 1
+        with np.load(path.with_name("samples.npz")) as stored:
+            samples = {name: each * times if name.startswith("latency") and each.dtype.kind == "f" else each
+                       for name, each in stored.items()}  # fmt: skip
+        np.savez(path.with_name("samples.npz"), **samples)
+        waited = 0.5 if record["round"] else 0.0
+        counts = {name: len(record["facts"]["blocks"][name]) for name in ("model", "throughput")}
+        record["facts"]["delays"] = {"model": [waited] * counts["model"], "throughput": [0.5] * counts["throughput"]}
+        for measured in record["measurements"]:
+            if is_slow and measured["tag"] == "throughput":
+                measured["value"] /= 60
+        path.write_text(json.dumps(record))
+    results = read_trials(load_run(tmp_path))
+    fast, slow = (row for _, row in results.frame.sort_values("latency_ms").iterrows())
+    assert slow["latency_ms"] == pytest.approx(4, rel=0.5) and np.isnan(slow["throughput_ips"])
+    row, ratio = (fast, slow["latency_ms"] / fast["latency_ms"])
+    if row["verdict"] == "reference":
+        row, ratio = slow, 1 / ratio
+    assert row["speedup"] == pytest.approx(ratio) and row["verdict"] in ("faster", "slower")
+    assert row["speedup_low"] <= ratio <= row["speedup_high"]
+    far = np.exp(np.mean(log_ratios(results.trials[slow["trial"]], results.trials[fast["trial"]], "model")))
+    assert far > 4 * slow["latency_ms"] / fast["latency_ms"]
+
+
 @pytest.mark.parametrize(("lost", "is_short"), [((), False), ((2,), True), ((0, 1, 2), False)])
 def test_rounds_that_other_programs_took_are_made_up_for(
     study: Any, tmp_path: Path, lost: tuple[int, ...], is_short: bool

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dyno.formatting import WIDEST, counting, images_tested, significant, sized
@@ -422,7 +423,7 @@ def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> s
 def _compute_latencies(t: TrialResult) -> dict[str, float]:
     columns: dict[str, float] = {}
     for boundary in LATENCIES:
-        [quiet] = list_quiet_rounds([t], boundary)
+        [quiet] = list_quiet_rounds([t], boundary, 1)
         if sampled := [each for each in t.sampled("latency", boundary) if each[0] in quiet]:
             rounds = [samples for _, samples in sampled]
             s = stats.over_rounds(rounds)
@@ -442,10 +443,24 @@ def _compute_percentile(sampled: Sequence[tuple[Round, np.ndarray]], q: float) -
     return stats.center(by_build((r, stats.percentile_of(samples, q)) for r, samples in sampled))
 
 
+def _measure_rate(t: TrialResult) -> stats.Interval:
+    """Return inputs per second over the quiet rounds.
+
+    It is NaN where other programs disturbed every round so much that less than half of what the latency of a quiet
+    round allows was left.
+    """
+    [quiet], [rounds] = (list_quiet_rounds([t], "throughput", least) for least in (0, 1))
+    rate = stats.center(by_build((r, v) for r in rounds if (v := r.value("throughput", "throughput"))))
+    boundary = compared_boundary(t)
+    latencies = [] if quiet or not boundary else [r.median(boundary) for r in list_quiet_rounds([t], boundary, 0)[0]]
+    usual = [latency for latency in latencies if latency]
+    if usual and rate.value * median(usual) * WIDEST < t.batch:
+        return stats.Interval(math.nan, math.nan, math.nan)
+    return rate
+
+
 def _read_values(t: TrialResult) -> dict[str, Any]:
-    size = t.value("file_size")
-    [quiet] = list_quiet_rounds([t], "throughput")
-    rate = stats.center(by_build((r, v) for r in quiet if (v := r.value("throughput", "throughput"))))
+    size, rate = t.value("file_size"), _measure_rate(t)
     return {
         "throughput_ips": rate.value,
         "throughput_low": rate.low,
@@ -539,7 +554,7 @@ def _compute_speed(t: TrialResult, against: ComparisonBasis, compare: bool) -> d
     reference = against.reference if compare else None
     boundary = compared_boundary(t, reference) or compared_boundary(t)
     clock = against.clocks.get(boundary) or clock_of(boundary, t)
-    quiet = {r.folder.name for r in list_quiet_rounds([t], boundary)[0]}
+    quiet = {r.folder.name for r in list_quiet_rounds([t], boundary, 1)[0]}
     own = stats.center(t.medians(boundary, clock, quiet)) if boundary else None
     columns: dict[str, Any] = {"boundary": boundary, "clock": clock if boundary else ""}
     if own is None:
@@ -571,21 +586,25 @@ def _judge_families(
     latencies = {row["trial"]: row.get("latency_ms", math.nan) for row in rows}
     for family in families.values():
         for (row, _), s in zip(family, stats.decide_family([e for _, e in family], rule), strict=True):
-            if not _fits_latencies(s, latencies[row["reference"]] / row["latency_ms"]):
-                verdict = s.verdict if s.verdict == stats.ONE_ROUND else stats.UNDECIDED
-                s = stats.Speedup(math.nan, math.nan, math.nan, verdict, s.measured)
+            s = _fit_latencies(s, latencies[row["reference"]] / row["latency_ms"])
             row |= {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict,
                     "measured": s.measured, "p_value": s.p, "equivalent": 100 * rule.margin,
                     "more_rounds": s.more, "builds": s.builds or row.get("builds"),
                     "rounds_left_out": s.rejected or None, "speedup_all_rounds": s.unfiltered}  # fmt: skip
 
 
-def _fits_latencies(s: stats.Speedup, ratio: float) -> bool:
-    """Return whether a speed-up is within a factor of two of the ratio of the two latencies.
+def _fit_latencies(s: stats.Speedup, ratio: float) -> stats.Speedup:
+    """Return a speed-up as it can be printed beside the two latencies, of which `ratio` is the ratio.
 
-    One that isn't comes from blocks that other programs disturbed.
+    A value more than a factor of two from it comes from blocks that other programs disturbed. The interval stands if it
+    holds the latencies' ratio, which then is the best estimate; else nothing is known but the verdict's doubt.
     """
-    return not math.isfinite(s.value * ratio) or abs(math.log(s.value / ratio)) <= math.log(WIDEST)
+    if not math.isfinite(s.value * ratio) or abs(math.log(s.value / ratio)) <= math.log(WIDEST):
+        return s
+    if s.low <= ratio <= s.high:
+        return replace(s, value=ratio)
+    verdict = s.verdict if s.verdict == stats.ONE_ROUND else stats.UNDECIDED
+    return stats.Speedup(math.nan, math.nan, math.nan, verdict, s.measured)
 
 
 def _scale_value(value: Any, factor: float) -> float:
