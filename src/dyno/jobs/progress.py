@@ -213,9 +213,8 @@ class Progress:
         return expected - min(self.seconds.get(self.job.id, usual), time.monotonic() - self.since)
 
     def _render_view(self) -> Group:
-        now = Text.assemble(
-            "now  ", (self.now, "bold"), f"  {self.stage}  for {_format_clock(time.monotonic() - self.since)}"
-        )
+        spent = _format_clock(time.monotonic() - self.since)
+        now = Text.assemble("now  ", (self.now, "bold"), f"  {spent} {self.stage}", no_wrap=True, overflow="ellipsis")
         if not self.total:
             return Group(*self.answer, *self.lines, now)
         finished, remaining = self.total - len(self.left), self.remaining()
@@ -228,7 +227,8 @@ class Progress:
         )
         coming = self.left[1:] if self.job else self.left
         following = ", ".join(dict.fromkeys(plain(trial.label) for trial in coming[:2]))
-        return Group(*self.answer, *self.lines, grid, now, Text(f"then {following}" if following else "", "dim"))
+        then = Text(f"then {following}" if following else "", "dim", no_wrap=True, overflow="ellipsis")
+        return Group(*self.answer, *self.lines, grid, now, then)
 
 
 def stderr_console(*, quiet: bool = False) -> Console:
