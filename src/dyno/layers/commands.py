@@ -51,9 +51,9 @@ def inspect(
     format: options.Format = "text",
 ) -> None:
     """Show the layers of modules, ONNX graphs and engines side by side."""
-    from dyno.layers import inspection
+    from dyno.layers import profiling
 
-    inspected = inspection.inspect(*models, save=save, quiet=False, **overrides)
+    inspected = profiling.inspect(*models, save=save, quiet=False, **overrides)
     print_tables(inspected.tables, inspected.left_out, format)
 
 
@@ -97,7 +97,7 @@ def profile(
 ) -> None:
     """Time every layer in PyTorch and in each engine. Layers have the model's own names."""
     from dyno.layers import files, profiling
-    from dyno.report.html_page import make_page
+    from dyno.report.export import make_page
 
     if format == "html":
         files.check_library(files.LAYOUT)
