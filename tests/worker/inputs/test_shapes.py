@@ -46,17 +46,17 @@ def test_a_fixed_vector_beside_the_image_need_not_have_the_batch() -> None:
 
 def test_a_fitting_feed_is_not_copied() -> None:
     feed = np.ones((2, 3), np.float32)
-    assert fitted(feed, Tensor("x", "float32", (2, 3)), (2, 3)) is feed
+    assert fitted({"x": feed}, Tensor("x", "float32", (2, 3)), (2, 3)) is feed
 
 
 def test_type_and_order_are_fitted_and_a_wrong_shape_refused() -> None:
     feed = np.arange(6, dtype=np.float32).reshape(3, 2).T
-    made = fitted(feed, Tensor("x", "int64", (2, 3)), (2, 3))
+    made = fitted({"x": feed}, Tensor("x", "int64", (2, 3)), (2, 3))
     assert made.dtype == np.int64
     assert made.flags.c_contiguous
     np.testing.assert_array_equal(made, feed)
     with pytest.raises(UserError, match="'x' wants 2x3, but got 3x2"):
-        fitted(feed.T, Tensor("x", "float32", (2, 3)), (2, 3))
+        fitted({"x": feed.T}, Tensor("x", "float32", (2, 3)), (2, 3))
 
 
 def test_a_second_image_has_a_size_of_its_own() -> None:
