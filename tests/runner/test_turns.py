@@ -38,7 +38,8 @@ from dyno.runner.execute import Files, Rounds, execute
 from dyno.store import Run
 from dyno.study.plan import expand
 from dyno.worker.record import Record, write_json, write_record
-from dyno.worker.spec import Dims, Job, ModelSpec, Plan, Runtime, Trial, UserError, to_json
+from dyno.worker.spec import Dims, Job, ModelSpec, Plan, Runtime, Trial, to_json
+from refusals import refuses
 
 SLOW, FAST = "fake@latency_ms=4", "fake@latency_ms=2"
 
@@ -512,10 +513,8 @@ def test_with_memory_for_one_it_is_one_after_the_other(
 
 
 def test_what_makes_no_sense_in_turns_is_refused(study: Any) -> None:
-    with pytest.raises(UserError, match="turns"):
-        study(samples=10)
-    with pytest.raises(UserError, match="block"):
-        study(block=0.0)
+    refuses("turns", study, samples=10)
+    refuses("block", study, block=0.0)
 
 
 @pytest.mark.parametrize(
@@ -757,6 +756,5 @@ def test_each_way_to_name_a_reference_finds_its_trial() -> None:
 
 @pytest.mark.parametrize("requested", ["tensorrt", "onnxruntime/bf16", "onnxruntime@b=2", "pytorch/fp99", "fp32"])
 def test_what_no_trial_is_is_refused(tmp_path: Path, requested: str) -> None:
-    with pytest.raises(UserError, match="fits the reference"):
-        in_tables(tmp_path, STUDY, requested)
+    refuses("fits the reference", in_tables, tmp_path, STUDY, requested)
     assert not in_turns(STUDY, requested)

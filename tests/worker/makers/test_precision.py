@@ -21,6 +21,7 @@ from dyno.worker.onnx_graph import check as onnx_check
 from dyno.worker.onnx_graph import half_precision
 from dyno.worker.onnx_graph import int8 as onnx_int8
 from dyno.worker.spec import Artifact, DataSpec, Dims, Preprocess, Recipe, Trial, UserError
+from refusals import refuses
 
 ENDS = "(float[batch, 1, 8, 8] input) => (float[batch, 1, 8, 8] output) "
 
@@ -336,8 +337,7 @@ def test_a_result_that_overflows_is_refused(
     monkeypatch.setattr(onnx_precision, "to_fp16", lambda *_: (onnx.load(infinite), MakerFacts()))
     folder = tmp_path / "result"
     folder.mkdir()
-    with pytest.raises(UserError, match="digits overflows in fp16"):
-        make(digits, folder, "fp16")
+    refuses("digits overflows in fp16", make, digits, folder, "fp16")
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp16", "bf16"])
@@ -356,9 +356,7 @@ def test_what_cannot_be_made_is_one_line(digits: Any, tmp_path: Path) -> None:
         "can't be made fp8": replace(good, precision="fp8"),
     }
     for said, wrong in bad.items():
-        with pytest.raises(UserError, match=said) as caught:
-            OnnxPrecision().make(wrong, digits.artifact, tmp_path)
-        assert "\n" not in str(caught.value)
+        refuses(said, OnnxPrecision().make, wrong, digits.artifact, tmp_path)
 
 
 def test_calibration_images_of_another_size_are_refused(digits: Any, tmp_path: Path) -> None:
@@ -366,8 +364,7 @@ def test_calibration_images_of_another_size_are_refused(digits: Any, tmp_path: P
     for name in ("labels", "calibration"):
         np.save(tmp_path / f"{name}.npy", np.arange(4))
     wrong = replace(recipe(digits), data=DataSpec("nines", str(tmp_path), split="calibration"))
-    with pytest.raises(UserError, match="nines are 1x9x9, but the model reads 1x8x8"):
-        OnnxPrecision().make(wrong, digits.artifact, tmp_path)
+    refuses("nines are 1x9x9, but the model reads 1x8x8", OnnxPrecision().make, wrong, digits.artifact, tmp_path)
 
 
 def test_all_batches_share_one_chain_and_targets_only_what_does_not_depend_on_them(digits: Any) -> None:
@@ -386,8 +383,7 @@ def test_all_batches_share_one_chain_and_targets_only_what_does_not_depend_on_th
 
 
 def test_int8_without_data_has_no_recipe(digits: Any) -> None:
-    with pytest.raises(UserError, match="give --data"):
-        converted(replace(digits.trial("openvino", "int8"), data=DataSpec()), "openvino")
+    refuses("give --data", converted, replace(digits.trial("openvino", "int8"), data=DataSpec()), "openvino")
 
 
 def test_tensorrt_gets_an_opset_that_its_oldest_parser_reads(digits: Any) -> None:

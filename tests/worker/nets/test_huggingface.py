@@ -18,6 +18,7 @@ from dyno.data.decode import Transform
 from dyno.results.trial_result import load_run
 from dyno.study.model_info import inspect_model, model_spec
 from dyno.worker.nets import huggingface, models
+from refusals import refuses
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -153,8 +154,7 @@ def test_the_hubs_cache_is_enough(folders: Path, tmp_path: Path, monkeypatch: py
     spec = model_spec(study, study.models[0])
     assert spec.pretrained and spec.name == "bert" and spec.source.endswith(REVISION)
     assert not model_spec(Study(models=("hf:some/bert",)), "hf:some/bert").pretrained, "random without --pretrained"
-    with pytest.raises(UserError, match="hf:some/other is not in the hub's cache"):
-        model_spec(study, "hf:some/other")
+    refuses("hf:some/other is not in the hub's cache", model_spec, study, "hf:some/other")
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,7 @@ def test_processors_as_others_write_them(
     found, _ = huggingface.image_config(str(tmp_path))
     assert found is not None and (found.resize, found.interpolation) == (pytest.approx(resize), interpolation)
     (tmp_path / "preprocessor_config.json").write_text("{")
-    with pytest.raises(UserError, match="can't be read"):
-        huggingface.image_config(str(tmp_path))
+    refuses("can't be read", huggingface.image_config, str(tmp_path))
 
 
 @pytest.mark.parametrize(
