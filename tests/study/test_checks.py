@@ -87,10 +87,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             "no such option: --presicion; did you mean --precision? See dyno run --help",
         ),
         (["run", "fake:n", "--engines", "fake"], "no such option: --engines; see dyno run --help"),
-        (
-            ["run", "fake:n", "--rounds", "many"],
-            "invalid value for '--rounds': 'many' is not a",
-        ),
+        (["run", "fake:n", "--rounds", "many"], "invalid value for '--rounds': 'many' is not a"),
         (["run", "fake:n", "--rounds"], "option '--rounds' requires an argument; see dyno run --help"),
         (["doctor", "here"], "got unexpected extra argument"),
         (["--nonsense"], "no such option: --nonsense"),

@@ -182,9 +182,7 @@ class LayerOptions:
     """Layers that are compared."""
 
     layers: bool = option(
-        False,
-        "Compare layer by layer: MODEL, then its forms such as openvino/int8, or other ONNX files.",
-        common=True,
+        False, "Compare layer by layer: MODEL, then its forms such as openvino/int8, or other ONNX files.", common=True
     )
     top: int = option(20, "Layers that are listed, those with the largest own errors; 0 is all.", common=True)
     order: str = option("graph", "graph: in execution order; error: largest own error first.", common=True)
@@ -200,13 +198,7 @@ INSTEAD = {
 
 
 def diff_layers(
-    overrides: options.Overrides,
-    models: Sequence[str],
-    out: str,
-    rtol: float,
-    atol: float,
-    least: float,
-    format: str,
+    overrides: options.Overrides, models: Sequence[str], out: str, rtol: float, atol: float, least: float, format: str
 ) -> int:
     """Print the layers and the finding: 1 when the share of close output values is below `least`."""
     from dyno.layers import agreement as layers_agreement

@@ -29,11 +29,7 @@ By = str | Sequence[str]
 
 
 def export(
-    tables: Sequence[Table],
-    format: str = "text",
-    by: By = (),
-    about: Mapping[str, Any] | None = None,
-    only: str = "",
+    tables: Sequence[Table], format: str = "text", by: By = (), about: Mapping[str, Any] | None = None, only: str = ""
 ) -> str:
     """Return the tables in one of FORMATS, ending with a line end.
 

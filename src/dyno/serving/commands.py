@@ -24,10 +24,7 @@ APPLICATION_HELP = (
     compared="32, or four times --batch up to 512, or three times",
 )  # fmt: skip
 def serve(
-    overrides: options.Overrides,
-    model: options.Model,
-    out: options.NewOut = "",
-    format: options.Format = "text",
+    overrides: options.Overrides, model: options.Model, out: options.NewOut = "", format: options.Format = "text"
 ) -> None:
     """Find how many requests per second an engine answers in time. Give the limit, e.g. --p99 20ms."""
     from dyno.serving import session

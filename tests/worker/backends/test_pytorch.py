@@ -198,11 +198,7 @@ def test_pixels_of_something_else_than_an_image_are_refused(nets):
     ("backend", "options", "line"),
     [
         ("pytorch", {"input": "int8"}, "input=int8: pytorch's input must be one of float32, uint8"),
-        (
-            "compile",
-            {"mode": "fast"},
-            "mode=fast: compile's mode must be one of default, reduce-overhead, max-auto",
-        ),
+        ("compile", {"mode": "fast"}, "mode=fast: compile's mode must be one of default, reduce-overhead, max-auto"),
     ],
 )
 def test_a_value_that_no_trial_can_have_is_told_before_anything_runs(backend, options, line):

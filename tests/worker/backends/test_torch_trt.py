@@ -79,10 +79,7 @@ def test_what_it_refuses_and_why() -> None:
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [
-        ({"optimization": 3}, "no optimization level; give ir=dynamo"),
-        ({"profile": "4:8:16"}, "batch 2 is outside"),
-    ],
+    [({"optimization": 3}, "no optimization level; give ir=dynamo"), ({"profile": "4:8:16"}, "batch 2 is outside")],
 )
 def test_options_that_do_not_fit_are_one_line(options: dict[str, Any], reason: str) -> None:
     asked = trial(**options)

@@ -24,16 +24,7 @@ from dyno.formatting import (
 )
 from dyno.report.tables import frontier_table
 from dyno.report.tables.trial_table import rounds_needed, within
-from dyno.report.verdict.findings import (
-    BEST,
-    FAILURE,
-    NOTE,
-    WARNING,
-    Decision,
-    Figure,
-    Finding,
-    ms,
-)
+from dyno.report.verdict.findings import BEST, FAILURE, NOTE, WARNING, Decision, Figure, Finding, ms
 from dyno.results import blocks, remarks, stats, timeline
 from dyno.results import limits as results_limits
 from dyno.results import ranking as results_ranking

@@ -50,17 +50,7 @@ from dyno.worker.sessions.torch_support import (
     probe_processor,
     silenced,
 )
-from dyno.worker.spec import (
-    BATCH,
-    Artifact,
-    DataSpec,
-    Option,
-    Recipe,
-    Tensor,
-    Trial,
-    Unavailable,
-    UserError,
-)
+from dyno.worker.spec import BATCH, Artifact, DataSpec, Option, Recipe, Tensor, Trial, Unavailable, UserError
 
 NAME = "AOTInductor"
 MODES = {"default": {}, "max-autotune": {"max_autotune": True}}  # settings of inductor
