@@ -155,19 +155,7 @@ def test_what_was_decoded_before_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_study_looks_at_the_classes_of_the_model(tmp_path: Path, dyno) -> None:
     code = "import torch\ndef build():\n    flat = torch.nn.Flatten()\n"
     (tmp_path / "net.py").write_text(code + "    return torch.nn.Sequential(flat, torch.nn.Linear(3 * 64, 1000))\n")
-    words = [
-        "net.py:build",
-        "--size",
-        "8",
-        "--backend",
-        "pytorch",
-        "--seconds",
-        "0.05",
-        "--warmup",
-        "0.02",
-        "--out",
-        "r",
-    ]
+    words = "net.py:build --size 8 --backend pytorch --seconds 0.05 --warmup 0.02 --out r".split()
     photos(tmp_path / "pets", "cat", "dog")
     done = dyno("eval", *words, "--data", "pets", cwd=tmp_path, code=2)
     assert done.stderr.startswith("dyno: pets has 2 class folders, but net has 1000 classes; build it with")

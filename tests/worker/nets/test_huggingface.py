@@ -56,18 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_image_classifier_runs_with_the_folders_weights(folders: Path, call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
-    words = (
-        "--backend",
-        "pytorch,onnxruntime",
-        "--routes",
-        "usual",
-        "--rounds",
-        "1",
-        "--seconds",
-        "0.05",
-        "--boundaries",
-        "model",
-    )
+    words = "--backend pytorch,onnxruntime --routes usual --rounds 1 --seconds 0.05 --boundaries model".split()
     code, out, _ = call("run", str(folders / "vit"), *words, "--warmup", "0.02", "--out", "run")
     assert code == 0 and "vit at size 32" in out and "agree with those of pytorch" in out
     found = load_run(tmp_path / "run")
