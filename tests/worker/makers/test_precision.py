@@ -40,6 +40,12 @@ def make(digits: Any, folder: Path, *args: Any, **options: Any) -> tuple[Artifac
     return made, points, model.graph
 
 
+def of_file(path: Path, asked: Recipe, digits: Any, folder: Path) -> Artifact:
+    """What is made of an ONNX file."""
+    (folder / "made").mkdir()
+    return OnnxPrecision().make(asked, replace(digits.artifact, path=str(path)), folder / "made")
+
+
 def test_onnx_runtime_gets_unsigned_activations_and_signed_weights_per_channel(digits: Any, tmp_path: Path) -> None:
     made, points, graph = make(digits, tmp_path)
     kinds = onnx.TensorProto
@@ -83,10 +89,7 @@ def test_attention_and_residual_sums_of_a_transformer_stay_in_float(
         [softmax] attention = Softmax(scores)
         [residual] output = Add(input, attention)
     }""", **{name: rng.standard_normal((8, 8)).astype(np.float32) for name in ("wq", "wk")})  # fmt: skip
-    parent = replace(digits.artifact, path=str(path))
-    folder = tmp_path / "made"
-    folder.mkdir()
-    made = OnnxPrecision().make(recipe(digits), parent, folder)
+    made = of_file(path, recipe(digits), digits, tmp_path)
     graph = onnx.load(made.path).graph
     producers = {name: node.op_type for node in graph.node for name in node.output}
     fed_by = {node.name: {producers.get(name) for name in node.input} for node in graph.node}
@@ -180,10 +183,7 @@ def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
     digits: Any, onnx_file: Any, tmp_path: Path
 ) -> None:
     path = onnx_file(f"{ENDS} {{ scaled = Mul(input, big) output = Softmax(scaled) }}", big=np.float32([30000.0]))
-    parent = replace(digits.artifact, path=str(path))
-    folder = tmp_path / "made"
-    folder.mkdir()
-    graph = onnx.load(OnnxPrecision().make(recipe(digits, "fp16"), parent, folder).path).graph
+    graph = onnx.load(of_file(path, recipe(digits, "fp16"), digits, tmp_path).path).graph
     assert graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT, (
         "what was asked to stay FP32 is FP32 to the end"
     )
@@ -214,12 +214,9 @@ def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file
         [sum] three = Add(one, two)
         [last] output = Mul(three, small)
     }""", big=np.float32([60000.0]), small=np.float32([1e-4]))  # fmt: skip
-    parent = replace(digits.artifact, path=str(path))
-    folder = tmp_path / "made"
-    folder.mkdir()
     asked = recipe(digits, "fp16")
     bright = replace(asked.model, preprocess=Preprocess((0.5,), (0.1,)))  # pixels from -5 to 5
-    made = OnnxPrecision().make(replace(asked, model=bright), parent, folder)
+    made = of_file(path, replace(asked, model=bright), digits, tmp_path)
     assert made.made_by.warnings[0].endswith("exceed what FP16 holds: up, down, down_too")
     graph = onnx.shape_inference.infer_shapes(onnx.load(made.path)).graph
     large = next(node for node in graph.node if node.name == "up").output[0]
@@ -236,9 +233,7 @@ def test_weights_that_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file: Any,
         [scale] one = Mul(small, big)
         [last] output = Mul(one, half)
     }""", little=np.float32([1e-5]), big=np.float32([1e5]), half=np.float32([0.5]))  # fmt: skip
-    folder = tmp_path / "made"
-    folder.mkdir()
-    made = OnnxPrecision().make(recipe(digits, "fp16"), replace(digits.artifact, path=str(path)), folder)
+    made = of_file(path, recipe(digits, "fp16"), digits, tmp_path)
     assert made.made_by.warnings == ("kept in FP32, as their values exceed what FP16 holds: scale",)
     assert made.made_by.check.max_difference < 0.02 * made.made_by.check.max_output
 
@@ -279,10 +274,7 @@ def test_a_cast_that_the_graph_has_of_itself_meets_the_type_around_it(
     digits: Any, onnx_file: Any, tmp_path: Path, precision: str
 ) -> None:
     path = onnx_file(f"{ENDS} {{ float = Cast<to = 1>(size) output = Mul(input, float) }}", size=np.int64([4]))
-    parent = replace(digits.artifact, path=str(path))
-    folder = tmp_path / "made"
-    folder.mkdir()
-    made = OnnxPrecision().make(recipe(digits, precision), parent, folder)
+    made = of_file(path, recipe(digits, precision), digits, tmp_path)
     assert made.made_by.check.max_difference < 0.01 * made.made_by.check.max_output
 
 
@@ -308,10 +300,7 @@ def test_bf16_holds_what_fp16_overflows_on_and_keeps_softmax_in_fp32(
 ) -> None:
     text = f"{ENDS} {{ less = Mul(input, tiny) more = Mul(less, big) output = Softmax(more) }}"
     path = onnx_file(text, big=np.float32([3e38]), tiny=np.float32([1e-38]))
-    parent = replace(digits.artifact, path=str(path))
-    folder = tmp_path / "made"
-    folder.mkdir()
-    made = OnnxPrecision().make(recipe(digits, "bf16"), parent, folder)
+    made = of_file(path, recipe(digits, "bf16"), digits, tmp_path)
     model = onnx.shape_inference.infer_shapes(onnx.load(made.path))
     kinds = {v.name: v.type.tensor_type.elem_type for v in model.graph.value_info}
     assert kinds[next(node for node in model.graph.node if "less" in node.output[0]).output[0]] == 16
