@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 
+from dyno.worker.backend import answer_feeds
 from dyno.worker.backends import onnx_runtime
 from dyno.worker.backends.onnx_runtime import OnnxRuntime, describe_fallback, find_provider
 from dyno.worker.makers.precision import OnnxPrecision
@@ -226,9 +227,10 @@ def test_a_free_dimension_without_a_name_is_fixed_too(onnx_file: Any) -> None:
     for artifact in (None, described):
         session = OnnxRuntime().load(file_trial(path, batch=2), artifact)
         assert session.inputs[0].shape == (2, 3)
-        session.bind({"x": np.array([[-1, 2, -3], [4, -5, 6]], np.float32)})
-        session.run()
-        np.testing.assert_array_equal(session.fetch()["output"], [[0, 2, 0], [4, 0, 6]])
+        np.testing.assert_array_equal(
+            answer_feeds(session, {"x": np.array([[-1, 2, -3], [4, -5, 6]], np.float32)})["output"],
+            [[0, 2, 0], [4, 0, 6]],
+        )
 
 
 def test_token_ids_and_free_lengths(onnx_file: Any) -> None:
@@ -236,18 +238,16 @@ def test_token_ids_and_free_lengths(onnx_file: Any) -> None:
     path = onnx_file(text, table=np.arange(20, dtype=np.float32).reshape(10, 2))
     refuses("'ids' has a free dimension 'length'", OnnxRuntime().load, file_trial(path), None)
     session = OnnxRuntime().load(file_trial(path, ids=(1, 3)), None)
-    session.bind({"ids": np.array([[1.0, 0.0, 2.0]], np.float32)})
-    session.run()
-    np.testing.assert_array_equal(session.fetch()["output"], [[[2, 3], [0, 1], [4, 5]]])
+    np.testing.assert_array_equal(
+        answer_feeds(session, {"ids": np.array([[1.0, 0.0, 2.0]], np.float32)})["output"], [[[2, 3], [0, 1], [4, 5]]]
+    )
 
 
 def test_an_output_whose_shape_only_the_run_knows(onnx_file: Any) -> None:
     path = onnx_file("(float[batch, 4] x) => (int64[2, found] where) { where = NonZero(x) }")
     session = OnnxRuntime().load(file_trial(path), None)
     for row, count in (([0, 1, 0, 1], 2), ([1, 1, 1, 0], 3)):
-        session.bind({"x": np.array([row], np.float32)})
-        session.run()
-        assert session.fetch()["where"].shape == (2, count)
+        assert answer_feeds(session, {"x": np.array([row], np.float32)})["where"].shape == (2, count)
 
 
 def test_an_input_that_is_an_output_too(onnx_file: Any) -> None:
@@ -273,9 +273,7 @@ def test_outputs_keep_their_names_whichever_of_them_has_a_shape(onnx_file: Any) 
     }""", trips=np.array(3), yes=np.array(True))  # fmt: skip
     session = OnnxRuntime().load(file_trial(path, x=(1, 4)), None)
     for row in ([0, 1, 0, -1], [1, -1, 1, 0]):
-        session.bind({"x": np.array([row], np.float32)})
-        session.run()
-        found = session.fetch()
+        found = answer_feeds(session, {"x": np.array([row], np.float32)})
         np.testing.assert_array_equal(found["where"], np.nonzero([row]))
         np.testing.assert_array_equal(found["relu"], np.maximum([row], 0))
         np.testing.assert_array_equal(found["looped"], 8 * np.array([row]))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dyno.worker import system
-from dyno.worker.backend import Session
+from dyno.worker.backend import Session, answer_feeds
 from dyno.worker.nets import models
 from dyno.worker.registry import find
 from dyno.worker.sessions import torch_support
@@ -119,10 +119,7 @@ def feeds(session: Session) -> dict[str, np.ndarray]:
 
 
 def outputs(session: Session, feed: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-    session.bind(feed or feeds(session))
-    session.run()
-    session.wait()
-    return session.fetch()
+    return answer_feeds(session, feed or feeds(session))
 
 
 def reference(asked: Trial, x: np.ndarray) -> np.ndarray:
