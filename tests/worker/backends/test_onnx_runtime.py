@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 
@@ -18,8 +17,6 @@ from dyno.worker.backends.onnx_runtime import OnnxRuntime, describe_fallback, fi
 from dyno.worker.makers.precision import OnnxPrecision
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable
 from refusals import refuses
-
-H, FLOAT = onnx.helper, onnx.TensorProto.FLOAT
 
 
 def load(digits: Any, artifact: Artifact | None = None, precision: str = "fp32", batch: int = 1, **options: Any) -> Any:
