@@ -20,7 +20,7 @@ from dyno.worker.makers.precision import OnnxPrecision, converted
 from dyno.worker.onnx_graph import check as onnx_check
 from dyno.worker.onnx_graph import half_precision
 from dyno.worker.onnx_graph import int8 as onnx_int8
-from dyno.worker.spec import Artifact, DataSpec, Dims, Preprocess, Recipe, Trial, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, Preprocess, Recipe, Trial
 from refusals import refuses
 
 ENDS = "(float[batch, 1, 8, 8] input) => (float[batch, 1, 8, 8] output) "
@@ -332,8 +332,7 @@ def test_a_result_that_overflows_is_refused(
 @pytest.mark.parametrize("precision", ["int8", "fp16", "bf16"])
 def test_a_quantised_file_is_not_quantised_twice(digits: Any, tmp_path: Path, precision: str) -> None:
     once, *_ = make(digits, tmp_path)
-    with pytest.raises(UserError, match="quantised already"):
-        OnnxPrecision().make(recipe(digits, precision), once, tmp_path)
+    refuses("quantised already", OnnxPrecision().make, recipe(digits, precision), once, tmp_path)
 
 
 def test_what_cannot_be_made_is_one_line(digits: Any, tmp_path: Path) -> None:

@@ -215,8 +215,7 @@ def test_a_file_cut_short(digits: Any, tmp_path: Path) -> None:
 
 
 def test_no_file() -> None:
-    with pytest.raises(UserError, match="an engine is built from an ONNX file"):
-        maker(NAME).make(recipe(), None, Path())
+    refuses("an engine is built from an ONNX file", maker(NAME).make, recipe(), None, Path())
 
 
 def test_an_operator_that_it_lacks_is_named_with_its_node(onnx_file: Any, tmp_path: Path) -> None:
