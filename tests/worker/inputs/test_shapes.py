@@ -54,6 +54,7 @@ def test_type_and_order_are_fitted_and_a_wrong_shape_refused() -> None:
     assert made.flags.c_contiguous
     np.testing.assert_array_equal(made, feed)
     refuses("'x' wants 2x3, but got 3x2", fitted, {"x": feed.T}, Tensor("x", "float32", (2, 3)), (2, 3))
+    refuses("input 'x' was not fed, only y", fitted, {"y": feed}, Tensor("x", "float32", (2, 3)), (2, 3))
 
 
 def test_a_second_image_has_a_size_of_its_own() -> None:
