@@ -63,10 +63,7 @@ def write(folder: Path, medians: dict[tuple[str, str, str], float], **changes: A
     facts = from_json(Facts, said)
     system = {"versions": {"numpy": "2.3", "tensorrt": changes.get("version", "8.6.1")}}
     measurements = (*measured, rate) if medians else ()
-    write_record(
-        there,
-        Record("ok", "done", trial=ran.id, measurements=measurements, facts=facts, system=system),
-    )
+    write_record(there, Record("ok", "done", trial=ran.id, measurements=measurements, facts=facts, system=system))
     telemetry(there, changes.get("clock", 1980.0), changes.get("device", "NVIDIA Example"))
 
 

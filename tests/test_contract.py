@@ -18,7 +18,7 @@ from dyno.runner.execute import Files
 from dyno.study.interpreters import missing
 from dyno.study.model_info import model_spec
 from dyno.worker import registry
-from dyno.worker.backend import Session
+from dyno.worker.backend import Session, answer_feeds
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.record import Record
 from dyno.worker.spec import Dims, Option, Runtime, Tensor, Trial, Unavailable, UserError, from_json, to_json
@@ -120,10 +120,7 @@ def test_it_says_what_goes_in_and_out(load: Any) -> None:
 
 def test_outputs_are_float32_by_name(load: Any) -> None:
     _, session = load()
-    session.bind({"input": images(2)})
-    session.run()
-    session.wait()
-    (got,) = session.fetch().items()
+    (got,) = answer_feeds(session, {"input": images(2)}).items()
     assert got[0] == "output"
     assert (got[1].shape, got[1].dtype) == ((2, CLASSES), np.float32)
     assert np.isfinite(got[1]).all() and got[1].std() > 0

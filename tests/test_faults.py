@@ -27,6 +27,7 @@ from dyno.table import TEXT, Column, Table
 from dyno.worker import system
 from dyno.worker.record import Record, parse_json, read_record, refuse_links, write_json, write_text
 from dyno.worker.spec import Runtime, UserError, from_json
+from refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[1]
 BRACKETS = "[" * 100_000
@@ -81,8 +82,7 @@ def test_folders_of_a_run_that_are_links_are_refused(golden: Path, tmp_path: Pat
     assert "charts is a symbolic link" in refused("report", golden)
     trial = next((golden / "trials").iterdir())
     (trial / "r9").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="r9 is a symbolic link"):
-        refuse_links(golden, ("trials",))
+    refuses("r9 is a symbolic link", refuse_links, golden, ("trials",))
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -96,8 +96,7 @@ def test_json_that_is_no_object_is_told(content: str) -> None:
     "changed", [{"measurements": 3}, {"facts": []}, {"round": "one"}, {"warnings": {}}, {"measurements": [1]}]
 )
 def test_a_record_of_other_types_is_told(changed: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="Record"):
-        from_json(Record, {"status": "ok", **changed})
+    refuses("Record", from_json, Record, {"status": "ok", **changed})
 
 
 @pytest.mark.parametrize("file", ["record.json", "job.json", "environment.json", "models.json", "study.toml"])
@@ -179,8 +178,7 @@ def test_names_of_no_encoding_are_one_line(refused: Any, words: list[str]) -> No
 
 
 def test_a_study_in_python_takes_no_names_of_no_encoding() -> None:
-    with pytest.raises(UserError, match="is not UTF-8"):
-        Study(models=("caf\udce9.onnx",))
+    refuses("is not UTF-8", Study, models=("caf\udce9.onnx",))
 
 
 def test_scratch_folders_of_killed_makers_are_swept(tmp_path: Path) -> None:
@@ -194,8 +192,7 @@ def test_scratch_folders_of_killed_makers_are_swept(tmp_path: Path) -> None:
 
 def test_a_pipe_as_a_record_is_damaged(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "record.json")
-    with pytest.raises(UserError, match="is damaged"):
-        read_record(tmp_path)
+    refuses("is damaged", read_record, tmp_path)
 
 
 @pytest.fixture

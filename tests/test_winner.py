@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import dyno
 import onnx_text
 import preloaded as forked
 from dyno import Study
@@ -21,6 +20,7 @@ from dyno.formatting import show
 from dyno.study.interpreters import missing
 from dyno.worker.inputs import input_data, specs
 from dyno.worker.spec import Tensor, Trial, from_json
+from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
@@ -294,5 +294,4 @@ def test_a_module_with_described_inputs_is_called_as_it_was(where: str, tmp_path
 
 def test_a_backend_without_a_script_says_so(fake_study: Any, tmp_path: Path) -> None:
     result = fake_study().run(tmp_path / "run", quiet=True)
-    with pytest.raises(dyno.UserError, match="there is no script for fake; one can be written for onnxruntime"):
-        result.export("fake", tmp_path / "best")
+    refuses("there is no script for fake; one can be written for onnxruntime", result.export, "fake", tmp_path / "best")

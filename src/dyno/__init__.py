@@ -19,9 +19,9 @@ if typing.TYPE_CHECKING:
     from dyno.layers.cold_start import bench_cold_start as bench_cold_start
     from dyno.layers.explaining import ExplanationResult as ExplanationResult
     from dyno.layers.explaining import explain as explain
-    from dyno.layers.inspection import InspectionResult as InspectionResult
-    from dyno.layers.inspection import inspect as inspect
+    from dyno.layers.profiling import InspectionResult as InspectionResult
     from dyno.layers.profiling import ProfileResult as ProfileResult
+    from dyno.layers.profiling import inspect as inspect
     from dyno.layers.profiling import profile as profile
     from dyno.packs.pack import pack as pack
     from dyno.packs.reproduction import reproduce as reproduce
@@ -52,8 +52,7 @@ _HOMES = {
         "dyno.layers.agreement": "LayerAgreement diff_layers",
         "dyno.layers.cold_start": "ColdStarts bench_cold_start",
         "dyno.layers.explaining": "ExplanationResult explain",
-        "dyno.layers.inspection": "InspectionResult inspect",
-        "dyno.layers.profiling": "ProfileResult profile",
+        "dyno.layers.profiling": "InspectionResult ProfileResult inspect profile",
         "dyno.packs.pack": "pack",
         "dyno.packs.reproduction": "reproduce",
         "dyno.packs.static_site": "write_site",

@@ -18,6 +18,7 @@ from dyno.results.trial_result import load_run
 from dyno.runner.execute import execute
 from dyno.worker import system
 from logged import Log
+from refusals import refuses
 from spreading import kill_a_driver, records
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
@@ -76,8 +77,7 @@ def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice
     study, folder = fake_study(device=DEVICES, batches=(1, 2), rounds=4), tmp_path / "run"
 
     def refused(_: object) -> None:
-        with pytest.raises(UserError, match="is in use by another dyno"):
-            spread.run(study, folder, Progress(quiet=True))
+        refuses("is in use by another dyno", spread.run, study, folder, Progress(quiet=True))
 
     before = kill_a_driver(study, folder, refused)
     spread.run(study, folder, Progress(quiet=True))
@@ -89,8 +89,7 @@ def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice
 def test_what_is_about_one_device_is_refused_on_several(fake_study: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="energy is for a study on one device"):
         spread.run(fake_study(device=DEVICES, energy=True), tmp_path, Progress(quiet=True))
-    with pytest.raises(UserError, match="give one --device here"):
-        execute(fake_study(device=DEVICES), tmp_path, Progress(quiet=True))
+    refuses("give one --device here", execute, fake_study(device=DEVICES), tmp_path, Progress(quiet=True))
 
 
 @pytest.mark.usefixtures("undisturbed")

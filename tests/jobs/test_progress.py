@@ -51,9 +51,7 @@ def test_a_line_says_which_job_of_how_many_and_which_round(fake_trial: Any) -> N
     assert second.startswith("2/2 failed ") and "round" not in second and second.endswith("no file")
 
 
-def test_there_is_no_estimate_before_a_job_has_ended_and_it_never_falls_below_what_follows(
-    fake_trial: Any,
-) -> None:
+def test_there_is_no_estimate_before_a_job_has_ended_and_it_never_falls_below_what_follows(fake_trial: Any) -> None:
     trial, other = fake_trial(), fake_trial(precision="fp16")
     progress = Progress(quiet=True)
     with progress.running([trial, other, other]):

@@ -11,7 +11,7 @@ import pytest
 
 import dyno
 import onnx_text
-from dyno.worker.spec import UserError
+from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 onnx = pytest.importorskip("onnx")
@@ -214,8 +214,7 @@ def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = dyno.diff_layers(net, "onnxruntime", sizes=("16",), channels=1, compared=2, top=1)
     assert isinstance(found, dyno.LayerAgreement) and found.close > 0.99 and found.compared[0].errors.runs == 2
     assert len(found.tables[0].rows) == 1 < len(found.to_pandas())  # of the table all layers
-    with pytest.raises(UserError, match="top is -1"):
-        dyno.diff_layers(net, "onnxruntime", top=-1)
+    refuses("top is -1", dyno.diff_layers, net, "onnxruntime", top=-1)
 
 
 def test_a_module_in_memory_agrees_by_the_names_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

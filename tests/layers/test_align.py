@@ -173,10 +173,7 @@ def test_two_engines_that_place_a_node_differently_stay_apart() -> None:
                 layer("c2", "Conv", "b", "y", nodes=("c2",)), library="says")  # fmt: skip
     silent = form(LAYERS, layer("c1", "Conv", "x", "p"), layer("c2", "Conv", "p", "y"), library="silent")
     forms = [form(NODES, *nodes), says, silent]
-    assert names(*forms) == [
-        (["c1", "q", "d"], ["c1"], ["c1"]),
-        (["c2"], ["c2"], ["c2"]),
-    ]
+    assert names(*forms) == [(["c1", "q", "d"], ["c1"], ["c1"]), (["c2"], ["c2"], ["c2"])]
 
 
 def test_forms_that_have_nothing_in_common_are_said_to_be_unaligned() -> None:

@@ -26,10 +26,7 @@ def starts(title: str, *seconds: float) -> cold_start.ColdStartSamples:
 def test_a_wide_interval_has_its_lower_bound() -> None:
     """Of two rounds the direction may be certain where the interval is wider than a factor of two."""
     vague, clear = (math.exp(-1.063), math.exp(-0.937)), (math.exp(-1.001), math.exp(-0.999))
-    for seconds, speedup, verdict in (
-        (vague, "≥1.22x", "faster"),
-        (clear, "2.72x [2.68, 2.75]", "faster"),
-    ):
+    for seconds, speedup, verdict in ((vague, "≥1.22x", "faster"), (clear, "2.72x [2.68, 2.75]", "faster")):
         table = cold_start.ColdStarts((starts("first", 1.0, 1.0), starts("second", *seconds))).table
         (part,) = table.parts()
         shown = {column.name: column.text(part.rows[1]) for column in part.columns}

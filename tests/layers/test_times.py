@@ -12,8 +12,8 @@ from dyno.layers.align import FormSet
 from dyno.layers.times import LaunchTimes, Times
 from dyno.report.export import export
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Function
-from dyno.worker.spec import UserError
 from made_layers import form, layer
+from refusals import refuses
 
 MODULE = form(MODULES, *(layer(name, "Conv2d", modules=(name,)) for name in "abc"), library="P")
 GRAPH = form(NODES, *(layer(f"n{k}", "Conv", f"t{k}", f"t{k + 1}", modules=(n,)) for k, n in enumerate("abc")))
@@ -83,8 +83,7 @@ def test_times_that_are_none_are_refused(stored: Path, name: str, value: Any) ->
     content = json.loads(stored.read_text())
     content["b"]["processes"][0][name] = value
     stored.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="is damaged"):
-        pairs.read_pair(stored)
+    refuses("is damaged", pairs.read_pair, stored)
 
 
 NO_TIMES = np.empty(0)

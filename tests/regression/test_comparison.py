@@ -13,7 +13,7 @@ import pytest
 import dyno
 import onnx_text
 from dyno.study import interpreters
-from dyno.worker.spec import UserError
+from refusals import refuses
 
 QUICK = ("--seconds", "0.1", "--warmup", "0.1", "--threads", "1")
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
@@ -58,8 +58,7 @@ def test_a_stored_run_is_measured_again_beside_a_file_with_other_outputs(call: A
 
 
 def test_fields_that_say_nothing_of_a_comparison_are_refused() -> None:
-    with pytest.raises(dyno.UserError, match="doesn't take until"):
-        dyno.compare("fake:a", "fake:b", until="decided")
+    refuses("doesn't take until", dyno.compare, "fake:a", "fake:b", until="decided")
 
 
 def test_two_pythons(call: Any, chain: Any, slow_python: Path, tmp_path: Path) -> None:
@@ -210,11 +209,8 @@ def test_uv_makes_an_environment_once(tmp_path: Path, monkeypatch: pytest.Monkey
         wheel.writestr(f"{about}/RECORD", "")
     python = interpreters.python_with(["tiny==1.0"])
     assert Path(python).is_file() and interpreters.python_with(["tiny==1.0"]) == python
-    with pytest.raises(UserError, match=r"tiny==2\.0"):
-        interpreters.python_with(["tiny==2.0"])
-    with pytest.raises(UserError, match="not a package with a version"):
-        interpreters.python_with(["--index-url=x"])
+    refuses(r"tiny==2\.0", interpreters.python_with, ["tiny==2.0"])
+    refuses("not a package with a version", interpreters.python_with, ["--index-url=x"])
     monkeypatch.setattr(interpreters.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match="uv is not installed"):
-        interpreters.python_with(["tiny==1.0"])
+    refuses("uv is not installed", interpreters.python_with, ["tiny==1.0"])

@@ -24,6 +24,7 @@ from dyno.runner.execute import execute
 from dyno.worker import registry
 from dyno.worker.record import write_json
 from dyno.worker.spec import to_json
+from refusals import refuses
 
 # The fake backend's processes differ by nothing but what the machine does; a slow-down of a half can't be missed.
 COARSE = module.Layout((0.0, 0.0, 0.5), ((0, 1), (0, 2)))
@@ -191,13 +192,11 @@ def test_a_trial_that_does_not_run_is_one_line(call: Any) -> None:
 
 @pytest.mark.usefixtures("preloaded")
 def test_few_rounds_and_slow_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(dyno.UserError, match="3 or more"):
-        dyno.selftest("fake:net", **{**FAKE, "rounds": 2})
+    refuses("3 or more", dyno.selftest, "fake:net", **{**FAKE, "rounds": 2})
     later = iter(range(0, 10**9, 100))  # every look at the clock is 100 s after the one before
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(later))))
     monkeypatch.setattr(module, "_measure_round", lambda *_: None)
-    with pytest.raises(dyno.UserError, match=r"give --minutes \d+"):
-        dyno.selftest("fake:net", **{**FAKE, "minutes": 0.1, "rounds": 0})
+    refuses(r"give --minutes \d+", dyno.selftest, "fake:net", **{**FAKE, "minutes": 0.1, "rounds": 0})
 
 
 def test_each_round_is_in_one_study_and_looks_begin_with_the_first() -> None:

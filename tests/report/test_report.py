@@ -254,12 +254,7 @@ def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
     (run / "environment.json").unlink()
     (run / "study.toml").unlink()
     text = Page(report.write_report([trial_table.read_trials(run)], tmp_path / "out")).text
-    for expected in (
-        "No trial succeeded",
-        "out of luck",
-        "Not recorded",
-        "was not stored",
-    ):
+    for expected in ("No trial succeeded", "out of luck", "Not recorded", "was not stored"):
         assert expected in text
     assert "0 more" not in text and "Accuracy and agreement" not in text, "what is empty has no fold"
 

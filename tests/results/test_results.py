@@ -16,6 +16,7 @@ from dyno.results.files import read_npz, read_numbers
 from dyno.results.notes import AnchorDevice, AnchorDevices, devices, of_rounds
 from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import Job, UserError, from_json
+from refusals import refuses
 from synthetic import Way
 
 
@@ -98,15 +99,13 @@ def test_a_newer_schema_is_named(run: Path) -> None:
 def test_nothing_readable_is_an_error_with_the_reason(run: Path) -> None:
     for path in run.glob("trials/*/r*/job.json"):
         path.write_text("nonsense")
-    with pytest.raises(UserError, match=r"nothing in .* can be read: .*job\.json"):
-        load_run(run)
+    refuses(r"nothing in .* can be read: .*job\.json", load_run, run)
 
 
 def test_rounds_of_an_older_dyno_alone_are_an_error(run: Path) -> None:
     for path in run.glob("trials/*/r*/record.json"):
         path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 1}))
-    with pytest.raises(UserError, match=r"nothing in .* can be read: .*older Dyno .* measure into a new folder"):
-        load_run(run)
+    refuses(r"nothing in .* can be read: .*older Dyno .* measure into a new folder", load_run, run)
 
 
 def test_missing_samples_are_told(run: Path, call: Any) -> None:
@@ -237,8 +236,7 @@ def test_a_trial_is_as_bad_as_its_worst_round(demo: Results) -> None:
 
 def test_an_id_finds_its_trial_by_its_beginning(demo: Results) -> None:
     assert demo.trial(demo.trials[3].id[:6]) is demo.trials[3]
-    with pytest.raises(UserError, match="no trials"):
-        demo.trial("zzz")
+    refuses("no trials", demo.trial, "zzz")
 
 
 def test_the_reference_is_pytorch_fp32_of_the_same_group(demo: Results) -> None:
@@ -263,8 +261,7 @@ def test_without_pytorch_the_first_trial_that_ran_is_the_reference(tmp_path: Pat
 
 
 def test_an_unknown_reference_lists_what_there_is(demo: Results) -> None:
-    with pytest.raises(UserError, match="'tensorflow'; available: compile/fp32"):
-        find_references(demo, "tensorflow")
+    refuses("'tensorflow'; available: compile/fp32", find_references, demo, "tensorflow")
 
 
 def test_other_weights_or_inputs_are_incomparable(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.results import trial_result
 from dyno.runner.execute import execute
-from dyno.worker.spec import UserError
 from logged import Log
+from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -153,5 +153,4 @@ def test_sustained_load_is_measured_on_a_gpu_until_a_study_is_decided(fake_study
     ],
 )
 def test_sustained_load_that_makes_no_sense_is_refused(fake_study: Any, fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        fake_study(**{"rounds": 2, "turns": True, **fields})
+    refuses(words, fake_study, **{"rounds": 2, "turns": True, **fields})

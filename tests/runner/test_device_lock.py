@@ -22,6 +22,7 @@ from dyno.store import cache_dir
 from dyno.study.plan import expand
 from dyno.worker.record import Record, lock
 from dyno.worker.spec import Job, Runtime
+from waiting import until
 
 CUDA = Runtime(threads=1, device="cuda:0")
 
@@ -52,10 +53,7 @@ def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Any, tmp_path: Pa
         thread.start()
         job = Job("run", on_the_cpu.runtime, on_the_cpu)
         assert launch_in_turn(job, tmp_path / "cpu", 1200.0, Progress(quiet=True)).status == "ok"
-        deadline = time.monotonic() + 600
-        while not progress.stage and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert progress.stage == f"waiting for process {os.getpid()}, another dyno on this device"
+        assert until(lambda: progress.stage) == f"waiting for process {os.getpid()}, another dyno on this device"
         assert not ended and not (tmp_path / "gpu").exists()
     thread.join()
     assert ended[0].status == "ok"

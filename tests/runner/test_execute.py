@@ -26,6 +26,7 @@ from dyno.worker import registry
 from dyno.worker.record import Record, read_record, write_record
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Trial
 from logged import Log
+from waiting import until
 
 
 def run(study: Study, folder: Path) -> Log:
@@ -160,15 +161,6 @@ def jobs_in(folder: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if any(str(folder) in w for w in p.info["cmdline"] or ())]
 
 
-def until(true: Callable[[], bool], within_s: float = 600.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
-
-
 def test_kill_nine_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     """Killed in the middle of the first job, then later and later; the last run finishes what is left."""
     folder = tmp_path / "run"
@@ -176,11 +168,11 @@ def test_kill_nine_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     for kill in range(4):
         dyno = started(folder)
         target = len(seen) + 1
-        assert until(lambda: (folder / "trials").is_dir() and len(list(folder.glob("trials/*/r*"))) >= target)  # noqa: B023
+        until(lambda: (folder / "trials").is_dir() and len(list(folder.glob("trials/*/r*"))) >= target)  # noqa: B023
         time.sleep(0.12 * kill)  # from the fork of the worker over its imports to its measurements
         os.kill(dyno.pid, signal.SIGKILL)
         dyno.communicate()
-        assert until(lambda: not jobs_in(folder)), "an orphan goes on"
+        until(lambda: not jobs_in(folder))  # else an orphan goes on
         now = records(folder)
         assert seen.items() <= now.items(), "a finished record was touched"
         seen = now
@@ -194,7 +186,7 @@ def test_kill_nine_at_any_moment_loses_nothing(tmp_path: Path) -> None:
 
 def test_kill_nine_before_anything_is_settled(tmp_path: Path) -> None:
     dyno = started(tmp_path / "run", "--rounds", "1")
-    assert until(lambda: (tmp_path / "run" / "lock").exists())
+    until(lambda: (tmp_path / "run" / "lock").exists())
     os.kill(dyno.pid, signal.SIGKILL)
     dyno.communicate()
     dyno = started(tmp_path / "run", "--rounds", "1")
@@ -206,7 +198,7 @@ def test_kill_nine_before_anything_is_settled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_two_at_once_and_an_interrupt(tmp_path: Path, number: int) -> None:
     first = started(tmp_path, "--rounds", "50")
-    assert until(lambda: len(list(tmp_path.glob("trials/*/r0/record.json"))) >= 1)
+    until(lambda: len(list(tmp_path.glob("trials/*/r0/record.json"))) >= 1)
     second = started(tmp_path, "--rounds", "50")
     _, err = second.communicate(timeout=1200)
     assert second.returncode == 2
@@ -219,7 +211,7 @@ def test_two_at_once_and_an_interrupt(tmp_path: Path, number: int) -> None:
     assert "fake@latency_ms" in out and "Not all rounds are measured: this is the answer after " in out
     assert err.splitlines()[-1].startswith("dyno: stopped; what was measured is stored")
     assert "Traceback" not in err
-    assert until(lambda: not jobs_in(tmp_path), 60.0)
+    until(lambda: not jobs_in(tmp_path), 60.0)
 
 
 MAKER = """

@@ -22,6 +22,7 @@ from dyno.runner.execute import execute
 from dyno.runner.run_folder import earlier
 from dyno.worker.record import Measurement, Record, read_json, write_json, write_record
 from dyno.worker.spec import ROUNDS, Job, Trial, UserError, from_json, to_json
+from refusals import refuses
 
 # The reference, one clearly slower, and one so like the reference that no run of this length tells them apart.
 REFERENCE, CLEAR, LIKE = "fake@latency_ms=2", "fake@latency_ms=9", "fake@latency_ms=2@noise=0.1"
@@ -185,10 +186,8 @@ def test_without_it_nothing_more_is_measured(study: Any, tmp_path: Path, scripte
     # The first look may be followed by others, but what was looked at often is never again judged as if it were not.
     with pytest.raises(KeyboardInterrupt):
         execute(study(), tmp_path, Stopped(FIRST))
-    with pytest.raises(UserError, match="until=decided, this command says until=rounds"):
-        execute(study(until="rounds"), tmp_path, Stopped())
-    with pytest.raises(UserError, match="rounds=2, this command says rounds=3"):
-        execute(study(rounds=3), tmp_path, Stopped())
+    refuses("until=decided, this command says until=rounds", execute, study(until="rounds"), tmp_path, Stopped())
+    refuses("rounds=2, this command says rounds=3", execute, study(rounds=3), tmp_path, Stopped())
 
 
 def test_the_verdict_is_the_same_when_it_is_shown_later(study: Any, tmp_path: Path, scripted: None) -> None:
@@ -291,5 +290,4 @@ def test_bad_input_is_one_line(study: Any) -> None:
         ({"minutes": 0.0}, "minutes is 0.0; it must be more than 0"),
         ({"equivalent": 0.0}, "equivalent is 0.0; it must be more than 0"),
     ):
-        with pytest.raises(UserError, match=words):
-            study(**fields)
+        refuses(words, study, **fields)

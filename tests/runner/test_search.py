@@ -117,10 +117,7 @@ def test_only_what_has_layers_to_keep_is_tried(hostile: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "line"),
-    [
-        ({"search": True}, "needs a budget to hold"),
-        ({"confirm": -1}, "confirm is -1; it must be at least 0"),
-    ],
+    [({"search": True}, "needs a budget to hold"), ({"confirm": -1}, "confirm is -1; it must be at least 0")],
 )
 def test_what_makes_no_sense_is_refused(fields: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):

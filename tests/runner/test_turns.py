@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
@@ -38,7 +37,9 @@ from dyno.runner.execute import Files, Rounds, execute
 from dyno.store import Run
 from dyno.study.plan import expand
 from dyno.worker.record import Record, write_json, write_record
-from dyno.worker.spec import Dims, Job, ModelSpec, Plan, Runtime, Trial, UserError, to_json
+from dyno.worker.spec import Dims, Job, ModelSpec, Plan, Runtime, Trial, to_json
+from refusals import refuses
+from waiting import until
 
 SLOW, FAST = "fake@latency_ms=4", "fake@latency_ms=2"
 
@@ -269,7 +270,7 @@ class Frozen(Progress):
         """See `Progress.tick`."""
         if "in turns" in stage and not self.ticks_used:
             workers = [p for p in psutil.Process().children() if "main.py" in " ".join(p.cmdline())]
-            _until(lambda: all(p.status() == psutil.STATUS_STOPPED for p in workers), 300)  # as a signal has been sent
+            until(lambda: all(p.status() == psutil.STATUS_STOPPED for p in workers), 300)  # as a signal has been sent
             before = [_ticks(p.pid) for p in workers]
             time.sleep(self.span)
             self.ticks_used = [_ticks(p.pid) - b for p, b in zip(workers, before, strict=True)]
@@ -431,13 +432,13 @@ execute(study, Path(sys.argv[1]), Progress(quiet=True))
 def test_killing_the_parent_leaves_no_process(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "run")])
     try:
-        workers = _until(lambda: _workers(parent.pid, psutil.STATUS_STOPPED), 300)
+        workers = until(lambda: _workers(parent.pid, psutil.STATUS_STOPPED), 300)
         everyone = psutil.Process(parent.pid).children(recursive=True)
         assert workers and len(everyone) >= 2
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    _until(lambda: not any(map(_runs, everyone)), 300)
+    until(lambda: not any(map(_runs, everyone)), 300)
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -449,14 +450,6 @@ def _runs(process: psutil.Process) -> bool:
 def _workers(parent: int, status: str) -> list[psutil.Process]:
     children = psutil.Process(parent).children()
     return [p for p in children if p.status() == status] if len(children) == 2 else []
-
-
-def _until(found: Callable[[], Any], seconds: float) -> Any:
-    end = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < end, "it didn't happen in time"
-        time.sleep(0.05)
-    return value
 
 
 def test_what_is_missing_of_a_round_is_measured_beside_the_reference(study: Any, tmp_path: Path) -> None:
@@ -512,10 +505,8 @@ def test_with_memory_for_one_it_is_one_after_the_other(
 
 
 def test_what_makes_no_sense_in_turns_is_refused(study: Any) -> None:
-    with pytest.raises(UserError, match="turns"):
-        study(samples=10)
-    with pytest.raises(UserError, match="block"):
-        study(block=0.0)
+    refuses("turns", study, samples=10)
+    refuses("block", study, block=0.0)
 
 
 @pytest.mark.parametrize(
@@ -788,6 +779,5 @@ def test_each_way_to_name_a_reference_finds_its_trial() -> None:
 
 @pytest.mark.parametrize("requested", ["tensorrt", "onnxruntime/bf16", "onnxruntime@b=2", "pytorch/fp99", "fp32"])
 def test_what_no_trial_is_is_refused(tmp_path: Path, requested: str) -> None:
-    with pytest.raises(UserError, match="fits the reference"):
-        in_tables(tmp_path, STUDY, requested)
+    refuses("fits the reference", in_tables, tmp_path, STUDY, requested)
     assert not in_turns(STUDY, requested)

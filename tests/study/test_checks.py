@@ -17,6 +17,7 @@ from dyno.study import defaults
 from dyno.study.defaults import default_runner, each_with, new_folder, reference_of, study_of
 from dyno.study.study import Study
 from dyno.worker.spec import UserError
+from refusals import refuses
 
 MANY = len(os.sched_getaffinity(0)) + 1
 
@@ -87,10 +88,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             "no such option: --presicion; did you mean --precision? See dyno run --help",
         ),
         (["run", "fake:n", "--engines", "fake"], "no such option: --engines; see dyno run --help"),
-        (
-            ["run", "fake:n", "--rounds", "many"],
-            "invalid value for '--rounds': 'many' is not a",
-        ),
+        (["run", "fake:n", "--rounds", "many"], "invalid value for '--rounds': 'many' is not a"),
         (["run", "fake:n", "--rounds"], "option '--rounds' requires an argument; see dyno run --help"),
         (["doctor", "here"], "got unexpected extra argument"),
         (["--nonsense"], "no such option: --nonsense"),
@@ -196,8 +194,7 @@ def test_a_study_alone_is_spread_over_a_cluster(refused: Any) -> None:
         lambda: dyno.evaluate("fake:n", "digits", on="ray"),
     ]
     for call in calls:
-        with pytest.raises(UserError, match=r"a cluster .* is for `dyno run` alone"):
-            call()
+        refuses(r"a cluster .* is for `dyno run` alone", call)
 
 
 @pytest.mark.parametrize("command", sorted(typer.main.get_command(app.make_app()).commands))
@@ -232,8 +229,7 @@ def test_two_backends_of_one_file_are_enough_to_agree() -> None:
 
     defaults.check_several([Study(models=("m.onnx",), backends=("onnxruntime", "openvino"))])
     defaults.check_several([Study(models=("m.onnx",), backends=("onnxruntime@precision=fp32+int8",))])
-    with pytest.raises(UserError, match="only one configuration"):
-        defaults.check_several([Study(models=("m.onnx",), backends=("onnxruntime",))])
+    refuses("only one configuration", defaults.check_several, [Study(models=("m.onnx",), backends=("onnxruntime",))])
     assert commands.check_several is defaults.check_several
 
 

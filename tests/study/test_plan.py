@@ -14,6 +14,7 @@ from dyno.worker import registry
 from dyno.worker.backends.fake import Fake
 from dyno.worker.inspection import Inspection
 from dyno.worker.spec import Dims, ModelSpec, Recipe, Runtime, Trial, digest
+from refusals import refuses
 
 GOLDEN = "6bdde0d082e2"
 
@@ -94,8 +95,7 @@ def test_a_device_that_is_not_there_is_a_refusal(fake_study: Any) -> None:
 
 def test_a_device_for_which_nothing_is_installed_is_one_line(fake_study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dyno.study.plan.installed", lambda *_: [])
-    with pytest.raises(UserError, match="no backend that is installed here runs on cuda:0"):
-        expand(fake_study(backends=(), device="cuda:0"))
+    refuses("no backend that is installed here runs on cuda:0", expand, fake_study(backends=(), device="cuda:0"))
 
 
 class Lacking(Fake):
@@ -212,8 +212,7 @@ def test_a_file_keeps_its_weights_beside_a_network_that_takes_others(tmp_path: P
             assert not (spec.weights or spec.weights_sha256 or spec.pretrained), "its own would be replaced"
         spec = model_spec(both, "torchvision:resnet18")
         assert spec.weights or spec.pretrained
-        with pytest.raises(UserError, match=r"net.onnx contains its weights, which \w+ can't replace"):
-            expand(Study(models=files, **fields))
+        refuses(r"net.onnx contains its weights, which \w+ can't replace", expand, Study(models=files, **fields))
 
 
 @pytest.mark.parametrize(
@@ -248,8 +247,7 @@ def test_a_pointer_or_a_page_in_place_of_a_file_is_named(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"net\.onnx is a pointer of Git LFS and not the model file itself; get that"):
         model_spec(Study(models=(str(pointer),)), str(pointer))
     study = Study(models=("torchvision:resnet18",), weights=str(page))
-    with pytest.raises(UserError, match=r"net\.safetensors is a web page and not a weights file; download"):
-        model_spec(study, study.models[0])
+    refuses(r"net\.safetensors is a web page and not a weights file; download", model_spec, study, study.models[0])
 
 
 def test_weights_alone_are_no_model(tmp_path: Path) -> None:
@@ -261,8 +259,7 @@ def test_weights_alone_are_no_model(tmp_path: Path) -> None:
 
 def test_a_file_of_keras_is_to_become_onnx() -> None:
     for name in ("net.keras", "net.h5"):
-        with pytest.raises(UserError, match=rf"{name} is a file of Keras.*'net\.onnx', format='onnx'"):
-            model_spec(Study(models=(name,)), name)
+        refuses(rf"{name} is a file of Keras.*'net\.onnx', format='onnx'", model_spec, Study(models=(name,)), name)
 
 
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
@@ -277,8 +274,7 @@ def test_an_engine_s_batches_are_known_before_anything_runs(fake_study: Any) -> 
     found = Inspection(batches=(1, 4, 8))
     assert batches(fake_study(), found) == (4,), "what it was tuned for"
     assert batches(fake_study(batches=(1, 8)), found) == (1, 8)
-    with pytest.raises(UserError, match="batch 16 is outside the engine's profile, 1 to 8"):
-        batches(fake_study(batches=(2, 16)), found)
+    refuses("batch 16 is outside the engine's profile, 1 to 8", batches, fake_study(batches=(2, 16)), found)
 
 
 def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

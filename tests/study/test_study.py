@@ -17,6 +17,7 @@ from dyno import Study, UserError
 from dyno.runner.run_folder import folder_name
 from dyno.study import study as module
 from dyno.study.study import Choice, model_name, parse_budget, parse_size, runtimes
+from refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -38,8 +39,7 @@ def test_a_backend_with_options(text: str, expected: Choice) -> None:
 
 @pytest.mark.parametrize("text", ["a@", "a@x", "a@x=", "a@=1"])
 def test_a_broken_option_is_named(text: str) -> None:
-    with pytest.raises(UserError, match="is not NAME=VALUE"):
-        Choice.parse(text)
+    refuses("is not NAME=VALUE", Choice.parse, text)
 
 
 def test_the_help_of_a_study_has_every_field_at_the_same_indentation() -> None:
@@ -233,8 +233,7 @@ def test_sizes_and_budgets() -> None:
 
 @pytest.mark.parametrize("text", ["top1", "top1=", "top1=much"])
 def test_a_broken_budget_is_named(text: str) -> None:
-    with pytest.raises(UserError, match="is not NAME=POINTS"):
-        parse_budget([text])
+    refuses("is not NAME=POINTS", parse_budget, [text])
 
 
 def test_names_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,10 +292,8 @@ def test_one_value_has_the_name_of_one_in_python() -> None:
     study = Study(model="fake:n", backend="torch", precision="half", batch=8, size=32)
     assert (study.models, study.backends, study.batches, study.sizes) == (("fake:n",), ("pytorch",), (8,), ("32",))
     assert study == Study(models="fake:n", backends="pytorch", precisions="fp16", batches=8, sizes=32)
-    with pytest.raises(UserError, match=r"^batch and batches are one setting; give one of them$"):
-        Study(models="fake:n", batch=1, batches=[2])
-    with pytest.raises(UserError, match=r"unknown precision 'fp61'"):
-        dyno.evaluate("fake:n", "digits", precision="fp61")
+    refuses(r"^batch and batches are one setting; give one of them$", Study, models="fake:n", batch=1, batches=[2])
+    refuses(r"unknown precision 'fp61'", dyno.evaluate, "fake:n", "digits", precision="fp61")
 
 
 @pytest.mark.usefixtures("libraries")

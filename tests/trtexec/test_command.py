@@ -7,7 +7,7 @@ import pytest
 
 import engine_run
 from dyno.trtexec import command
-from dyno.worker.spec import UserError
+from refusals import refuses
 
 
 def test_a_dynamic_engine_at_latency_model(tmp_path: Path) -> None:
@@ -36,8 +36,7 @@ def test_flags_are_those_of_the_trial(
 
 
 def test_a_record_without_an_engine_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="names no engine"):
-        command.read_timing(engine_run.trial(tmp_path / "run", engine=""))
+    refuses("names no engine", command.read_timing, engine_run.trial(tmp_path / "run", engine=""))
 
 
 def read_build(folder: Path, made_by: dict[str, object], **changes: object) -> list[str]:

@@ -15,7 +15,7 @@ from dyno.runner import device_lock
 from dyno.store import cache_dir, lock
 from dyno.trtexec import cross_check
 from dyno.trtexec.log import TrtexecReport
-from dyno.worker.spec import UserError
+from refusals import refuses
 
 LOGS = Path(__file__).parent
 
@@ -108,14 +108,12 @@ def test_a_trtexec_that_hangs_is_stopped(run: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_unreadable_file_is_an_error(run: Path) -> None:
-    with pytest.raises(UserError, match="neither a trtexec log"):
-        cross_check.cross_check(trials(run), Path(__file__))
+    refuses("neither a trtexec log", cross_check.cross_check, trials(run), Path(__file__))
 
 
 def test_a_run_without_a_tensorrt_trial_is_an_error(tmp_path: Path) -> None:
     engine_run.write(tmp_path / "run", engine_run.MEDIANS, backend="onnxruntime", format="onnx")
-    with pytest.raises(UserError, match="no TensorRT trial"):
-        cross_check.cross_check(trials(tmp_path / "run"))
+    refuses("no TensorRT trial", cross_check.cross_check, trials(tmp_path / "run"))
 
 
 def test_only_measured_boundaries_are_repeated(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from dyno.trtexec import log
 from dyno.worker.spec import UserError
+from refusals import refuses
 
 LOGS = Path(__file__).parent
 OLD, NEW = ((LOGS / f"{release}.log").read_text(encoding="utf-8") for release in ("8.6", "10"))
@@ -136,10 +137,8 @@ def test_anything_else_is_refused_in_one_line(text: str, reason: str, tmp_path: 
 def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
     binary = tmp_path / "net.engine"
     binary.write_bytes(b"ptrt\xff\xfe\x00\x80")
-    with pytest.raises(UserError, match="not a text file"):
-        log.read_log(binary)
-    with pytest.raises(UserError, match="can't be read"):
-        log.read_log(tmp_path / "absent.log")
+    refuses("not a text file", log.read_log, binary)
+    refuses("can't be read", log.read_log, tmp_path / "absent.log")
 
 
 def test_either_half_of_a_log_is_never_an_unhandled_error() -> None:

@@ -19,7 +19,8 @@ from dyno.worker.facts.engine import precision_truth, sum_operations, why_not_fa
 from dyno.worker.facts.job import Facts
 from dyno.worker.inspection import Inspection
 from dyno.worker.record import Measurement, Record, read_record, save_arrays, write_json, write_record
-from dyno.worker.spec import Artifact, InputSpec, Job, Runtime, Tensor, UserError, to_json
+from dyno.worker.spec import Artifact, InputSpec, Job, Runtime, Tensor, to_json
+from refusals import refuses
 
 RECORD = Record(
     "ok",
@@ -113,8 +114,7 @@ def test_a_value_of_another_type_costs_its_field_alone(tmp_path: Path) -> None:
 
 def test_a_job_that_no_worker_could_read_is_refused_before_it_starts(tmp_path: Path) -> None:
     job = Job("probe", Runtime(threads=True), backend="fake")
-    with pytest.raises(UserError, match=r"Job\.runtime.threads is of type bool, which is wrong here"):
-        launch(job, tmp_path / "job", 60)
+    refuses(r"Job\.runtime.threads is of type bool, which is wrong here", launch, job, tmp_path / "job", 60)
     assert not (tmp_path / "job" / "job.json").exists()
 
 
@@ -133,16 +133,12 @@ def test_values_are_found_by_tag_and_boundary() -> None:
 @pytest.mark.parametrize("text", ["", '{"status": "o', "\0\0\0", "[1]", "{}", '{"status": "odd"}', '{"status": 1}'])
 def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "record.json").write_text(text)
-    with pytest.raises(
-        UserError, match=r"record.json is damaged \(.*\); the same `dyno run` measures this round again"
-    ):
-        read_record(tmp_path)
+    refuses(r"record.json is damaged \(.*\); the same `dyno run` measures this round again", read_record, tmp_path)
 
 
 def test_a_record_of_another_version_is_the_user_s_error(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text('{"status": "ok", "colour": 1}')
-    with pytest.raises(UserError, match="unknown key 'colour'"):
-        read_record(tmp_path)
+    refuses("unknown key 'colour'", read_record, tmp_path)
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

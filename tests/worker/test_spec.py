@@ -22,12 +22,12 @@ from dyno.worker.spec import (
     Runtime,
     Tensor,
     Trial,
-    UserError,
     digest,
     from_json,
     shorten,
     to_json,
 )
+from refusals import refuses
 
 MODEL = ModelSpec("net", "torchvision:resnet18", weights="/a/w.pt", weights_sha256="ab", classes=7)
 DIMS = Dims(8, 224, 320, {"mask": (8, 16)})
@@ -103,8 +103,7 @@ def test_any_trial_comes_back_the_same(trial: Trial) -> None:
     ],
 )
 def test_a_wrong_key_is_named(kind: type, data: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        from_json(kind, data)
+    refuses(message, from_json, kind, data)
 
 
 def test_the_id_is_short_hexadecimal() -> None:

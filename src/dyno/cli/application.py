@@ -141,8 +141,7 @@ def take_version(
 def demo(
     out: Annotated[str, typer.Option("--out", "-o", help="Run folder.")] = "runs/demo",
     rounds: Annotated[
-        int | None,
-        typer.Option(help="Exactly this many rounds.", show_default=f"{ROUNDS}, then more until decided"),
+        int | None, typer.Option(help="Exactly this many rounds.", show_default=f"{ROUNDS}, then more until decided")
     ] = None,
     minutes: Annotated[
         float, typer.Option(help="Minutes of measuring after which undecided speeds get no further round.")
@@ -156,10 +155,7 @@ def demo(
 
 
 @options.takes("runtime", show_all=True)
-def doctor(
-    overrides: options.Overrides,
-    format: options.Format = "text",
-) -> None:
+def doctor(overrides: options.Overrides, format: options.Format = "text") -> None:
     """Check every backend here, and in the Pythons of --python. Each does a real operation."""
     from dyno.cli import doctor as module
 

@@ -72,8 +72,7 @@ def run(
         bool, typer.Option("--retry-failed", help="Measure failed trials again.", rich_help_panel=options.WHERE)
     ] = False,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="List the trials and why any is refused.", rich_help_panel=options.WHERE),
+        bool, typer.Option("--dry-run", help="List the trials and why any is refused.", rich_help_panel=options.WHERE)
     ] = False,
 ) -> None:
     """Measure models in every configuration, and say which is fastest. The same command again continues."""
@@ -290,8 +289,7 @@ def show(
     overrides: Overrides,
     runs: options.SomeRuns = None,
     format: Annotated[
-        str,
-        typer.Option(help="text, markdown, csv, json, html; parquet with -o.", show_default="text, or the file's"),
+        str, typer.Option(help="text, markdown, csv, json, html; parquet with -o.", show_default="text, or the file's")
     ] = "",
     out: Annotated[str, typer.Option("--out", "-o", help="Write into a file.", metavar="FILE.csv|json|parquet|…")] = "",
     log: options.Log = "",

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from dyno.results.run_data import RunData
 
 Trials = Annotated[
-    list[str],
-    typer.Argument(help="Only these trials: ids or their beginnings, or BACKEND/PRECISION.", metavar="TRIAL"),
+    list[str], typer.Argument(help="Only these trials: ids or their beginnings, or BACKEND/PRECISION.", metavar="TRIAL")
 ]
 STATUSES = ("ok", "failed", "skipped", "unfinished")  # any other is a failure
 

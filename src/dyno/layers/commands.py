@@ -51,9 +51,9 @@ def inspect(
     format: options.Format = "text",
 ) -> None:
     """Show the layers of modules, ONNX graphs and engines side by side."""
-    from dyno.layers import inspection
+    from dyno.layers import profiling
 
-    inspected = inspection.inspect(*models, save=save, quiet=False, **overrides)
+    inspected = profiling.inspect(*models, save=save, quiet=False, **overrides)
     print_tables(inspected.tables, inspected.left_out, format)
 
 
@@ -97,7 +97,7 @@ def profile(
 ) -> None:
     """Time every layer in PyTorch and in each engine. Layers have the model's own names."""
     from dyno.layers import files, profiling
-    from dyno.report.html_page import make_page
+    from dyno.report.export import make_page
 
     if format == "html":
         files.check_library(files.LAYOUT)
@@ -182,9 +182,7 @@ class LayerOptions:
     """Layers that are compared."""
 
     layers: bool = option(
-        False,
-        "Compare layer by layer: MODEL, then its forms such as openvino/int8, or other ONNX files.",
-        common=True,
+        False, "Compare layer by layer: MODEL, then its forms such as openvino/int8, or other ONNX files.", common=True
     )
     top: int = option(20, "Layers that are listed, those with the largest own errors; 0 is all.", common=True)
     order: str = option("graph", "graph: in execution order; error: largest own error first.", common=True)
@@ -200,13 +198,7 @@ INSTEAD = {
 
 
 def diff_layers(
-    overrides: options.Overrides,
-    models: Sequence[str],
-    out: str,
-    rtol: float,
-    atol: float,
-    least: float,
-    format: str,
+    overrides: options.Overrides, models: Sequence[str], out: str, rtol: float, atol: float, least: float, format: str
 ) -> int:
     """Print the layers and the finding: 1 when the share of close output values is below `least`."""
     from dyno.layers import agreement as layers_agreement

@@ -17,8 +17,7 @@ from dyno.layers.pairs import FormPair, PairSide
 from dyno.layers.reasons import Reason
 from dyno.layers.times import Times
 from dyno.layers.waterfall import Waterfall, draw_waterfall, list_waterfall_tables, make_waterfall
-from dyno.report.export import export, with_sentences
-from dyno.report.html_page import make_page
+from dyno.report.export import export, make_page, with_sentences
 from dyno.report.style import laid_out
 from dyno.report.style import save as save_figure
 from dyno.results.stats import center

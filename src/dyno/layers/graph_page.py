@@ -17,8 +17,7 @@ from dyno.layers.align import Flow
 from dyno.layers.graph_files import Timeline, build_timelines
 from dyno.layers.pairs import PairSide
 from dyno.layers.waterfall import Estimates, Waterfall, draw_waterfall, list_waterfall_tables, make_waterfall
-from dyno.report.export import make_list, make_parts
-from dyno.report.html_page import make_page
+from dyno.report.export import make_list, make_page, make_parts
 from dyno.report.sections import ExplanationSection
 from dyno.report.style import COLORS, laid_out, svg
 from dyno.results.trial_result import Results

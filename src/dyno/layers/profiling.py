@@ -1,4 +1,4 @@
-"""`dyno profile`: how long each layer takes, in each engine, by the model's own names."""
+"""`dyno inspect` and `dyno profile`: the layers of a model's forms, and how long each takes in each engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from dyno.jobs.progress import Progress
 from dyno.layers import counters as hardware
-from dyno.layers import files, forms, graph_page, times
+from dyno.layers import files, forms, graph_page, tables, times
 from dyno.layers.counters import NcuReport
 from dyno.layers.files import FormsResult
 from dyno.layers.roofline import MEMORY, Ceilings, Rates, list_types, parse_data_sheet
@@ -22,13 +22,56 @@ from dyno.results.files import read_npz
 from dyno.runner.peak import find_ceilings
 from dyno.study.defaults import one_model
 from dyno.study.interpreters import runtime_of
-from dyno.study.study import Choice, Study
+from dyno.study.study import Choice, Study, model_name
 from dyno.table import Table
 from dyno.worker import registry, system
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.option_values import at_least
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Plan, Trial, UserError, check_known
+
+
+class InspectionResult(FormsResult):
+    """Forms of a model, whose layers are listed or aligned."""
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """The layers of one form, or several side by side and the conversions that engines put in."""
+        if len(self.shown) == 1:
+            return [tables.list_layers(self.forms[self.shown[0]])]
+        aligned = tables.align_forms(self, self.shown)
+        return [table for table in (aligned, tables.describe_conversions(self.forms, self.shown)) if table.rows]
+
+
+def inspect(
+    model: Any,
+    *others: Any,
+    batch: int = 1,
+    save: str | Path | Sequence[str | Path] = (),
+    quiet: bool = True,
+    **settings: Any,
+) -> InspectionResult:
+    """List the layers of a model, beside those of other models or of its other forms.
+
+    `model` is anything that a study takes: the calls of a module's parts are listed, the nodes of an ONNX file, or the
+    layers of an engine. Each of `others` is such a model, or a form of the first: `onnx`, or a backend as in a study
+    with a precision behind a slash, `openvino` or `onnxruntime@optimization=basic/int8`. `save` names files to write,
+    whose names are checked first (see `InspectionResult.save`). `settings` are fields of `dyno.Study`. Forms that
+    can't be made or read are left out; raises `UserError` if no form is left.
+    """
+    (batch,) = at_least(1, batch=batch)
+    study = one_model(model, settings)
+    reading = forms.FormReader(study, batch, Progress(quiet=quiet))
+    sides = forms.list_forms(study, others)
+    paths = files.list_paths(save)
+    files.check(paths, sides, timed=False)
+    sides = reading.read_all(sides)
+    if not any(reading.forms[k].layers for k in reading.shown):
+        raise UserError(f"{model_name(study.models[0])} has no layers: it has no part that can run")
+    inspected = InspectionResult(**reading.describe(sides))
+    files.save_all(inspected, paths, quiet)
+    return inspected
+
 
 RUNS, TOP = 50, 20  # watched runs, and rows of a form that are listed
 

@@ -15,8 +15,7 @@ from dyno.formatting import moment, ratio
 from dyno.packs.card import SUFFIX
 from dyno.packs.opening import open_pack
 from dyno.packs.verification import read_results, verify_opened
-from dyno.report.export import page_part
-from dyno.report.html_page import make_page
+from dyno.report.export import make_page, page_part
 from dyno.report.report import file_name, list_missing, write_report
 from dyno.report.verdict.verdict import began, read_verdict
 from dyno.results.ranking import describe_configuration

@@ -13,8 +13,7 @@ from typing import Any
 from dyno.formatting import moment, plain, short, significant
 from dyno.report import style
 from dyno.report.charts import charts
-from dyno.report.export import make_parts
-from dyno.report.html_page import make_page
+from dyno.report.export import make_page, make_parts
 from dyno.report.report import list_missing, names_of
 from dyno.report.tables import TableKind, trial_table
 from dyno.report.tables.trial_table import IDENTITY, pick

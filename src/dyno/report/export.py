@@ -15,7 +15,6 @@ from typing import Any
 
 from dyno import formatting
 from dyno.formatting import UNLIMITED, csv_cell, markdown, markdown_table, plain, short
-from dyno.report.html_page import make_page
 from dyno.table import COUNT, FIRST, LINK, TEXT, Column, Row, Table, TablePart, missing
 from dyno.worker.record import replacing
 from dyno.worker.spec import SCHEMA, check_known
@@ -30,11 +29,7 @@ By = str | Sequence[str]
 
 
 def export(
-    tables: Sequence[Table],
-    format: str = "text",
-    by: By = (),
-    about: Mapping[str, Any] | None = None,
-    only: str = "",
+    tables: Sequence[Table], format: str = "text", by: By = (), about: Mapping[str, Any] | None = None, only: str = ""
 ) -> str:
     """Return the tables in one of FORMATS, ending with a line end.
 
@@ -142,6 +137,39 @@ def _format_markdown(tables: Sequence[Table], by: By, only: str) -> str:
 def _format_page(tables: Sequence[Table], by: By = (), only: str = "", sentences: Sequence[str] = ()) -> str:
     body = make_parts(tables, by, only) + make_list(sentences)
     return make_page(tables[0].title if tables else "", body, heading=False) + "\n"
+
+
+def make_page(title: str, body: str, *, heading: bool = True, graph: str = "") -> str:
+    """Return a page in the report's style around the HTML of its body, with a filter of its tables' rows.
+
+    `heading` is whether the title is shown, and `graph` are the scripts of graphs in the body.
+    """
+    from markupsafe import Markup
+
+    shown = f"<h1>{html.escape(title)}</h1>\n" * heading
+    content = Markup(f"<section>{shown}{body}</section>")
+    return render_page("base.html.j2", title=title or "Dyno", content=content, graph=graph)
+
+
+def render_page(template: str, *, graph: str, **values: Any) -> str:
+    """Render a template of the page with its style and scripts, and the scripts of graphs."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FunctionLoader(_file_of_page), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    style, script, zoom = map(_file_of_page, ("page.css", "page.js", "svg-pan-zoom.min.js"))
+    return environment.get_template(template).render(
+        **values, style=Markup(style), script=Markup(script), zoom=Markup(zoom), graph=Markup(graph)
+    )
+
+
+def _file_of_page(name: str) -> str:
+    from importlib import resources
+
+    return (resources.files("dyno.report") / "page" / name).read_text(encoding="utf-8")
 
 
 def make_list(sentences: Sequence[str]) -> str:

@@ -24,8 +24,7 @@ from typing import Any
 
 from dyno.formatting import counting, markdown, moment
 from dyno.report import charts, sections, self_test, style, tables
-from dyno.report.export import export, page_part
-from dyno.report.html_page import render_page
+from dyno.report.export import export, page_part, render_page
 from dyno.report.style import Chart
 from dyno.report.tables.trial_table import TRIALS
 from dyno.report.verdict import verdict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -453,13 +453,8 @@ class SelfTest:
         explains what happens within a process."""
         if self.levels.largest == "process":
             return "process"
-        if (
-            max(
-                _compute_mean(one.others for one in self.rounds) / BUSY,
-                _compute_mean(one.steal for one in self.rounds) / STOLEN,
-            )
-            > 1
-        ):
+        others, steal = (statistics.fmean(getattr(one, name) for one in self.rounds) for name in ("others", "steal"))
+        if others > BUSY or steal > STOLEN:
             return "neighbours"
         return "clocks" if self.clock_spread > CLOCKS else "block"
 
@@ -479,7 +474,3 @@ class SelfTest:
             stored.date, self.grade, stored.configuration, stored.seconds, share, turns, apart,
             stored.machine, len(self.sessions), self.session_spread,
         )  # fmt: skip
-
-
-def _compute_mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values)

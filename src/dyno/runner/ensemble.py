@@ -264,12 +264,7 @@ def _run_groups(groups: Sequence[InterleavedGroup], progress: Progress) -> None:
 
 
 def _build_members(
-    run: Run,
-    comparison: ComparedTrials,
-    number: int,
-    file_of: FileOf,
-    kind: str,
-    options: Mapping[str, Any] | None,
+    run: Run, comparison: ComparedTrials, number: int, file_of: FileOf, kind: str, options: Mapping[str, Any] | None
 ) -> list[InterleavedJob]:
     """Build a job for each trial, the reference first.
 
@@ -282,10 +277,7 @@ def _build_members(
     order = sorted(comparison.trials, key=lambda trial: reference is None or trial.id != reference.id)
     members = [
         InterleavedJob(
-            job(trial, number, file_of, options, kind),
-            run.fresh(trial, number, kind),
-            number,
-            _read_memory(run, trial),
+            job(trial, number, file_of, options, kind), run.fresh(trial, number, kind), number, _read_memory(run, trial)
         )
         for trial in order
     ]

@@ -24,22 +24,9 @@ from dyno.worker.spec import FIXED, LOOKS, NETWORK_FILES, SCHEMA, Job, ModelSpec
 DISTRIBUTIONS = ("numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
 # Settings that may differ when a folder is used again: they change no stored number.
 REPEATABLE = (
-    "rounds",
-    "timeout",
-    "build_timeout",
-    "budget",
-    "limit",
-    "reference",
-    "confirm",
-    "sustained",
-    "search",
-    "peak",
-    "energy",
-    "routes",
-    "equivalent",
-    "minutes",
-    "until",
-)
+    "rounds", "timeout", "build_timeout", "budget", "limit", "reference", "confirm", "sustained", "search", "peak",
+    "energy", "routes", "equivalent", "minutes", "until",
+)  # fmt: skip
 # What a folder leaves out that was written before these settings had their defaults.
 EARLIER_DEFAULTS = {"until": FIXED, "turns": False}
 AXES = ("models", "backends", "precisions", "batches", "sizes")  # settings that a folder may have more values of

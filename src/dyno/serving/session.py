@@ -172,12 +172,7 @@ class ApplicationResult(LoadResult):
 
 
 def bench_app(
-    application: str,
-    *,
-    data: str | Path = "",
-    out: str | Path | None = None,
-    quiet: bool = True,
-    **settings: Any,
+    application: str, *, data: str | Path = "", out: str | Path | None = None, quiet: bool = True, **settings: Any
 ) -> ApplicationResult:
     """Time the requests of an application by stage, with each engine in place of its network.
 

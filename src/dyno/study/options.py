@@ -182,8 +182,7 @@ class MeasurementOptions:
         0, "Exactly this many samples, however long they take.", usual="until the interval is narrow enough"
     )
     interval: float = option(
-        0.005,
-        "Without turns, stop sampling when the median's 95 % interval is within this share of it on both sides.",
+        0.005, "Without turns, stop sampling when the median's 95 % interval is within this share of it on both sides."
     )
     confirm: int | None = option(
         None, "Rounds that measure the winners again after they were selected.", usual="3 with a budget, else 0"
@@ -195,10 +194,7 @@ class MeasurementOptions:
         usual="5 on a GPU where --until is decided, else 0",
     )
     boundaries: Strings = option(
-        BOUNDARIES,
-        f"What is timed: {', '.join(BOUNDARIES)}.",
-        flags="--boundaries --boundary",
-        usual="all three",
+        BOUNDARIES, f"What is timed: {', '.join(BOUNDARIES)}.", flags="--boundaries --boundary", usual="all three"
     )
     turns: bool | None = option(
         None,

@@ -11,8 +11,7 @@ from dyno.table import COUNT, Column, Table
 from dyno.worker.training.options import TrainOptions
 
 Folder = Annotated[
-    str,
-    typer.Argument(help="Folder of class folders, with or without train/ and test/; or 'digits'.", metavar="DATA"),
+    str, typer.Argument(help="Folder of class folders, with or without train/ and test/; or 'digits'.", metavar="DATA")
 ]
 COLUMNS = (
     Column("epoch", "from 1", kind=COUNT),

@@ -10,7 +10,7 @@ import pytest
 
 from dyno.devices.clusters import node as nodes
 from dyno.devices.clusters.node import Files, FolderUpdate, Node, mirror, write_files
-from dyno.worker.spec import UserError
+from refusals import refuses
 
 HOLDER = """
 import sys, time; from dyno.devices.clusters import node
@@ -83,6 +83,5 @@ def test_nothing_is_written_beyond_the_folder(name: str, tmp_path: Path) -> None
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to(tmp_path)
     for write in (partial(mirror, FolderUpdate(files, (), None)), partial(write_files, files)):
-        with pytest.raises(UserError, match="is not a file of its block's folder"):
-            write(tmp_path / "here")
+        refuses("is not a file of its block's folder", write, tmp_path / "here")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "link"]

@@ -27,6 +27,7 @@ from dyno.results import remarks
 from dyno.worker import system
 from dyno.worker.spec import Unfinished
 from logged import Log
+from refusals import refuses
 from spreading import environments, kill_a_driver, records
 
 pytest.importorskip("submitit")
@@ -207,8 +208,7 @@ def test_a_job_that_runs_but_says_nothing_does_not_keep_the_study(
     monkeypatch.setenv("FAKE_DEAF", "1")
     monkeypatch.setattr(slurm_cluster, "MINUTE_S", 0.01)
     said = r"no job .* can take part: job 1 gave no sign of life within 2 min \(it wrote no"
-    with pytest.raises(UserError, match=said):
-        spread.run(fake_study(on="slurm=1,wait=2"), tmp_path / "run", Progress(quiet=True))
+    refuses(said, spread.run, fake_study(on="slurm=1,wait=2"), tmp_path / "run", Progress(quiet=True))
     assert "1" in (fake_slurm / "cancelled").read_text().split()
 
 
@@ -275,9 +275,7 @@ def test_what_makes_no_sense_is_refused(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=message) as caught:
-        spread.run(fake_study(**fields), tmp_path / "run", Progress(quiet=True))
-    assert "\n" not in str(caught.value)
+    refuses(message, spread.run, fake_study(**fields), tmp_path / "run", Progress(quiet=True))
     assert not (tmp_path / "run").exists()
 
 
@@ -303,5 +301,4 @@ def test_a_plan_needs_no_job(fake_study: Any) -> None:
 
 def test_without_the_library(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(UserError, match=r"inference-dyno\[slurm\]"):
-        spread.run(fake_study(on="slurm"), tmp_path / "run", Progress(quiet=True))
+    refuses(r"inference-dyno\[slurm\]", spread.run, fake_study(on="slurm"), tmp_path / "run", Progress(quiet=True))

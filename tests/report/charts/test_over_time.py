@@ -19,7 +19,7 @@ from dyno.results.trial_result import Results, load_run
 from dyno.runner.execute import execute
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import Record
-from dyno.worker.spec import UserError
+from refusals import refuses
 from synthetic import Way
 from synthetic_card import Card
 
@@ -90,15 +90,12 @@ def test_chosen_trials_are_written_as_numbers_and_as_pictures(found: Results, tm
 
 def test_what_can_not_be_drawn_is_one_line(found: Results, tmp_path: Path) -> None:
     run = trial_table.read_trials(found)
-    with pytest.raises(UserError, match=r"a name that ends in \.svg, \.png, \.csv"):
-        save(run, tmp_path / "a.pdf")
+    refuses(r"a name that ends in \.svg, \.png, \.csv", save, run, tmp_path / "a.pdf")
     for t in found:
         for r in t.rounds:
             (r.folder / "telemetry.npz").unlink()
-    with pytest.raises(UserError, match="nothing was recorded over time of digits tensorrt"):
-        save(run, tmp_path / "a.svg", ["tensorrt"])
-    with pytest.raises(UserError, match="no two trials with a recording"):
-        save(run, tmp_path / "a.svg")
+    refuses("nothing was recorded over time of digits tensorrt", save, run, tmp_path / "a.svg", ["tensorrt"])
+    refuses("no two trials with a recording", save, run, tmp_path / "a.svg")
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from dyno.results.metrics.precision import truth
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import SCHEMA, UserError
+from refusals import refuses
 from synthetic import Way
 
 PROMISED = """model, backend, precision, batch, size, device, status, reason, latency_all_ms_mean,
@@ -225,8 +226,7 @@ def test_text_fits_hides_what_is_empty_and_names_failures(whole: RunData) -> Non
     assert "change, points" in every.splitlines()[2] and "more columns" not in every
     chosen = export([tables.named(whole, "trials")[0]], only="backend, latency_ms").splitlines()[2]
     assert chosen.split() == ["backend", "latency", "ms"]
-    with pytest.raises(UserError, match="there is no column 'latency'"):
-        export([tables.named(whole, "trials")[0]], only="latency")
+    refuses("there is no column 'latency'", export, [tables.named(whole, "trials")[0]], only="latency")
 
 
 def test_rows_are_printed_by_speed_and_the_first_is_bold(whole: RunData, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,8 +277,7 @@ def test_grouping(whole: RunData) -> None:
         with pytest.raises(UserError, match=near) as e:
             printed.trials(whole, by=name)
         assert len(str(e.value)) < 160
-    with pytest.raises(UserError, match="unknown format 'xml'"):
-        printed.trials(whole, "xml")
+    refuses("unknown format 'xml'", printed.trials, whole, "xml")
 
 
 def test_csv_and_json_are_the_table(whole: RunData, frame: pd.DataFrame) -> None:

@@ -18,6 +18,7 @@ from dyno.worker import registry
 from dyno.worker.backends import aot_inductor, aot_package
 from dyno.worker.sessions import torch_support
 from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial, Unavailable, UserError
+from refusals import refuses
 
 torch = pytest.importorskip("torch")
 AOTI = registry.find("aoti")
@@ -145,10 +146,8 @@ def test_a_package_is_told_from_a_program_by_its_content(tmp_path: Path) -> None
     assert registry.format_of(tmp_path / "text.pt2") is None
     assert registry.format_of(f"saved:{tmp_path}/n.pt2") is None
     assert registry.format_of(tmp_path / "new.pt2") is aot_inductor.AOTI_FORMAT, "which `dyno export` writes"
-    with pytest.raises(UserError, match="not a package that can be read"):
-        aot_package.read_package(str(tmp_path / "text.pt2"))
-    with pytest.raises(UserError, match=r"program.pt2 has no compiled code of AOTInductor"):
-        aot_package.read_package(str(tmp_path / "program.pt2"))
+    refuses("not a package that can be read", aot_package.read_package, str(tmp_path / "text.pt2"))
+    refuses(r"program.pt2 has no compiled code of AOTInductor", aot_package.read_package, str(tmp_path / "program.pt2"))
 
 
 def test_a_given_package_has_one_precision_one_device_and_one_backend(
@@ -168,8 +167,7 @@ def test_a_given_package_has_one_precision_one_device_and_one_backend(
     assert (Path(artifact.path), artifact.seconds) == (path, 0.0)
     with pytest.raises(UserError, match="compiled for batches 2 to 15, not 16; give static=true"):
         AOTI.load(replace(trial, dims=Dims(16, 8, 9)), artifact)
-    with pytest.raises(UserError, match=r"n.pt2 can't be loaded by this PyTorch: "):
-        AOTI.load(trial, artifact)
+    refuses(r"n.pt2 can't be loaded by this PyTorch: ", AOTI.load, trial, artifact)
     for metadata, error in (
         ({"AOTI_DEVICE_KEY": "cuda"}, "the package was compiled for cuda, not cpu; choose another --device"),
         ({"AOTI_CPU_ISA": "AMX"}, "the package was compiled for processors with AMX, which this one lacks"),
@@ -194,8 +192,7 @@ def test_what_shapes_a_package_is_in_its_recipe() -> None:
     assert exported.dims.batch == 0
     with pytest.raises(UserError, match="--target and --opset are for ONNX files"):
         aot_inductor.AOTI_FORMAT.recipe(replace(onnx, options={"opset": 17}))
-    with pytest.raises(UserError, match="aoti has no int8 here"):
-        aot_inductor.AOTI_FORMAT.recipe(replace(onnx, precision="int8"))
+    refuses("aoti has no int8 here", aot_inductor.AOTI_FORMAT.recipe, replace(onnx, precision="int8"))
 
 
 def test_without_a_compiler_nothing_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -216,8 +213,7 @@ def test_a_package_with_other_outputs_is_refused(difference: float, right: bool)
     if right:
         check()
         return
-    with pytest.raises(UserError, match="any batch gives other outputs than net for 2x3; give static=true"):
-        check()
+    refuses("any batch gives other outputs than net for 2x3; give static=true", check)
 
 
 def test_another_program_s_package_runs(other: Path) -> None:

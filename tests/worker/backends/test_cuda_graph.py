@@ -17,6 +17,7 @@ from dyno.worker.backends import pytorch
 from dyno.worker.registry import find
 from dyno.worker.sessions.gpu import Stopwatch
 from dyno.worker.spec import Dims, ModelSpec, Plan, Runtime, Trial, UserError
+from refusals import refuses
 
 torch = pytest.importorskip("torch")
 NETS = """
@@ -74,8 +75,7 @@ def test_a_cpu_has_no_graphs(trial: Any) -> None:
     assert find("pytorch").refuse(trial()) == "graph=true is for NVIDIA GPUs: a CPU has no CUDA graphs; omit it"
     assert find("pytorch").refuse(replace(trial(), options={"graph": False})) == ""
     assert find("pytorch").refuse(trial(device="cuda:0")) == ""
-    with pytest.raises(UserError, match="a CPU has no CUDA graphs"):
-        find("pytorch").load(trial(), None)
+    refuses("a CPU has no CUDA graphs", find("pytorch").load, trial(), None)
     assert "graph" not in find("compile").options, "its modes are graphs already"
 
 
@@ -103,8 +103,7 @@ def test_inputs_that_moved_are_refused(trial: Any, monkeypatch: pytest.MonkeyPat
     recorded(monkeypatch, follows=True)
     session = pytorch.GraphSession(trial(), OPTIONS)
     session._bound[0] = {name: tensor.clone() for name, tensor in session._bound[0].items()}
-    with pytest.raises(UserError, match="the inputs of a CUDA graph moved"):
-        session.run()
+    refuses("the inputs of a CUDA graph moved", session.run)
 
 
 @pytest.mark.gpu

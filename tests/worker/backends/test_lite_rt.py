@@ -13,6 +13,7 @@ import pytest
 
 from dyno.jobs.launcher import launch
 from dyno.worker import registry
+from dyno.worker.backend import answer_feeds
 from dyno.worker.backends import lite_rt
 from dyno.worker.extras import load_library
 from dyno.worker.inspection import Purpose
@@ -124,9 +125,7 @@ def test_the_range_of_a_quantised_image_says_how_it_is_normalised(
 def test_it_computes_and_says_what_the_delegate_ran(library: Any, tmp_path: Path, xnnpack: bool, batch: int) -> None:
     path = tflite(library, tmp_path / "net.tflite", batch=batch)  # with 1 the batch is free
     session = load(trial_of(path, xnnpack=xnnpack), tmp_path)
-    session.bind({"x": X})
-    session.run()
-    found, expected = session.fetch(), X @ WEIGHTS.T.astype(np.float32)
+    found, expected = answer_feeds(session, {"x": X}), X @ WEIGHTS.T.astype(np.float32)
     assert session.inputs[0].shape == (3, 4)
     np.testing.assert_allclose(found["y"], expected, rtol=1e-6)
     np.testing.assert_allclose(found["z"], np.mod(expected, 2), rtol=1e-5, atol=1e-5)

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from dyno.worker import system
-from dyno.worker.backend import Session
+from dyno.worker.backend import Session, answer_feeds
 from dyno.worker.nets import models
 from dyno.worker.registry import find
 from dyno.worker.sessions import torch_support
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Runtime, Trial, Unavailable, UserError
+from refusals import refuses
 
 DIGITS = ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1)
 NETS = '''
@@ -118,10 +119,7 @@ def feeds(session: Session) -> dict[str, np.ndarray]:
 
 
 def outputs(session: Session, feed: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-    session.bind(feed or feeds(session))
-    session.run()
-    session.wait()
-    return session.fetch()
+    return answer_feeds(session, feed or feeds(session))
 
 
 def reference(asked: Trial, x: np.ndarray) -> np.ndarray:
@@ -197,17 +195,12 @@ def test_pixels_of_something_else_than_an_image_are_refused(nets):
     ("backend", "options", "line"),
     [
         ("pytorch", {"input": "int8"}, "input=int8: pytorch's input must be one of float32, uint8"),
-        (
-            "compile",
-            {"mode": "fast"},
-            "mode=fast: compile's mode must be one of default, reduce-overhead, max-auto",
-        ),
+        ("compile", {"mode": "fast"}, "mode=fast: compile's mode must be one of default, reduce-overhead, max-auto"),
     ],
 )
 def test_a_value_that_no_trial_can_have_is_told_before_anything_runs(backend, options, line):
     for step in (find(backend).check_options, lambda given: find(backend).checked(trial(backend=backend, **given))):
-        with pytest.raises(UserError, match=re.escape(line)):
-            step(options)
+        refuses(re.escape(line), step, options)
 
 
 def test_bind_copies_so_that_the_caller_may_reuse_its_array():
@@ -218,8 +211,7 @@ def test_bind_copies_so_that_the_caller_may_reuse_its_array():
     feed["input"][:] = 0
     session.run()
     assert np.array_equal(session.fetch()["output"], want)
-    with pytest.raises(UserError, match="wants"):
-        session.bind({"input": feed["input"][:1]})
+    refuses("wants", session.bind, {"input": feed["input"][:1]})
 
 
 def test_threads_and_tf32_are_set_as_the_trial_says():
@@ -259,14 +251,12 @@ def test_facts_of_a_module_with_a_scripted_part(nets):
 
 def test_what_the_model_refuses_is_one_line_in_its_own_words():
     session = find("pytorch").load(trial(ModelSpec("vit", "torchvision:vit_b_16"), size=8), None)
-    with pytest.raises(UserError, match="vit refuses 2x3x8x8 in fp32: Wrong image height! Expected 224 but got 8!"):
-        outputs(session)
+    refuses("vit refuses 2x3x8x8 in fp32: Wrong image height! Expected 224 but got 8!", outputs, session)
 
 
 def test_a_module_that_makes_float32_itself_is_told_what_helps(nets):
     session = find("pytorch").load(trial(ModelSpec("pixels", f"{nets}:pixels"), "bf16", size=8), None)
-    with pytest.raises(UserError, match=r"pixels refuses 2x3x8x8 in bf16: .*; let forward make numbers in the type of"):
-        outputs(session)
+    refuses(r"pixels refuses 2x3x8x8 in bf16: .*; let forward make numbers in the type of", outputs, session)
 
 
 def test_no_memory_is_a_memory_error(nets):
@@ -306,8 +296,7 @@ def test_a_missing_compiler_is_unavailable(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(Unavailable, match=r"found no no-such-compiler.*apt-get install g\+\+"):
         find("compile").load(trial(backend="compile"), None)
-    with pytest.raises(UserError, match="compile's mode must be one of"):
-        find("compile").load(trial(backend="compile", mode="fast"), None)
+    refuses("compile's mode must be one of", find("compile").load, trial(backend="compile", mode="fast"), None)
 
 
 def test_slow_types_are_explained(monkeypatch):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dyno.worker import main
-from dyno.worker.backend import Session
+from dyno.worker.backend import Session, answer_feeds
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.registry import find
 from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Trial, to_json
@@ -46,10 +46,7 @@ def feeds(session: Session) -> dict[str, np.ndarray]:
 
 
 def answer(session: Session, feed: dict[str, np.ndarray]) -> np.ndarray:
-    session.bind(feed)
-    session.run()
-    session.wait()
-    return session.fetch()["output"].copy()
+    return answer_feeds(session, feed)["output"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

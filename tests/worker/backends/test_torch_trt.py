@@ -40,6 +40,7 @@ from dyno.worker.spec import (
     UserError,
     to_json,
 )
+from refusals import refuses
 
 PYTHON = os.environ.get("DYNO_TORCH_TENSORRT_PYTHON", sys.executable)
 LIBS = {"LD_LIBRARY_PATH": libs} if (libs := os.environ.get("DYNO_TORCH_TENSORRT_LIBS")) else {}
@@ -78,17 +79,13 @@ def test_what_it_refuses_and_why() -> None:
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [
-        ({"optimization": 3}, "no optimization level; give ir=dynamo"),
-        ({"profile": "4:8:16"}, "batch 2 is outside"),
-    ],
+    [({"optimization": 3}, "no optimization level; give ir=dynamo"), ({"profile": "4:8:16"}, "batch 2 is outside")],
 )
 def test_options_that_do_not_fit_are_one_line(options: dict[str, Any], reason: str) -> None:
     asked = trial(**options)
     said = find("torch_tensorrt").refuse(asked)
     assert reason in said and "\n" not in said
-    with pytest.raises(UserError, match=re.escape(said)):
-        find("torch_tensorrt").load(asked, None)
+    refuses(re.escape(said), find("torch_tensorrt").load, asked, None)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +101,7 @@ def test_options_that_do_not_fit_are_one_line(options: dict[str, Any], reason: s
 )
 def test_a_value_that_no_trial_can_have_is_told_before_anything_runs(options: dict[str, Any], line: str) -> None:
     for step in (find("torch_tensorrt").check_options, lambda given: find("torch_tensorrt").load(trial(**given), None)):
-        with pytest.raises(UserError, match=re.escape(line)):
-            step(options)
+        refuses(re.escape(line), step, options)
 
 
 def test_an_unknown_option_is_named() -> None:
@@ -195,8 +191,7 @@ def test_each_version_is_asked_in_its_own_words(tensorrt: Any, monkeypatch: pyte
     assert isinstance(new.asked["module"], torch.jit.ScriptModule)
     assert new.asked["enabled_precisions"] == {torch.float32}
     del new.ts
-    with pytest.raises(UserError, match="built without its ts route"):
-        torch_trt.compiled(new, module, x, "fp32", {"ir": "ts", "profile": "static"})
+    refuses("built without its ts route", torch_trt.compiled, new, module, x, "fp32", {"ir": "ts", "profile": "static"})
 
 
 @pytest.mark.slow

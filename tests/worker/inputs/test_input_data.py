@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from dyno.worker.inputs.input_data import Images, batches, fingerprint
-from dyno.worker.spec import DataSpec, Dims, Preprocess, Tensor, UserError
+from dyno.worker.spec import DataSpec, Dims, Preprocess, Tensor
+from refusals import refuses
 
 IMAGE = Tensor("input", "float32", ("batch", 3, 4, 4))
 FREE = Tensor("input", "float32", ("batch", 3, "height", "width"))
@@ -119,18 +120,15 @@ def test_several_inputs_are_all_fed() -> None:
     ],
 )
 def test_images_that_do_not_fit(data: DataSpec, tensors: list[Tensor], dims: Dims, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        next(batches(data, PREPROCESS, tensors, dims, 1))
+    refuses(message, next, batches(data, PREPROCESS, tensors, dims, 1))
 
 
 def test_a_damaged_data_set_is_named(data: DataSpec) -> None:
     path = Path(data.folder) / "images.npy"
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"can't be read .*; remove the folder to decode again"):
-        Images(data, PREPROCESS)
+    refuses(r"can't be read .*; remove the folder to decode again", Images, data, PREPROCESS)
     path.unlink()
-    with pytest.raises(UserError, match="can't be read"):
-        Images(data, PREPROCESS)
+    refuses("can't be read", Images, data, PREPROCESS)
 
 
 def test_the_fingerprint_is_of_names_and_bytes() -> None:

@@ -14,7 +14,8 @@ from dyno.worker.backend import Session
 from dyno.worker.facts.job import PeakOfType
 from dyno.worker.jobs import stress as stress_job
 from dyno.worker.jobs.stress import GROWTH, stress
-from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Runtime, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Runtime, Tensor, Trial, Unavailable
+from refusals import refuses
 
 TRIAL = Trial(ModelSpec("net", "fake:net", channels=1), "fake", "fp32", Dims(0, 4, 4), data=DataSpec(count=1))
 
@@ -71,10 +72,8 @@ def test_memory_that_grows_is_found() -> None:
 
 
 def test_a_batch_outside_the_profile_or_no_profile() -> None:
-    with pytest.raises(UserError, match="batch 9 is outside the engine's profile, 1 to 8"):
-        list(stress(Doubler(), TRIAL, ["9"], 1))
-    with pytest.raises(UserError, match=r"no profile .* give numbers"):
-        list(stress(Doubler(limits=None), TRIAL, ["min"], 1))
+    refuses("batch 9 is outside the engine's profile, 1 to 8", list, stress(Doubler(), TRIAL, ["9"], 1))
+    refuses(r"no profile .* give numbers", list, stress(Doubler(limits=None), TRIAL, ["min"], 1))
 
 
 def test_every_type_of_a_cpu_has_a_peak_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from dyno.worker.nets import models
 from dyno.worker.onnx_graph.file import read_io
 from dyno.worker.registry import find, maker, names
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, UserError, digest, to_json
+from refusals import refuses
 
 DIGITS = ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1)
 FREE = Dims(0, 64, 64)
@@ -201,13 +202,10 @@ def test_a_module_that_pytorch_quantised_is_exported(tmp_path, nets):
 
 
 def test_a_size_or_option_that_does_not_work_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="refuses 1x3x64x64: Wrong image height"):
-        make(tmp_path, ModelSpec("vit", "torchvision:vit_b_16"), FREE)
-    with pytest.raises(UserError, match="unknown exporter 'fast'"):
-        make(tmp_path, exporter="fast")
+    refuses("refuses 1x3x64x64: Wrong image height", make, tmp_path, ModelSpec("vit", "torchvision:vit_b_16"), FREE)
+    refuses("unknown exporter 'fast'", make, tmp_path, exporter="fast")
     for options, message in (({"exporter": "fast"}, "exporter=fast"), ({"opset": "new"}, "opset=new")):
-        with pytest.raises(UserError, match=f"^{message}: onnx's .* must be "):
-            ONNX.recipe(Trial(DIGITS, "onnx", "fp32", FREE, options))
+        refuses(f"^{message}: onnx's .* must be ", ONNX.recipe, Trial(DIGITS, "onnx", "fp32", FREE, options))
 
 
 def test_dynamo_is_brought_down_to_an_opset_it_does_not_write(tmp_path) -> None:
@@ -259,8 +257,7 @@ def test_weights_beside_the_graph_belong_to_the_file(tmp_path):
     beside.write_bytes(beside.read_bytes()[:-1] + b"\x7f")
     assert make(tmp_path, spec).sha256 != before.sha256
     beside.unlink()
-    with pytest.raises(UserError, match=r"big\.bin"):
-        make(tmp_path, spec)
+    refuses(r"big\.bin", make, tmp_path, spec)
 
 
 @pytest.mark.parametrize(
@@ -275,15 +272,13 @@ def test_known_networks_export_with_a_free_batch(source, size, tmp_path):
 
 def test_a_result_per_image_has_no_free_batch(tmp_path, nets):
     model = ModelSpec("each", f"{nets}:each")
-    with pytest.raises(UserError, match=r"returns 1 tensors at batch 1 and 3 at 3, .*--batch 1"):
-        make(tmp_path, model, Dims(0, 8, 8))
+    refuses(r"returns 1 tensors at batch 1 and 3 at 3, .*--batch 1", make, tmp_path, model, Dims(0, 8, 8))
     assert make(tmp_path, model, Dims(1, 8, 8), exporter="torchscript").outputs == (Tensor("output", "float32", ()),)
 
 
 def test_a_module_that_changes_from_call_to_call_is_said_to(tmp_path, nets):
     line = "counting gives other outputs at each call on one input, so no graph can be compared with it; let its"
-    with pytest.raises(UserError, match=line):
-        make(tmp_path, ModelSpec("counting", f"{nets}:counting"), Dims(0, 8, 8))
+    refuses(line, make, tmp_path, ModelSpec("counting", f"{nets}:counting"), Dims(0, 8, 8))
 
 
 def test_a_module_may_write_into_its_input_but_not_return_bfloat16(tmp_path, nets):
@@ -418,8 +413,6 @@ def test_the_step_comes_last_and_only_when_it_is_asked_for(digits: Any) -> None:
 def test_what_has_no_image_input_is_one_line(digits: Any, tmp_path: Path) -> None:
     step = reading_pixels(asked(digits, "fp32"))
     ids = replace(digits.artifact, inputs=(Tensor("ids", "int64", ("batch", 16)),))
-    with pytest.raises(UserError, match=r"one image input .*; this one has ids"):
-        OnnxInput().make(step, ids, tmp_path)
+    refuses(r"one image input .*; this one has ids", OnnxInput().make, step, ids, tmp_path)
     once = pixels(digits, digits.artifact, tmp_path / "once")
-    with pytest.raises(UserError, match="'input' is uint8 already"):
-        OnnxInput().make(step, once, tmp_path)
+    refuses("'input' is uint8 already", OnnxInput().make, step, once, tmp_path)

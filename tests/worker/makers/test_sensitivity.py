@@ -19,6 +19,7 @@ from dyno.worker.onnx_graph.check import outputs
 from dyno.worker.onnx_graph.graph_facts import read_graph_facts
 from dyno.worker.registry import find, maker
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, Recipe, Runtime, Trial, Unavailable, UserError
+from refusals import refuses
 
 TARGETS = ("onnxruntime", "openvino", "tensorrt")
 
@@ -100,8 +101,7 @@ def test_more_than_there_are_is_refused(digits: Any, tmp_path: Path) -> None:
 
 
 def test_bf16_keeps_no_layers(digits: Any) -> None:
-    with pytest.raises(UserError, match="bf16 has the range of fp32"):
-        converted(digits.trial("onnxruntime", "bf16", keep=1), "onnxruntime")
+    refuses("bf16 has the range of fp32", converted, digits.trial("onnxruntime", "bf16", keep=1), "onnxruntime")
 
 
 def test_one_ranking_serves_every_number(digits: Any) -> None:
@@ -139,10 +139,8 @@ def test_fp8_is_always_made_by_it_int8_when_it_is_asked_for(digits: Any) -> None
 def test_what_cannot_be_is_one_line(digits: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="fp8 needs real calibration images: give --data"):
         converted(replace(digits.trial("tensorrt", "fp8"), data=DataSpec()), "tensorrt")
-    with pytest.raises(UserError, match="fp8 by nvidia-modelopt is for TensorRT, not for openvino"):
-        asked(digits, target="openvino")
-    with pytest.raises(UserError, match="unknown quantizer 'torch'; known: onnxruntime, modelopt"):
-        asked(digits, "int8", quantizer="torch")
+    refuses("fp8 by nvidia-modelopt is for TensorRT, not for openvino", asked, digits, target="openvino")
+    refuses("unknown quantizer 'torch'; known: onnxruntime, modelopt", asked, digits, "int8", quantizer="torch")
     with pytest.raises(UserError, match="no calibration method 'percentile'; it has minmax, entropy"):
         OnnxModelopt().make(asked(digits, method="percentile"), digits.artifact, tmp_path)
 

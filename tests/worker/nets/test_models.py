@@ -5,7 +5,6 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import os
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from dyno.store import sha256_of
 from dyno.worker.nets import models
 from dyno.worker.nets.local_code import load_file
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
+from trap import Trap
 
 DIGITS = "dyno.worker.nets.digits:resnet18"
 
@@ -221,16 +221,6 @@ def test_quantised_weights_are_refused_and_half_precision_is_not(tmp_path, train
     torch.save({**state, "conv1.weight": (state["conv1.weight"] * 100).to(torch.int8)}, tmp_path / "w.pt")
     message = refusal(spec(channels=1, weights=str(tmp_path / "w.pt")))
     assert message.startswith("conv1.weight in ") and "is int8, and floating point in the model" in message
-
-
-class Trap:
-    """Runs a command when it is unpickled without care."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.mark}",)
 
 
 @pytest.mark.parametrize("new_format", [True, False])

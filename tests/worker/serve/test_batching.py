@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dyno.serving.session import _count_inputs
-from dyno.worker.backend import Arrays, Session
+from dyno.worker.backend import Arrays, Session, answer_feeds
 from dyno.worker.jobs.serve import _list_powers
 from dyno.worker.serve import rates
 from dyno.worker.serve.batching import Batcher, BatchFormingSession, BatchingRules, Clock, Rung, answer_requests
@@ -210,10 +210,7 @@ def answered(sizes: Sequence[int], times: int, pooled: bool = False) -> tuple[np
     formed, most, answers = BatchFormingSession(ladder, Dims(sizes[-1], 0, 0)), sizes[-1], []
     for number in range(times):
         x = np.arange(1 + number * most, 1 + (number + 1) * most, dtype=np.float32)[:, None]
-        formed.bind({"x": x, "factor": np.full(1, 2, np.float32)})
-        formed.run()
-        formed.wait()
-        answers.append(formed.fetch()["y"])
+        answers.append(answer_feeds(formed, {"x": x, "factor": np.full(1, 2, np.float32)})["y"])
     return np.concatenate(answers)[:, 0], seen
 
 

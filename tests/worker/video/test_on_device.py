@@ -8,12 +8,13 @@ import pytest
 
 import moving_photos
 from dyno.worker.backend import DeviceBinding
-from dyno.worker.spec import Dims, Preprocess, Tensor, UserError
+from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.tasks.detect import DETECT, BoxReader
 from dyno.worker.video import media
 from dyno.worker.video.decoding import VideoSource
 from dyno.worker.video.media import Preparation, Surface
 from dyno.worker.video.on_device import DevicePreparation, Feed, drop_low_scores
+from refusals import refuses
 
 torch, av = pytest.importorskip("torch"), pytest.importorskip("av")
 
@@ -172,8 +173,6 @@ def test_without_its_decoder_a_device_is_named_and_not_the_video(tmp_path: Path)
     video = moving_photos.write(tmp_path / "video.mp4", moving_photos.pictures(3, 54, 96))
     if torch.cuda.is_available():
         pytest.skip("this machine may have the decoder")
-    with pytest.raises(UserError, match=r"decoder of cuda:0 can't be used .*omit --decode"):
-        list(VideoSource(str(video), False, "cuda:0").read())
+    refuses(r"decoder of cuda:0 can't be used .*omit --decode", list, VideoSource(str(video), False, "cuda:0").read())
     (tmp_path / "none.mp4").write_bytes(b"none")
-    with pytest.raises(UserError, match="is not a video"):
-        VideoSource(str(tmp_path / "none.mp4"), False, "cuda:0")
+    refuses("is not a video", VideoSource, str(tmp_path / "none.mp4"), False, "cuda:0")

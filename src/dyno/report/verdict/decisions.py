@@ -24,16 +24,7 @@ from dyno.formatting import (
 )
 from dyno.report.tables import frontier_table
 from dyno.report.tables.trial_table import rounds_needed, within
-from dyno.report.verdict.findings import (
-    BEST,
-    FAILURE,
-    NOTE,
-    WARNING,
-    Decision,
-    Figure,
-    Finding,
-    ms,
-)
+from dyno.report.verdict.findings import BEST, FAILURE, NOTE, WARNING, Decision, Figure, Finding, ms
 from dyno.results import blocks, remarks, stats, timeline
 from dyno.results import limits as results_limits
 from dyno.results import ranking as results_ranking
@@ -375,7 +366,7 @@ def describe_missing_images(row: pd.Series) -> str:
 # The figures on a decision's card: how fast, how much faster, how sure, how accurate, at what cost.
 
 
-def make_card_figures(ranking: Ranking, gain: Speedup | None, certainty: str, run: RunData) -> tuple[Figure, ...]:
+def make_card_figures(ranking: Ranking, gain: Speedup | None, certainty: str) -> tuple[Figure, ...]:
     """Return the winner's figures.
 
     `gain` is its speed-up over its reference, None where it is the reference itself, and `certainty` how sure that is,
@@ -384,7 +375,7 @@ def make_card_figures(ranking: Ranking, gain: Speedup | None, certainty: str, ru
     winner = ranking.fastest.iloc[0]
     return (
         _make_latency_figure(winner),
-        *_make_speedup_figure(ranking, winner, gain, run),
+        *_make_speedup_figure(ranking, winner, gain),
         _make_certainty_figure(winner, gain, certainty),
         *_make_accuracy_figure(ranking, winner),
         *_make_cost_figure(winner),
@@ -398,7 +389,7 @@ def _make_latency_figure(winner: pd.Series) -> Figure:
     return Figure("latency", ms(winner[LATENCY]), ", ".join([*below, f"batch {winner['batch']}", *rate]))
 
 
-def _make_speedup_figure(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData) -> Iterator[Figure]:
+def _make_speedup_figure(ranking: Ranking, winner: pd.Series, gain: Speedup | None) -> Iterator[Figure]:
     reference = ranking.reference(winner)
     if gain is None or reference is None:
         return
@@ -670,12 +661,12 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
             *list_rejected([*([gain] if gain else []), *contest.leads[:1]]),
             *explain_lower_latency(ranking, run),
             *list_drifts(ranking, run),
-            *_describe_latency(ranking, winner),
+            *_describe_latency(winner),
             *_describe_accuracy(ranking, winner),
             *_describe_preparation(ranking, winner),
             *others,
         ),
-        make_card_figures(ranking, gain, badge, run),
+        make_card_figures(ranking, gain, badge),
         badge,
         contest.candidates,
         "latency",
@@ -742,7 +733,7 @@ def _format_gain(gain: Speedup, name: str) -> str:
     return f": {shown} as fast as {name}{best}"
 
 
-def _describe_latency(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
+def _describe_latency(winner: pd.Series) -> Iterator[Finding]:
     if interval := limits(winner["latency_ms_low"], winner["latency_ms_high"], ms):
         yield Finding(NOTE, f"Its latency is {ms(winner[LATENCY])}{interval}.")
 

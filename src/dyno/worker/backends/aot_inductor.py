@@ -50,17 +50,7 @@ from dyno.worker.sessions.torch_support import (
     probe_processor,
     silenced,
 )
-from dyno.worker.spec import (
-    BATCH,
-    Artifact,
-    DataSpec,
-    Option,
-    Recipe,
-    Tensor,
-    Trial,
-    Unavailable,
-    UserError,
-)
+from dyno.worker.spec import BATCH, Artifact, DataSpec, Option, Recipe, Tensor, Trial, Unavailable, UserError
 
 NAME = "AOTInductor"
 MODES = {"default": {}, "max-autotune": {"max_autotune": True}}  # settings of inductor
@@ -201,10 +191,10 @@ class AotMaker(Maker):
             expected = [_call(flat, feeds, recipe) for feeds in examples]
             program = _export(torch, flat, examples[0], recipe)
             facts = KeptFacts(
-                _describe_inputs(recipe), _describe_outputs(expected, recipe), recipe.precision, weights,
+                _describe_inputs(recipe), _describe_outputs(expected), recipe.precision, weights,
                 sum(p.numel() for p in module.parameters()), file_facts.make_metadata(recipe.model, class_names),
             )  # fmt: skip
-            path = _compile(inductor, program, facts, recipe, folder / "model.pt2")
+            path = _compile(program, facts, recipe, folder / "model.pt2")
             if _is_free(recipe):
                 loader = _open_package(inductor, read_package(str(path)), path, device)
                 for feeds, right in zip(examples, expected, strict=True):
@@ -277,7 +267,7 @@ def _export(torch: Any, module: Any, feeds: list[Any], recipe: Recipe) -> Any:
         raise UserError(f"torch.export can't export {recipe.model.name}: {first_line(e)}; {other}") from e
 
 
-def _compile(inductor: Any, program: Any, facts: KeptFacts, recipe: Recipe, path: Path) -> Path:
+def _compile(program: Any, facts: KeptFacts, recipe: Recipe, path: Path) -> Path:
     from torch._inductor import aoti_compile_and_package
 
     chosen = MODES[str(recipe.options.get("mode", "default"))]
@@ -293,7 +283,7 @@ def _describe_inputs(recipe: Recipe) -> tuple[Tensor, ...]:
     return tuple(replace(one, shape=_free_axes(one.shape, other.shape)) for one, other in pairs)
 
 
-def _describe_outputs(expected: list[list[Any]], recipe: Recipe) -> tuple[Tensor, ...]:
+def _describe_outputs(expected: list[list[Any]]) -> tuple[Tensor, ...]:
     first, last = expected[0], expected[-1]
     shapes = [_free_axes(tuple(one.shape), tuple(other.shape)) for one, other in zip(first, last, strict=True)]
     described = describe_outputs(first)

@@ -75,7 +75,7 @@ class FakeSession(Session):
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         (tensor,) = self.inputs
-        self.bound = fitted(feeds[tensor.name], tensor, self.shape)
+        self.bound = fitted(feeds, tensor, self.shape)
 
     def run(self, slot: int = 0) -> None:
         _cause_failure(self.options, "run")

@@ -294,7 +294,7 @@ class LiteRTSession(Session):
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Copy the feeds into the interpreter, quantised where the file's inputs are."""
-        typed = [fitted(feeds[tensor.name], tensor, self._shapes[tensor.name]) for tensor in self.inputs]
+        typed = [fitted(feeds, tensor, self._shapes[tensor.name]) for tensor in self.inputs]
         for port, values in zip(self._ports, typed, strict=True):
             self._opened.set_tensor(port.index, port.store_values(values))
 

@@ -92,9 +92,7 @@ class OnnxRuntime(Backend):
 
     def refuse(self, trial: Trial) -> str:
         """Return the base class's reasons, int8 without data, or `streams` on a GPU."""
-        if reason := super().refuse(trial):
-            return reason
-        if reason := refuse_requantising(trial):
+        if reason := super().refuse(trial) or refuse_requantising(trial):
             return reason
         on_gpu, provider = trial.runtime.device != "cpu", trial.options.get("provider")
         if "streams" in trial.options and on_gpu:

@@ -243,9 +243,7 @@ class OpenVino(Backend):
 
     def refuse(self, trial: Trial) -> str:
         """Return the base class's reasons, or int8 of an IR or without data."""
-        if reason := super().refuse(trial):
-            return reason
-        if reason := refuse_requantising(trial):
+        if reason := super().refuse(trial) or refuse_requantising(trial):
             return reason
         if trial.model.file.endswith(".xml") and trial.precision == "int8" != trial.model.precision:
             return "an IR can't be quantised here; give the ONNX file or the module it was made from"
@@ -328,9 +326,7 @@ class OpenVinoSession(Session):
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Point the slot's request at the feeds, held until its next `bind`; copied only to change their type."""
         for port, tensor in zip(self._compiled.inputs, self.inputs, strict=True):
-            if tensor.name not in feeds:
-                raise UserError(f"input {tensor.name!r} was not fed, only {', '.join(feeds) or 'nothing'}")
-            feed = fitted(feeds[tensor.name], tensor, self._shapes[tensor.name])
+            feed = fitted(feeds, tensor, self._shapes[tensor.name])
             shared = self._ov.Tensor(feed, shared_memory=True)
             self._requests[slot].set_tensor(port, shared)
             self._held[slot][tensor.name] = (feed, shared)

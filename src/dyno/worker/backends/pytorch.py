@@ -398,7 +398,7 @@ class TorchSession(Session):
                 self._eager(*(each.clone() for each in self._bound[0].values()))
 
         if isinstance(self._module, self._torch.jit.ScriptModule):  # whose parts can't be watched
-            return 0, count_products(self._torch, run)
+            return 0, count_products(run)
         leaves = [m for m in self._module.modules() if isinstance(m, compute) or not list(m.children())]
         hooks = [m.register_forward_hook(record_type) for m in leaves if takes_hooks(self._torch, m)]
         try:
@@ -407,7 +407,7 @@ class TorchSession(Session):
             for hook in hooks:
                 hook.remove()
         kinds = Counter(kind for m, kind in seen.items() if isinstance(m, compute) or is_quantised(m))
-        return len(seen), dict(kinds) or count_products(self._torch, run)
+        return len(seen), dict(kinds) or count_products(run)
 
     def profile(self, runs: int) -> LayerTimes:
         """Time the calls of the module's parts: by hooks on a CPU, by their kernels on a GPU.

@@ -155,8 +155,13 @@ def _resolve_length(
     return length
 
 
-def fitted(feed: np.ndarray, tensor: Tensor, shape: Shape) -> np.ndarray:
-    """Return the feed in the engine's type and C order, copied if needed; raise a `UserError` for a wrong shape."""
+def fitted(feeds: Mapping[str, np.ndarray], tensor: Tensor, shape: Shape) -> np.ndarray:
+    """Return the tensor's feed in the engine's type and C order, copied if needed.
+
+    Raises a `UserError` for a feed that is missing, or of another shape.
+    """
+    if (feed := feeds.get(tensor.name)) is None:
+        raise UserError(f"input {tensor.name!r} was not fed, only {', '.join(feeds) or 'nothing'}")
     if feed.shape != shape:
         raise UserError(f"input {tensor.name!r} wants {_format_shape(shape)}, but got {_format_shape(feed.shape)}")
     return np.asarray(feed, tensor.dtype, order="C")  # ascontiguousarray would make a scalar a vector

@@ -21,15 +21,7 @@ from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import REFUSALS, arguments, has_batch, tensors
 from dyno.worker.makers.control_flow import batch_limit, check_control_flow, follow_batch, traced_values
-from dyno.worker.makers.verify import (
-    Case,
-    ExportSource,
-    RefusedGraph,
-    UndecidedGraph,
-    WrongGraph,
-    doubtful,
-    verified,
-)
+from dyno.worker.makers.verify import Case, ExportSource, RefusedGraph, UndecidedGraph, WrongGraph, doubtful, verified
 from dyno.worker.nets import file_facts, models
 from dyno.worker.onnx_graph.file import artifact, import_onnx, prepare_given, read_io, read_model
 from dyno.worker.onnx_graph.fold import has_close_outputs

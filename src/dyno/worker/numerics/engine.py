@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Session
+from dyno.worker.backend import Session, answer_feeds
 from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.onnx_graph.fold import lifted
 from dyno.worker.onnx_graph.graph_facts import check_files_beside, copied, graphs_of, reads_of, set_nodes
@@ -60,10 +60,7 @@ class GraphEngine:
 
 def once(session: Session, feed: Feeds) -> list[np.ndarray]:
     """Return the session's outputs for the feed, in order."""
-    session.bind(feed)
-    session.run()
-    session.wait()
-    return [np.array(array) for array in session.fetch().values()]
+    return [*answer_feeds(session, feed).values()]
 
 
 def cast(array: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:

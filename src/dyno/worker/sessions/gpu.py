@@ -253,11 +253,6 @@ class DeviceSession(Session):
         begin = feed.ctypes.data
         return any(0 <= begin - one.ctypes.data <= one.nbytes - feed.nbytes for one in self._staged)
 
-    def _find_feed(self, tensor: Tensor, feeds: Arrays) -> np.ndarray:
-        if tensor.name not in feeds:
-            raise UserError(f"input {tensor.name!r} was not fed, only {', '.join(feeds) or 'nothing'}")
-        return fitted(feeds[tensor.name], tensor, self._shapes[tensor.name])
-
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Queue the copies to the device; the next `run` of the slot waits for them."""
         self._send_inputs(slot, self._list_sources(feeds, slot))
@@ -266,7 +261,7 @@ class DeviceSession(Session):
         """Return the device address, host address and bytes of every copy to the device."""
         place, copies = self._slots[slot], []
         for tensor in self.inputs:
-            feed = self._find_feed(tensor, feeds)
+            feed = fitted(feeds, tensor, self._shapes[tensor.name])
             if not self._is_staged(feed):
                 locked = self._reserve_memory(place, tensor.name, feed.nbytes)
                 np.copyto(locked.view(feed.dtype).reshape(feed.shape), feed)

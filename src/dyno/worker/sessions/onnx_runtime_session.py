@@ -18,7 +18,7 @@ from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.specs import Shape, fitted
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions.gpu import Device, DeviceSession, slots_of
-from dyno.worker.spec import Option, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import Option, Tensor, Trial, Unavailable
 
 CUDA, TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"
 KINDS = {"cuda": CUDA, "tensorrt": TENSORRT}
@@ -301,9 +301,7 @@ class Request:
     def bind(self, feeds: Mapping[str, np.ndarray], inputs: Sequence[Tensor], shapes: Mapping[str, Shape]) -> None:
         """Point it at the feeds, which are held until the next `bind`; copied only to change their type."""
         for tensor in inputs:
-            if tensor.name not in feeds:
-                raise UserError(f"input {tensor.name!r} was not fed, only {', '.join(feeds) or 'nothing'}")
-            feed = fitted(feeds[tensor.name], tensor, shapes[tensor.name])
+            feed = fitted(feeds, tensor, shapes[tensor.name])
             self._binding.bind_input(tensor.name, "cpu", 0, feed.dtype.type, feed.shape, feed.ctypes.data)
             self.feeds[tensor.name] = feed
         for name in self._unplaced:  # its shape may change with the input

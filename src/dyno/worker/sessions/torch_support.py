@@ -226,7 +226,7 @@ def compute_layers(torch: Any) -> tuple[type, ...]:
 MULTIPLIES = re.compile("conv|linear")  # names of quantised operators
 
 
-def count_products(torch: Any, run: Callable[[], Any]) -> dict[str, int]:
+def count_products(run: Callable[[], Any]) -> dict[str, int]:
     """Return how many operators of a run multiply: those whose FLOPs PyTorch counts, by the type of their results, and
     as int8 those of quantised layers.
 

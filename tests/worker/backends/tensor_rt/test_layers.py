@@ -9,7 +9,7 @@ import pytest
 
 from dyno.worker.backends.tensor_rt import layers
 from dyno.worker.facts.engine import SlowLayer
-from dyno.worker.spec import UserError
+from refusals import refuses
 
 HALF = "Channel major FP16 format where channel % 8 == 0"
 BYTE = "Thirty-two wide channel vectorized row major Int8 format"
@@ -213,8 +213,7 @@ def test_notes_say_what_keeps_an_engine_slow() -> None:
 
 
 def test_information_that_is_no_json() -> None:
-    with pytest.raises(UserError, match="not JSON"):
-        layers.from_json("Layers: conv1")
+    refuses("not JSON", layers.from_json, "Layers: conv1")
 
 
 @pytest.mark.parametrize(
