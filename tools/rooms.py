@@ -39,7 +39,7 @@ HOST = {
     "evaluation": "formatting table results study report api",
     "cli.options": "jobs study",
     "cli.exits": "formatting jobs store study cli.options",
-    "videos": "formatting table jobs store results study report runner api",
+    "videos": "formatting table jobs store results study report runner api cli.options cli.exits",
     "serving": "formatting table jobs store results study report runner api videos cli.options cli.exits",
     "layers": "formatting table jobs store results study report runner winner cli.options cli.exits",
     "regression": "formatting table jobs store results study report runner winner videos api cli.options cli.exits",

@@ -1,67 +1,20 @@
-"""The commands that put engines under load: `dyno bench video`, `dyno bench serve`, and `dyno bench app`."""
+"""The commands `dyno bench serve`, requests to an engine, and `dyno bench app`, to an application around one."""
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from dyno.cli import options
-from dyno.cli.exits import INTERRUPTED, UNFINISHED
-from dyno.study.options import MODEL_HELP
+from dyno.videos.commands import LOAD, exit_load, print_load
 from dyno.worker.serve.options import ServeOptions
-from dyno.worker.spec import ROUNDS, UserError
-from dyno.worker.video.options import VideoOptions
+from dyno.worker.spec import ROUNDS
 
-if TYPE_CHECKING:
-    from dyno.videos.session import LoadResult
-
-LOAD = f"{options.CONFIGURATION} {options.MODEL} calibration unreadable build_timeout {options.RUNTIME}"
-SOURCE = "A video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input."
 APPLICATION_HELP = (
     "FILE.py:NAME or MODULE:NAME, an object or what returns one, with preprocess(request), postprocess(outputs) and a "
     "torch.nn.Module as its model."
 )
-
-
-@options.takes(
-    VideoOptions, f"{LOAD} {options.EFFORTS} equivalent",
-    backends="the one for this kind of model", rounds="1, or 3 where engines are compared", seconds=1.0, warmup=0.5,
-)  # fmt: skip
-def video(
-    overrides: options.Overrides,
-    source: Annotated[str, typer.Argument(help=SOURCE, metavar="IN")],
-    model: Annotated[str, typer.Option(help=MODEL_HELP)],
-    output: Annotated[
-        str, typer.Argument(help="Annotated video, image or folder to write.", metavar="OUT", show_default="none")
-    ] = "",
-    json: Annotated[str, typer.Option(help="File for the boxes: a line of JSON for each frame.")] = "",
-    save: Annotated[str, typer.Option(help="File for the pipeline's trace: .trace.json, for Perfetto.")] = "",
-    out: options.NewOut = "",
-    format: options.Format = "text",
-) -> None:
-    """Detect objects in a video, and say which stage bounds its speed."""
-    from dyno.videos import session
-
-    result = session.bench_video(
-        source,
-        output,
-        model=model,
-        boxes=json,
-        save=save,
-        out=out or None,
-        options=options.take_options(VideoOptions, overrides),
-        quiet=False,
-        **overrides,
-    )
-    _print_load(result, format)
-    if result.refused:
-        raise UserError(result.refused)
-    code = _exit_load(result)
-    for path in result.unwritten:
-        print(f"dyno: {path} is not written, as its round was measured before; give another --out", file=sys.stderr)
-    raise typer.Exit(INTERRUPTED if result.stopped else code or UNFINISHED * bool(result.unwritten))
 
 
 @options.takes(
@@ -78,8 +31,8 @@ def serve(
 
     requests = options.take_options(ServeOptions, overrides)
     served = session.bench_serve(model, out=out or None, options=requests, quiet=False, **overrides)
-    _print_load(served, format)
-    raise typer.Exit(_exit_load(served))
+    print_load(served, format)
+    raise typer.Exit(exit_load(served))
 
 
 @options.takes(
@@ -97,24 +50,5 @@ def app(
     from dyno.serving import session
 
     result = session.bench_app(application, out=out or None, quiet=False, **overrides)
-    _print_load(result, format)
-    raise typer.Exit(_exit_load(result))
-
-
-def _print_load(result: LoadResult, format: str) -> None:
-    """Print the tables of a load and, for people, the sentences on them."""
-    from dyno.report.export import export, with_sentences
-
-    if result.tables and format in ("text", "markdown", "html"):
-        print(with_sentences(result.tables, result.sentences, format), end="")
-    elif result.tables:
-        print(export(result.tables, format), end="")
-
-
-def _exit_load(result: LoadResult) -> int:
-    """Print why trials did not finish, and return the exit code."""
-    from dyno.report.tables import trial_table
-
-    for failed in (t for t in result.records if t.status != "ok"):
-        print(f"dyno: {failed.label}: {failed.reason}", file=sys.stderr)
-    return trial_table.exit_code(result.data.frame)
+    print_load(result, format)
+    raise typer.Exit(exit_load(result))
