@@ -21,8 +21,9 @@ from dyno.worker.makers.export import OnnxExport, exported
 from dyno.worker.makers.precision import OnnxPrecision, converted
 from dyno.worker.nets import models
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Trial
-from dyno.worker.tasks.detect import SEGMENT, BoxReader
+from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.postprocess import Detections
+from dyno.worker.tasks.segment import SEGMENT
 from yolo_small import SIZE, TrainedModel
 
 pytestmark = [pytest.mark.rare, pytest.mark.usefixtures("preloaded")]

@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.worker.tasks.detect import DETECT, POSE, SEGMENT, BoxReader, numbered_as
+from dyno.worker.tasks.detect import DETECT, BoxReader, numbered_as
 from dyno.worker.tasks.layouts import UnreadBoxes, list_fits
+from dyno.worker.tasks.pose import POSE
+from dyno.worker.tasks.segment import SEGMENT
 
 SIZE, CLASSES, FOUND = (48, 64), 5, 6  # height and width; boxes of each of two images
 ANCHORS = 6 * 8 + 3 * 4 + 2 * 2  # cells of strides 8, 16 and 32

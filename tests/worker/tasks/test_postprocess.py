@@ -7,8 +7,10 @@ import pytest
 
 from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import UserError
-from dyno.worker.tasks.detect import DETECT, POSE, SEGMENT, BoxReader, Detect
+from dyno.worker.tasks.detect import DETECT, BoxReader, Detect
+from dyno.worker.tasks.pose import POSE
 from dyno.worker.tasks.postprocess import Detections, encode_mask, suppress_overlaps
+from dyno.worker.tasks.segment import SEGMENT
 
 SIZE = (320, 256)
 IMAGES = np.array([[480, 640], [333, 127], [320, 256], [50, 41]])

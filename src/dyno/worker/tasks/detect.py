@@ -1,10 +1,9 @@
-"""Boxes, with keypoints or masks: the layout of a detector's outputs, and its detections in pixels of the image."""
+"""Boxes: the layout of a detector's outputs, and its detections in pixels of the original image."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,15 +17,7 @@ from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
 from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes, Shape, Task, layouts
 from dyno.worker.tasks.layouts import Fit, ObservedOutputs, UnreadBoxes
-from dyno.worker.tasks.postprocess import (
-    CORNERS,
-    BoxForm,
-    Detections,
-    ImagePlacement,
-    KeptRows,
-    encode_mask,
-    select_best,
-)
+from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, ImagePlacement, KeptRows, select_best
 
 COCO_CLASSES = 80
 TRUTH = "truth.json"  # of a decoded data set, beside its images
@@ -113,81 +104,6 @@ class Detect(Task):
 
 
 DETECT = Detect()
-
-
-class Pose(Detect):
-    """Objects with boxes and keypoints."""
-
-    name = "pose"
-    needs = "keypoints"
-    metrics = ("mAP", "mAP50", "box_mAP", "box_mAP50")
-    coco = "keypoints"
-
-    def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
-        """Return two or three values for each keypoint, None where their number isn't known."""
-        return math.prod(keypoints) if keypoints else None
-
-    def read(self, kept: KeptRows) -> dict[str, Any]:
-        points = kept.rest.reshape(len(kept.rest), *kept.keypoints)
-        return {"keypoints": kept.place.points(kept.form.points(points, kept.place.input))}
-
-    def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
-        points = [d.keypoints for d in detections if d.keypoints is not None]
-        each = next((one.shape[1:] for one in points if len(one)), model.keypoints or (0, 3))
-        return {"detection_keypoints": join_arrays([one for one in points if len(one)], np.float32, *each)}
-
-
-POSE = Pose()
-
-
-USUAL = 32  # prototypes of masks, where a file doesn't say
-
-
-class Segment(Detect):
-    """Objects with boxes and masks: sums of prototypes, which the network gives besides its predictions."""
-
-    name = "segment"
-    needs = "masks"
-    metrics = ("mAP", "mAP50", "box_mAP", "box_mAP50")
-    coco = "segm"
-    refers_to = "prototypes of masks"
-
-    def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
-        """Return one coefficient for each prototype."""
-        count = shapes[beside][1] if (beside := self.beside(shapes)) else USUAL
-        return count if isinstance(count, int) else USUAL
-
-    def beside(self, shapes: Mapping[str, Shape]) -> str:
-        """Return the name of the prototypes."""
-        return next((name for name, shape in shapes.items() if len(shape) == 4), "")
-
-    def read(self, kept: KeptRows) -> dict[str, Any]:
-        return {"masks": _build_masks(kept.rest, kept.beside, kept.boxes, kept.place)}
-
-    def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
-        masks = [mask for detection in detections for mask in detection.masks or ()]
-        lengths = np.array([len(mask) for mask in masks], np.int64)
-        return {"mask_counts": join_arrays(masks, np.uint32), "mask_lengths": lengths}
-
-
-SEGMENT = Segment()
-
-
-def _build_masks(
-    coefficients: np.ndarray, prototypes: np.ndarray, boxes: np.ndarray, place: ImagePlacement
-) -> list[np.ndarray]:
-    """Return masks at the image's size: sums of prototypes, bilinearly interpolated inside the box, set above 0."""
-    count, height, width = prototypes.shape
-    coarse = (coefficients @ prototypes.reshape(count, -1)).reshape(-1, height, width)
-    masks = []
-    for logits, box in zip(coarse, boxes, strict=True):
-        left, top, right, bottom = np.ceil(box).astype(int).tolist()
-        low, high, weight = place.rows(top, bottom, height)
-        rows = logits[low] + (logits[high] - logits[low]) * weight[:, None]
-        low, high, weight = place.columns(left, right, width)
-        fine = rows[:, low] + (rows[:, high] - rows[:, low]) * weight
-        masks.append(encode_mask(fine > 0, top, left, place.height, place.width))
-    return masks
 
 
 class BoxReader:

@@ -1,0 +1,39 @@
+"""Boxes with keypoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.spec import ModelSpec
+from dyno.worker.tasks import Shape
+from dyno.worker.tasks.detect import Detect, join_arrays
+from dyno.worker.tasks.postprocess import Detections, KeptRows
+
+
+class Pose(Detect):
+    """Objects with boxes and keypoints."""
+
+    name = "pose"
+    needs = "keypoints"
+    metrics = ("mAP", "mAP50", "box_mAP", "box_mAP50")
+    coco = "keypoints"
+
+    def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
+        """Return two or three values for each keypoint, None where their number isn't known."""
+        return math.prod(keypoints) if keypoints else None
+
+    def read(self, kept: KeptRows) -> dict[str, Any]:
+        points = kept.rest.reshape(len(kept.rest), *kept.keypoints)
+        return {"keypoints": kept.place.points(kept.form.points(points, kept.place.input))}
+
+    def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
+        points = [d.keypoints for d in detections if d.keypoints is not None]
+        each = next((one.shape[1:] for one in points if len(one)), model.keypoints or (0, 3))
+        return {"detection_keypoints": join_arrays([one for one in points if len(one)], np.float32, *each)}
+
+
+POSE = Pose()
