@@ -427,6 +427,8 @@ def _compute_latencies(t: TrialResult) -> dict[str, float]:
         if sampled := [each for each in t.sampled("latency", boundary) if each[0] in quiet]:
             rounds = [samples for _, samples in sampled]
             s = stats.over_rounds(rounds)
+            if _is_lost(t, boundary, s.median):
+                continue
             columns |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
             columns[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
             columns[f"samples_{boundary}"] = min(map(len, rounds))
@@ -444,19 +446,22 @@ def _compute_percentile(sampled: Sequence[tuple[Round, np.ndarray]], q: float) -
 
 
 def _measure_rate(t: TrialResult) -> stats.Interval:
-    """Return inputs per second over the quiet rounds.
-
-    It is NaN where other programs disturbed every round so much that less than half of what the latency of a quiet
-    round allows was left.
-    """
-    [quiet], [rounds] = (list_quiet_rounds([t], "throughput", least) for least in (0, 1))
+    """Return inputs per second over the quiet rounds, NaN where it was lost to other programs."""
+    [rounds] = list_quiet_rounds([t], "throughput", 1)
     rate = stats.center(by_build((r, v) for r in rounds if (v := r.value("throughput", "throughput"))))
-    boundary = compared_boundary(t)
-    latencies = [] if quiet or not boundary else [r.median(boundary) for r in list_quiet_rounds([t], boundary, 0)[0]]
-    usual = [latency for latency in latencies if latency]
-    if usual and rate.value * median(usual) * WIDEST < t.batch:
-        return stats.Interval(math.nan, math.nan, math.nan)
-    return rate
+    return stats.Interval(*3 * (math.nan,)) if _is_lost(t, "throughput", t.batch / rate.value) else rate
+
+
+def _is_lost(t: TrialResult, boundary: str, seconds: float) -> bool:
+    """Return whether others disturbed every round of a boundary so that it takes over twice a quiet round's latency.
+
+    A GPU's copies may take as long without any disturbance.
+    """
+    compared = compared_boundary(t)
+    if not compared or t.device.startswith("cuda") or list_quiet_rounds([t], boundary, 0)[0]:
+        return False
+    quiet = [m for r in list_quiet_rounds([t], compared, 0)[0] if (m := r.median(compared))]
+    return bool(quiet) and seconds > WIDEST * median(quiet)
 
 
 def _read_values(t: TrialResult) -> dict[str, Any]:
