@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.formatting import WIDEST, counting, images_tested, significant, sized
 from dyno.report.tables import TableKind
 from dyno.results import correctness, limits, metrics, ranking, remarks, stats
-from dyno.results.blocks import list_quiet_rounds
+from dyno.results.blocks import list_quiet_rounds, quiet_medians
 from dyno.results.correctness import (
     AGREE,
     INCOMPARABLE,
@@ -559,8 +559,7 @@ def _compute_speed(t: TrialResult, against: ComparisonBasis, compare: bool) -> d
     reference = against.reference if compare else None
     boundary = compared_boundary(t, reference) or compared_boundary(t)
     clock = against.clocks.get(boundary) or clock_of(boundary, t)
-    quiet = {r.folder.name for r in list_quiet_rounds([t], boundary, 1)[0]}
-    own = stats.center(t.medians(boundary, clock, quiet)) if boundary else None
+    own = stats.center(quiet_medians(t, boundary, clock)) if boundary else None
     columns: dict[str, Any] = {"boundary": boundary, "clock": clock if boundary else ""}
     if own is None:
         return columns
