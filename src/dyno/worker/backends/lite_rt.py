@@ -382,7 +382,7 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts
     nn = torch.nn
     names = [spec.name for spec in recipe.model.inputs if spec.dtype] or ["input"]
     with torch_support.memory_errors(), torch.no_grad(), torch_support.silenced():
-        module = models.load(recipe.model, recipe.dims)
+        module = torch_support.refuse_script(torch, models.load(recipe.model, recipe.dims))
         flat = torch_support.positional(torch, module, recipe.model.inputs, flat=True)
 
         class Named(nn.Module):  # type: ignore[misc, name-defined]  # torch has no types here
