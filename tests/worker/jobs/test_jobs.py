@@ -4,6 +4,7 @@ import builtins
 import importlib
 import os
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,14 @@ def test_torchscript_saved_in_training_runs_as_for_answers(tmp_path: Path) -> No
     script.save(tmp_path / "net.torchscript")
     loaded, x = saved_modules.load(str(tmp_path / "net.torchscript")), torch.randn(3, 6)
     assert torch.equal(loaded(x), script.eval()(x)) and not loaded.training
+
+
+def test_a_module_of_another_pytorch_says_what_to_do(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "net.pt2", "w") as archive:
+        archive.writestr("net/archive_version", "9999")
+    with pytest.raises(UserError, match="if another version saved it, save it again with this one") as caught:
+        saved_modules.load(str(tmp_path / "net.pt2"))
+    assert torch.__version__ in str(caught.value)
 
 
 @pytest.mark.slow
