@@ -16,6 +16,7 @@ from dyno.formatting import markdown, plain, points, show, significant
 from dyno.report import tables
 from dyno.report.export import export
 from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
 from dyno.results.metrics.precision import truth
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, load_run
@@ -208,6 +209,23 @@ def test_exit_codes(demo: Results, tmp_path: Path) -> None:
     results = load_run(synthetic.write_run(tmp_path / "bad", bad, samples=5))
     assert trial_table.exit_code(trial_table.read_trials(results).frame) == 0
     assert trial_table.exit_code(trial_table.read_trials(results, budget={"top1": 2.0}).frame) == 1
+
+
+def test_a_precision_that_dyno_added_and_the_model_cannot_do_is_a_note(tmp_path: Path) -> None:
+    fails = {"statuses": ("failed",), "reason": "load: expected Float but found BFloat16"}
+    ways = [Way("pytorch"), Way("pytorch", "bf16", **fails), Way("compile", "bf16", **fails)]
+    folder = synthetic.write_run(tmp_path / "run", ways, samples=5)
+    assert trial_table.read_trials(folder).records.beyond_model == [], "its backends were named"
+    (folder / "study.toml").write_text('models = ["digits"]\n', encoding="utf-8")
+    run = trial_table.read_trials(folder)
+    beyond = [t.id for t in run.records.beyond_model]
+    assert len(beyond) == 2 and trial_table.exit_code(run.frame, beyond=beyond) == 0
+    lines = " ".join(verdict.read_verdict(run).sentences)
+    assert "2 rows in bf16, which Dyno added, failed (" in lines and "did not finish" not in lines
+    fp32 = [Way("pytorch"), Way("compile", **fails), Way("compile", "bf16", **fails)]
+    folder = synthetic.write_run(tmp_path / "other", fp32, samples=5)
+    (folder / "study.toml").write_text('models = ["digits"]\n', encoding="utf-8")
+    assert load_run(folder).beyond_model == [], "compile fails in any precision"
 
 
 def test_text_fits_hides_what_is_empty_and_names_failures(whole: RunData) -> None:
