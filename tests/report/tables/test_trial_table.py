@@ -134,6 +134,21 @@ def test_a_row_without_a_speed_up_says_why(
     assert " openvino fp32: no speed-up, as other programs disturbed the rounds so much" in text
 
 
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_disturbed_latency_that_a_quiet_one_contradicts_gives_no_speed_up(tmp_path: Path, rounds: int) -> None:
+    """latency/model is disturbed in every round and 30 times as long as latency/all, which is quiet."""
+    facts = {"delays": {"model": [0.5] * 4, "all": [0.0] * 4}}
+    ways = [Way("pytorch", statuses=("ok",) * rounds, facts=facts), Way("b", seconds=0.005, statuses=("ok",) * rounds)]
+    folder = synthetic.write_run(tmp_path / "run", ways)
+    for path in folder.glob(f"trials/{ways[0].trial.id}/r*/samples.npz"):
+        with np.load(path) as stored:
+            np.savez(path, **{name: each * (30 if name == "latency_model" else 1) for name, each in stored.items()})
+    found = trial_table.read_trials(load_run(folder))
+    row = one(found.frame, "b fp32")
+    assert np.isnan(row["speedup"]) and row["verdict"] == ("one round only" if rounds == 1 else "undecided")
+    assert "latencies beside each other contradict by more than 2x" in " ".join(printed.trials(found).split())
+
+
 def test_other_weights_are_refused_with_a_sentence(tmp_path: Path) -> None:
     r = one(run(tmp_path, Way("pytorch"), Way("openvino", facts={"weights_sha256": "f" * 64})).frame, "openvino fp32")
     assert r["verdict"] == "not comparable: different weights"

@@ -429,7 +429,7 @@ def _compute_latencies(t: TrialResult) -> dict[str, float]:
         if sampled := [each for each in t.sampled("latency", boundary) if each[0] in quiet]:
             rounds = [samples for _, samples in sampled]
             s = stats.over_rounds(rounds)
-            if _is_lost(t, boundary, s.median):
+            if boundary != compared_boundary(t) and _find_contradiction(t, boundary, s.median):
                 continue
             columns |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
             columns[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
@@ -451,19 +451,19 @@ def _measure_rate(t: TrialResult) -> stats.Interval:
     """Return inputs per second over the quiet rounds, NaN where it was lost to other programs."""
     [rounds] = list_quiet_rounds([t], "throughput", 1)
     rate = stats.center(by_build((r, v) for r in rounds if (v := r.value("throughput", "throughput"))))
-    return stats.Interval(*3 * (math.nan,)) if _is_lost(t, "throughput", t.batch / rate.value) else rate
+    return stats.Interval(*3 * (math.nan,)) if _find_contradiction(t, "throughput", t.batch / rate.value) else rate
 
 
-def _is_lost(t: TrialResult, boundary: str, seconds: float) -> bool:
-    """Return whether others disturbed every round of a boundary so that it takes over twice a quiet round's latency.
+def _find_contradiction(t: TrialResult, boundary: str, seconds: float) -> float | None:
+    """Return a quiet round's latency at another boundary, where others disturbed every round of this one so that it
+    takes over twice as long; None if nothing contradicts it.
 
     A GPU's copies may take as long without any disturbance.
     """
-    compared = compared_boundary(t)
-    if not compared or t.device.startswith("cuda") or list_quiet_rounds([t], boundary, 0)[0]:
-        return False
-    quiet = [m for r in list_quiet_rounds([t], compared, 0)[0] if (m := r.median(compared))]
-    return bool(quiet) and seconds > WIDEST * median(quiet)
+    if t.device.startswith("cuda") or list_quiet_rounds([t], boundary, 0)[0]:
+        return None
+    quiet = [m for b in LATENCIES for r in list_quiet_rounds([t], b, 0)[0] if (m := r.median(b))]
+    return median(quiet) if quiet and seconds > WIDEST * median(quiet) else None
 
 
 def _read_values(t: TrialResult) -> dict[str, Any]:
@@ -590,9 +590,12 @@ def _judge_families(
             if evidence is not None:
                 families[row["reference"]].append((row, evidence))
     latencies = {row["trial"]: row.get("latency_ms", math.nan) for row in rows}
+    for t in trials:
+        quiet = _find_contradiction(t, compared_boundary(t), latencies[t.id] / 1e3)
+        latencies |= {t.id: 1e3 * quiet} if quiet else {}
     for family in families.values():
         for (row, _), s in zip(family, stats.decide_family([e for _, e in family], rule), strict=True):
-            s = _fit_latencies(s, latencies[row["reference"]] / row["latency_ms"])
+            s = _fit_latencies(s, latencies[row["reference"]] / latencies[row["trial"]])
             row |= {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict,
                     "measured": s.measured, "p_value": s.p, "equivalent": 100 * rule.margin,
                     "more_rounds": s.more, "builds": s.builds or row.get("builds"),
@@ -674,12 +677,12 @@ def _list_unranked(rows: list[Row]) -> list[str]:
 
 
 def _list_disturbed(rows: list[Row]) -> list[str]:
-    """Return one line on rows that were compared but have no speed-up, because their latencies don't fit it."""
+    """Return one line on rows that were compared but have no speed-up, because their latencies contradict it."""
     without = [r for r in rows if r["verdict"] in (ONE_ROUND, UNDECIDED) and missing(r["speedup"])]
     names = ", ".join(f"{r['backend']} {r['precision']}" for r in without)
     return [
-        f"{names}: no speed-up, as other programs disturbed the rounds so much that the ratio within blocks "
-        f"and that of the latencies differ by more than {WIDEST:g}x; measure on a quieter machine"
+        f"{names}: no speed-up, as other programs disturbed the rounds so much that latencies beside each other "
+        f"contradict by more than {WIDEST:g}x; measure on a quieter machine"
     ] * bool(without)
 
 
