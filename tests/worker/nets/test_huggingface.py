@@ -334,6 +334,18 @@ def test_weights_of_another_network_are_not_completed_at_random(folders: Path, c
     assert code == 2 and "no weights for 2 tensors of its BertForSequenceClassification, e.g. classifier.bias" in error
 
 
+def test_a_folder_without_weights_is_warned_of(folders: Path, call: Any, tmp_path: Path) -> None:
+    """Nothing in it says that somebody forgot them, and a file of TensorFlow's isn't read."""
+    (tmp_path / "vit").mkdir()
+    for name in ("config.json", "preprocessor_config.json"):
+        shutil.copy(folders / "vit" / name, tmp_path / "vit" / name)
+    (tmp_path / "vit/tf_model.h5").write_bytes(b"no weights")
+    command = ("run", "vit", "--backend", "pytorch", "--rounds", "1", "--seconds", "0.1", "--out", "found")
+    _, out, _ = call(*command, code=0)
+    assert "vit: the weights are random: " in (words := " ".join(out.split()))
+    assert "has no *.safetensors or *.bin; save the model there, or fetch the hub's with --pretrained" in words
+
+
 def test_a_networks_own_class_names_count(folders: Path, call: Any, tmp_path: Path) -> None:
     shutil.copytree(folders / "vit", tmp_path / "vit")
     config = json.loads((tmp_path / "vit/config.json").read_text())

@@ -11,6 +11,7 @@ from dyno.worker.facts.json_values import Sparse
 IN_SINGLE = "the graph was in float64, in part or as a whole, and is computed in float32"  # a warning
 AVERAGED = "the weights file has averaged weights too"  # the beginning of a warning
 AS_IN_TRAINING = "the graph runs as in training"  # the beginning of a warning
+RANDOM = "the weights are random"  # the beginning of a warning
 ONE_OF = "one of the file's signatures was run"  # the beginning of a warning
 
 

@@ -20,6 +20,7 @@ from dyno.worker.inputs import input_data
 from dyno.worker.jobs.turns import Uninterleaved
 from dyno.worker.journal import Journal
 from dyno.worker.nets.checkpoint import describe_averaged
+from dyno.worker.nets.huggingface import describe_random
 from dyno.worker.record import CLOSE, Measurement, describe_close, one_line, save_arrays
 from dyno.worker.registry import find
 from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, ModelSpec, Plan, Trial, Unavailable, UserError
@@ -150,7 +151,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
     if BUILD in job.options:
         journal.facts(build=int(job.options[BUILD]))
-    if trial.model.weights and (text := describe_averaged(trial.model.weights)):
+    if text := describe_averaged(trial.model.weights) if trial.model.weights else describe_random(trial.model):
         journal.warn(text)
     if SLOWDOWN in job.options:
         session = _slow_session(session, float(job.options[SLOWDOWN]), journal)

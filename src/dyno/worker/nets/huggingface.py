@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.extras import load_library
+from dyno.worker.facts.files import RANDOM
 from dyno.worker.inputs.specs import size_before_crop
 from dyno.worker.spec import NETWORK_FOLDER, ModelSpec, Preprocess, UserError, numbered
 
@@ -64,6 +65,15 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the files of the folder's weights: safetensors, else PyTorch's own."""
     found = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
     return next((files for files in found if files), [])
+
+
+def describe_random(model: ModelSpec) -> str:
+    """Return a warning where the folder of a network was found to have no weights; "" elsewhere."""
+    kind, _, folder = model.source.partition(":")
+    if kind != NETWORK_FOLDER or model.pretrained or model.weights or weight_files(Path(folder)):
+        return ""
+    files = " or ".join(WEIGHTS)
+    return f"{RANDOM}: {folder} has no {files}; save the model there, or fetch the hub's with --pretrained"
 
 
 def build(model: ModelSpec, folder: str) -> Any:
