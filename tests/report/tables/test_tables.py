@@ -313,3 +313,11 @@ def test_a_long_list_of_words_is_folded_on_a_page() -> None:
     ]
     page = export([Table("parts", "Parts", "", columns, rows)], "html")
     assert page.count('class="wide"') == 1 and re.search(r'<td class="wide"[^>]*>2 Reshape', page)
+
+
+def test_a_note_is_printed_once_where_columns_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    columns = (Column("name", kind=TEXT), Column("remark", kind=TEXT, rank=1))
+    row = {"name": "encoder", "remark": "batch norm folded, 2 fused into one"}
+    printed = export([Table("layers", "Layers", "", columns, [row], notes=("first note.", "second note."))])
+    assert printed.count("first note.") == 1 and "second note; not shown at this" in printed
