@@ -446,15 +446,15 @@ def _compute_percentile(sampled: Sequence[tuple[Round, np.ndarray]], q: float) -
 def _measure_rate(t: TrialResult) -> stats.Interval:
     """Return inputs per second over the quiet rounds.
 
-    It is NaN where other programs disturbed every round so much that less than half of what the latency of a quiet
-    round allows was left.
+    It is NaN where other programs disturbed every round so much that less than half of what the latencies allow was
+    left.
     """
     [quiet], [rounds] = (list_quiet_rounds([t], "throughput", least) for least in (0, 1))
     rate = stats.center(by_build((r, v) for r in rounds if (v := r.value("throughput", "throughput"))))
-    boundary = compared_boundary(t)
-    latencies = [] if quiet or not boundary else [r.median(boundary) for r in list_quiet_rounds([t], boundary, 0)[0]]
-    usual = [latency for latency in latencies if latency]
-    if usual and rate.value * median(usual) * WIDEST < t.batch:
+    rounds_by_boundary = [list_quiet_rounds([t], b, 1)[0] for b in LATENCIES]
+    latencies = [[r.median(b) or math.nan for r in each] for b, each in zip(LATENCIES, rounds_by_boundary, strict=True)]
+    usual = min((median(each) for each in latencies if each), default=math.nan)
+    if not quiet and rate.value * usual * WIDEST < t.batch:
         return stats.Interval(math.nan, math.nan, math.nan)
     return rate
 
@@ -668,13 +668,18 @@ def _list_unranked(rows: list[Row]) -> list[str]:
 
 
 def _list_disturbed(rows: list[Row]) -> list[str]:
-    """Return one line on rows that were compared but have no speed-up, because their latencies don't fit it."""
+    """Return lines on rows whose speed-up doesn't fit the latencies, or whose latency doesn't fit that of the whole."""
     without = [r for r in rows if r["verdict"] in (ONE_ROUND, UNDECIDED) and missing(r["speedup"])]
     names = ", ".join(f"{r['backend']} {r['precision']}" for r in without)
     return [
         f"{names}: no speed-up, as other programs disturbed the rounds so much that the ratio within blocks "
         f"and that of the latencies differ by more than {WIDEST:g}x; measure on a quieter machine"
-    ] * bool(without)
+    ] * bool(without) + [
+        f"{r['backend']} {r['precision']}: {significant(r['latency_ms'])} ms is too long, as host to host, which "
+        f"includes it, took {significant(r['latency_all_ms_median'])} ms; measure on a quieter machine"
+        for r in rows
+        if r["boundary"] == "model" and r["latency_ms"] > WIDEST * r["latency_all_ms_median"]
+    ]
 
 
 def _list_unproven(rows: list[Row], most: Sequence[limits.Limit]) -> Iterator[str]:
