@@ -293,6 +293,8 @@ def test_sentences_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "50")
     assert width() == 50 and max(map(len, wrapped(sentence).splitlines())) <= 50
     assert wrapped(sentence).split() == sentence.split()
+    command = "dyno export runs/two fe71c819a607"
+    assert wrapped(f"next: the same command goes on; take it: {command}").splitlines()[-1].strip() == command
     monkeypatch.delenv("COLUMNS")
     assert width() == UNLIMITED and "\n" not in wrapped(sentence)
 
