@@ -20,6 +20,8 @@ DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 WIDEST = 2.0  # times its lower end: of a wider interval the useful limit alone is printed
 UNCLEAR = "unclear"
 FORMULA = ("=", "+", "-", "@")  # how what a spreadsheet works out begins
+COMMAND = re.compile(r"(?<=: )dyno .+$")  # at the end of a sentence
+UNBROKEN = "\N{NO-BREAK SPACE}"
 NUMERAL = re.compile(r"[+-]?\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
 SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
@@ -36,10 +38,14 @@ def bold(text: str) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Wrap the text between words into lines that fit; further lines are indented by two more than the first."""
+    """Wrap the text between words into lines that fit; further lines are indented by two more than the first.
+
+    A command at its end stays in one piece, to be copied.
+    """
     indent = indentation(text)
-    return textwrap.fill(plain(text), width(), initial_indent=indent, subsequent_indent=f"{indent}  ",
-                         break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    kept = COMMAND.sub(lambda found: found[0].replace(" ", UNBROKEN), plain(text))
+    return textwrap.fill(kept, width(), initial_indent=indent, subsequent_indent=f"{indent}  ",
+                         break_long_words=False, break_on_hyphens=False).replace(UNBROKEN, " ")  # fmt: skip
 
 
 def indentation(text: str) -> str:

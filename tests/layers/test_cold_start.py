@@ -34,6 +34,11 @@ def test_a_wide_interval_has_its_lower_bound() -> None:
         assert [row["verdict"] for row in table.rows] == ["reference", "faster"], "files have the word alone"
 
 
+def test_a_later_call_is_told_as_a_share_of_the_first_answer_that_is_printed() -> None:
+    (one,) = cold_start.ColdStarts((starts("first", 1.0, 4.0),)).starts  # a mean of 2 s; calls of 10 and 40 ms
+    assert "a later call takes 1/80.0 of it." in one.describe()
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = "(float[batch, 3, 8, 8] input) => (float[batch, 3, 8, 8] output) { output = Relu(input) }"

@@ -162,3 +162,13 @@ def test_what_watching_leaves_open_is_said() -> None:
     _, bounds = times.Path(FUNCTIONS, slowed=2.28, idle=0.132).sentences
     assert bounds.startswith("watching made the run 2.3 times as long: unwatched, the host with its calls has")
     assert "at least 13 % of the path" in bounds and bounds.endswith("at most 88 %")
+
+
+def test_a_layer_has_its_type_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a graph without modules' names, the type says what a row is, and the cumulative share says least."""
+    monkeypatch.setenv("COLUMNS", "80")
+    fused = form(
+        NODES, *(layer("", "FusedConv and its activation", modules=("a", "(model)")) for _ in "abc"), library="E"
+    )
+    text = export([times.profile_table(FormSet([fused]), {0: Times(SECONDS[0], SECONDS[0], SECONDS)}, "time", 0)])
+    assert "FusedConv" in text and "time, µs" in text and text.splitlines()[2].count("cumulative, %") == 0

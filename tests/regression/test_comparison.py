@@ -19,7 +19,7 @@ QUICK = ("--seconds", "0.1", "--warmup", "0.1", "--threads", "1")
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 
-def test_two_files_in_turns_with_a_gate(call: Any, chain: Any, tmp_path: Path) -> None:
+def test_two_files_in_turns_with_a_gate(call: Any, chain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")
     fast, slow = chain(tmp_path / "a" / "m.onnx", 2), chain(tmp_path / "b" / "m.onnx", 100)
     words = ("compare", fast, slow, "--rounds", "3", *QUICK, "--fail-on", "slower=20%", "--out", "run")
@@ -34,7 +34,9 @@ def test_two_files_in_turns_with_a_gate(call: Any, chain: Any, tmp_path: Path) -
     assert Path("summary.md").read_text().startswith("### Dyno: regression in 1 pair")
     records = len(list(tmp_path.glob("run/trials/*/r*/record.json")))
     assert call(*words)[0] == 1 and len(list(tmp_path.glob("run/trials/*/r*/record.json"))) == records, "it is stored"
-    assert call("compare", "run", "--fail-on", "status")[0] == 0
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = call("compare", "run", "--fail-on", "status")
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
     assert call("show", "run")[0] == 0 and "holds no comparison" not in call("compare", "run")[2]
     result = dyno.compare("run", fail_on=("slower=20%",))
     assert result.exit_code == 1 and result.rows[0]["ratio_low"] > 1.2 and result.rows[0]["measured"] == "in turns"

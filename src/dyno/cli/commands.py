@@ -489,6 +489,7 @@ def time(
     trtexec: Annotated[str, typer.Option(help="A trtexec log, or its exported times, to compare with.")] = "",
 ) -> None:
     """Time a module, an ONNX file, an engine or an OpenVINO IR. Inputs are random, or yours."""
+    from dyno.formatting import wrapped
     from dyno.report.export import export
     from dyno.report.tables import trial_table
     from dyno.report.verdict.verdict import about
@@ -507,9 +508,9 @@ def time(
     for run in runs:
         engines = [t for t in run.records if is_engine(t)]
         if log or (engines and format == "text"):  # an engine's number is explained in trtexec's terms
-            print("\n".join(map(plain, cross_check(engines, log))))
+            print("\n".join(map(wrapped, cross_check(engines, log))))
         if contention := cpu_contention(run.records, compared=False):
-            print(f"dyno: {contention.sentence}", file=sys.stderr)
+            print(wrapped(f"dyno: {contention.sentence}"), file=sys.stderr)
     raise typer.Exit(trial_table.exit_code(table.to_pandas()) or UNFINISHED * (len(folders) < len(models)))
 
 
@@ -526,6 +527,7 @@ def stress(
     format: options.Format = "text",
 ) -> None:
     """Run a dynamic engine or ONNX file at changing batches for long. Check every output, and watch memory."""
+    from dyno.formatting import wrapped
     from dyno.report.export import export
     from dyno.runner import stress as module
     from dyno.table import joined
@@ -542,7 +544,7 @@ def stress(
         for result in module.run(study_of(source, {}, settings), checked, iterations, place):
             results.append(result)
             if format == "text":
-                print("\n".join([export([result.table]).rstrip("\n"), *result.sentences]))
+                print("\n".join([export([result.table]).rstrip("\n"), *map(wrapped, result.sentences)]))
         return 0
 
     done = each_of(models, stress_model)

@@ -16,7 +16,7 @@ import typer
 from dyno.cli import options, run_folders
 from dyno.cli.exits import UNFINISHED, left_out
 from dyno.cli.options import Overrides
-from dyno.formatting import show
+from dyno.formatting import show, wrapped
 from dyno.store import check_writable, copy
 from dyno.study.defaults import check_weights, one_model
 from dyno.study.options import MODEL_HELP
@@ -448,7 +448,7 @@ def verify(file: Pack, format: TextFormat = "text") -> None:
     if format == "json":
         _print_json(result.to_dict())
     else:
-        print("\n".join(map(plain, result.sentences)))
+        print("\n".join(map(wrapped, result.sentences)))
     raise typer.Exit(result.exit_code)
 
 
@@ -477,7 +477,7 @@ def reproduce(
     if format == "json":
         _print_json(result.to_dict())
     else:
-        print("\n".join([*map(plain, result.sentences), "", f"run folder: {plain(result.folder)}"]))
+        print("\n".join([*map(wrapped, result.sentences), "", f"run folder: {plain(result.folder)}"]))
     raise typer.Exit(result.exit_code)
 
 

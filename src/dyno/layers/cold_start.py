@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dyno.formatting import significant
 from dyno.jobs.progress import Progress
 from dyno.layers import forms
 from dyno.layers.profiling import choose_engines
@@ -52,7 +53,7 @@ COLUMNS = (
     *(Column(f"{name}_ms", f"{meaning}, in the round in the middle", "ms", title=name.replace("_", " "), rank=1)
       for name, meaning in PARTS.items()),
     Column("rest_ms", "what lies between the parts", "ms", title="rest", rank=2),
-    Column("later_ms", "a later call, from host to host: the median", "ms", title="later call"),
+    Column("later_ms", "a later call, from host to host: the median", "ms", title="later, ms"),
     Column("read_mb", "read from disk for the process, in the round in the middle", "MB", title="read, MB", rank=1),
     *with_limits(Column("speedup", "the first form's first answer over this one's, by rounds", kind=RATIO,
                         title="speed-up")),
@@ -79,6 +80,11 @@ class ColdStartSamples:
         return [one.first_answer for one in self.rounds]
 
     @property
+    def later(self) -> float:
+        """Median seconds of a later call."""
+        return statistics.median(value for each in self.rounds for value in each.later)
+
+    @property
     def middle(self) -> ColdStart:
         """The round whose first answer is the median, the later one of two."""
         return sorted(self.rounds, key=lambda one: one.first_answer)[len(self.rounds) // 2]
@@ -88,8 +94,8 @@ class ColdStartSamples:
         middle = self.middle
         largest = sorted(middle.parts.items(), key=lambda item: -item[1])[:NAMED]
         named = " and ".join(f"{PARTS[name]} ({100 * s / middle.first_answer:.0f} %)" for name, s in largest)
-        times = middle.first_answer / statistics.median(middle.later)
-        return f"{self.title}, files {self.files}: most of it is {named}; a later call takes 1/{times:,.0f} of it."
+        times = significant(stats.center(self.wholes).value / self.later)
+        return f"{self.title}, files {self.files}: most of it is {named}; a later call takes 1/{times} of it."
 
     def describe_uncompiled(self) -> str:
         """Return a sentence on libraries without byte-code and the remedy; "" where they have it."""
@@ -146,7 +152,7 @@ def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
     row: Row = {
         "form": one.title, "files": one.files, **limited("first_answer_ms", stats.center(one.wholes), 1e3), **parts,
         "rest_ms": 1e3 * (middle.first_answer - sum(middle.parts.values())),
-        "later_ms": 1e3 * statistics.median(value for each in one.rounds for value in each.later),
+        "later_ms": 1e3 * one.later,
         "read_mb": None if middle.read_bytes is None else middle.read_bytes / 1e6, "rounds": len(one.rounds),
     }  # fmt: skip
     return row | (compare_cells(speedup, False) or {"verdict": "reference"})

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dyno.cli import options
-from dyno.formatting import bullet
+from dyno.formatting import bullet, wrapped
 from dyno.worker.option_values import option
 from dyno.worker.spec import UserError, plain
 
@@ -138,7 +138,7 @@ def _bisect(model: str, asked: BisectOptions, fail_on: str, out: str, overrides:
         pythons=_parse_interpreters(asked.pythons), add=asked.add, by=asked.by or "speed", fail_on=fail_on,
         out=out or None, quiet=False, **overrides,
     )  # fmt: skip
-    print("\n".join(map(plain, result.verdicts)))
+    print("\n".join(map(wrapped, result.verdicts)))
     return result.exit_code
 
 
@@ -174,7 +174,7 @@ def write_output(comparison: Comparison, format: str, junit: str, summary: str) 
     table = replace(comparison.table, notes=()) if sentences else comparison.table
     print(export([table, *([comparison.video] if comparison.video else [])], format), end="")
     if sentences:
-        print("\n" + "\n".join(map(plain if format == "text" else bullet, comparison.verdicts)))
+        print("\n" + "\n".join(map(wrapped if format == "text" else bullet, comparison.verdicts)))
         if comparison.folder and format == "text":
             print(f"\nrun folder: {plain(Path(comparison.folder))}")
     for note in comparison.notes:

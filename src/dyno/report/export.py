@@ -238,7 +238,9 @@ def _text_parts(table: Table, by: By, only: str, alone: bool) -> Iterator[str]:
         notes = [*part.notes]
         if number == len(parts) and hidden:
             more = MORE if most else f"not shown at this width: {', '.join(hidden)}"
-            notes[len(notes) - bool(table.notes) :] = ["; ".join([*(note.rstrip(".") for note in table.notes), more])]
+            notes[len(notes) - bool(table.notes) :] = [
+                "; ".join([*(note.rstrip(".") for note in table.notes[-1:]), more])
+            ]
         yield _text_part(_make_heading(table, part, alone), replace(part, columns=columns, notes=notes), width)
 
 

@@ -293,6 +293,8 @@ def test_sentences_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "50")
     assert width() == 50 and max(map(len, wrapped(sentence).splitlines())) <= 50
     assert wrapped(sentence).split() == sentence.split()
+    command = "dyno export runs/two fe71c819a607"
+    assert wrapped(f"next: the same command goes on; take it: {command}").splitlines()[-1].strip() == command
     monkeypatch.delenv("COLUMNS")
     assert width() == UNLIMITED and "\n" not in wrapped(sentence)
 
@@ -313,3 +315,31 @@ def test_a_long_list_of_words_is_folded_on_a_page() -> None:
     ]
     page = export([Table("parts", "Parts", "", columns, rows)], "html")
     assert page.count('class="wide"') == 1 and re.search(r'<td class="wide"[^>]*>2 Reshape', page)
+
+
+def test_a_note_is_printed_once_where_columns_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    columns = (Column("name", kind=TEXT), Column("remark", kind=TEXT, rank=1))
+    row = {"name": "encoder", "remark": "batch norm folded, 2 fused into one"}
+    printed = export([Table("layers", "Layers", "", columns, [row], notes=("first note.", "second note."))])
+    assert printed.count("first note.") == 1 and "second note; not shown at this" in printed
+
+
+@pytest.mark.parametrize(("name", "slower"), [("model", 400.0), ("throughput", 1.0)])
+def test_figures_that_the_host_to_host_latency_contradicts(tmp_path: Path, name: str, slower: float) -> None:
+    """A single job without blocks, as of `dyno time`: others disturbed one of its timings, not the others."""
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch", statuses=("ok",))], samples=40, count=30)
+    (path,) = folder.glob("trials/*/r0/record.json")
+    record = read_json(path)
+    record["facts"] |= {"others_busy": {name: 1.4}, "contention_threshold": 0.2}
+    for measured in record["measurements"]:
+        if measured["tag"] == "throughput":
+            measured["value"] /= 70 if name == "throughput" else 1
+    write_json(path, record)
+    with np.load(path.with_name("samples.npz")) as stored:
+        samples = {**stored, "latency_model": stored["latency_model"] * slower}
+    np.savez(path.with_name("samples.npz"), **samples)
+    run = trial_table.read_trials(folder)
+    text, (row,) = " ".join(printed.trials(run).split()), run.frame.to_dict("records")
+    assert ("pytorch fp32: 4" in text and "ms is too long, as host to host, which includes it" in text) == (slower > 1)
+    assert np.isnan(row["throughput_ips"]) == (name == "throughput")

@@ -455,15 +455,15 @@ def _measure_rate(t: TrialResult) -> stats.Interval:
 
 
 def _find_contradiction(t: TrialResult, boundary: str, seconds: float) -> float | None:
-    """Return a quiet round's latency at another boundary, where others disturbed every round of this one so that it
-    takes over twice as long; None if nothing contradicts it.
+    """Return the latency at another boundary, where others disturbed every round of this one so that it takes over
+    twice as long; None if nothing contradicts it.
 
     A GPU's copies may take as long without any disturbance.
     """
     if t.device.startswith("cuda") or list_quiet_rounds([t], boundary, 0)[0]:
         return None
-    quiet = [m for b in LATENCIES for r in list_quiet_rounds([t], b, 0)[0] if (m := r.median(b))]
-    return median(quiet) if quiet and seconds > WIDEST * median(quiet) else None
+    usual = min((median(found) for b in LATENCIES if (found := quiet_medians(t, b))), default=math.nan)
+    return usual if seconds > WIDEST * usual else None
 
 
 def _read_values(t: TrialResult) -> dict[str, Any]:
@@ -677,13 +677,18 @@ def _list_unranked(rows: list[Row]) -> list[str]:
 
 
 def _list_disturbed(rows: list[Row]) -> list[str]:
-    """Return one line on rows that were compared but have no speed-up, because their latencies contradict it."""
+    """Return lines on rows whose speed-up doesn't fit the latencies, or whose latency doesn't fit that of the whole."""
     without = [r for r in rows if r["verdict"] in (ONE_ROUND, UNDECIDED) and missing(r["speedup"])]
     names = ", ".join(f"{r['backend']} {r['precision']}" for r in without)
     return [
         f"{names}: no speed-up, as other programs disturbed the rounds so much that latencies beside each other "
-        f"contradict by more than {WIDEST:g}x; measure on a quieter machine"
-    ] * bool(without)
+        f"differ by more than {WIDEST:g}x; measure on a quieter machine"
+    ] * bool(without) + [
+        f"{r['backend']} {r['precision']}: {significant(r['latency_ms'])} ms is too long, as host to host, which "
+        f"includes it, took {significant(r['latency_all_ms_median'])} ms; measure on a quieter machine"
+        for r in rows
+        if r["boundary"] == "model" and r["latency_ms"] > WIDEST * r["latency_all_ms_median"]
+    ]
 
 
 def _list_unproven(rows: list[Row], most: Sequence[limits.Limit]) -> Iterator[str]:
