@@ -22,6 +22,7 @@ import pytest
 from rich.console import Console
 
 from dyno import Study
+from dyno.formatting import WIDEST
 from dyno.jobs import nvml
 from dyno.jobs.launcher import read_stage
 from dyno.jobs.progress import Progress
@@ -37,7 +38,7 @@ from dyno.runner.execute import Files, Rounds, execute
 from dyno.store import Run
 from dyno.study.plan import expand
 from dyno.worker.record import Record, write_json, write_record
-from dyno.worker.spec import Dims, Job, ModelSpec, Plan, Runtime, Trial, to_json
+from dyno.worker.spec import BOUNDARIES, Dims, Job, ModelSpec, Plan, Runtime, Trial, to_json
 from refusals import refuses
 from waiting import until
 
@@ -587,33 +588,35 @@ def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
 
 def test_one_undisturbed_round_of_five_gives_latencies_and_the_best_estimate(study: Any, tmp_path: Path) -> None:
     """Others disturb the slow trial far more, so that the mean of all rounds' ratios is many times the real one."""
-    run(study(rounds=5, seconds=0.3, boundaries=("model", "throughput")), tmp_path)
-    slower = (1, 3, 3, 120, 90)
+    run(study(rounds=5, seconds=0.3, boundaries=BOUNDARIES), tmp_path)
+    noise = np.random.default_rng(0)
     for path in tmp_path.glob("trials/*/r*/record.json"):
         record = json.loads(path.read_text())
-        is_slow = json.loads(path.with_name("job.json").read_text())["trial"]["options"]["latency_ms"] == 4
-        times = slower[record["round"]] if is_slow else 1
+        usual = json.loads(path.with_name("job.json").read_text())["trial"]["options"]["latency_ms"] / 1e3
+        seconds = usual * ((1, 3, 3, 120, 90)[record["round"]] if usual == 4e-3 else 1)
         with np.load(path.with_name("samples.npz")) as stored:
-            samples = {name: each * times if name.startswith("latency") and each.dtype.kind == "f" else each
-                       for name, each in stored.items()}  # fmt: skip
+            samples = dict(stored)
+        for name in ("latency_model", "latency_all"):
+            samples[name] = seconds * noise.lognormal(0, 0.01, len(samples[name]))
         np.savez(path.with_name("samples.npz"), **samples)
-        waited = 0.5 if record["round"] else 0.0
-        counts = {name: len(record["facts"]["blocks"][name]) for name in ("model", "throughput")}
-        record["facts"]["delays"] = {"model": [waited] * counts["model"], "throughput": [0.5] * counts["throughput"]}
         for measured in record["measurements"]:
-            if is_slow and measured["tag"] == "throughput":
-                measured["value"] /= 60
+            if measured["tag"] == "throughput":
+                measured["value"] = 1 / (60 * usual if usual == 4e-3 else usual)
+        waited = {"model": 0.5 if record["round"] else 0.0, "all": 0.5, "throughput": 0.5}
+        counts = {name: len(record["facts"]["blocks"][name]) for name in BOUNDARIES}
+        record["facts"]["delays"] = {name: [waited[name]] * count for name, count in counts.items()}
+        record["facts"]["core_latencies"] = {name: [170] * count for name, count in counts.items()}
         path.write_text(json.dumps(record))
     results = read_trials(load_run(tmp_path))
     fast, slow = (row for _, row in results.frame.sort_values("latency_ms").iterrows())
-    assert slow["latency_ms"] == pytest.approx(4, rel=0.5) and np.isnan(slow["throughput_ips"])
-    row, ratio = (fast, slow["latency_ms"] / fast["latency_ms"])
-    if row["verdict"] == "reference":
-        row, ratio = slow, 1 / ratio
-    assert row["speedup"] == pytest.approx(ratio) and row["verdict"] in ("faster", "slower")
+    assert (fast["latency_ms"], slow["latency_ms"]) == pytest.approx((2, 4), rel=0.02)
+    assert (fast["latency_all_ms_median"], fast["throughput_ips"]) == pytest.approx((2, 500), rel=0.02)
+    assert np.isnan(slow["latency_all_ms_median"]) and np.isnan(slow["throughput_ips"])
+    row, ratio = (fast, 2.0) if slow["verdict"] == "reference" else (slow, 0.5)
+    assert row["speedup"] == pytest.approx(ratio, rel=0.05) and row["verdict"] in ("faster", "slower", "undecided")
     assert row["speedup_low"] <= ratio <= row["speedup_high"]
-    far = np.exp(np.mean(log_ratios(results.trials[slow["trial"]], results.trials[fast["trial"]], "model")))
-    assert far > 4 * slow["latency_ms"] / fast["latency_ms"]
+    logs = log_ratios(results.trials[slow["trial"]], results.trials[fast["trial"]], "model")
+    assert np.exp(np.mean(logs)) > 4 * WIDEST
 
 
 @pytest.mark.parametrize(("lost", "is_short"), [((), False), ((2,), True), ((0, 1, 2), False)])

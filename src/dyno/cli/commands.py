@@ -249,7 +249,7 @@ def finish(folder: Path, format: str = "text") -> int:
         last = f"report: {page.write_report([run], folder)}"
     print((_describe_visible(run) if format == "text" else "") + _format_answer(run, format), end="")
     print(f"\n{last}" if format == "text" else f"dyno: {last}", file=sys.stdout if format == "text" else sys.stderr)
-    code = trial_table.exit_code(run.frame, budget=bool(run.budgets))
+    code = trial_table.exit_code(run.frame, budget=bool(run.budgets), beyond=[t.id for t in run.records.beyond_model])
     return code or int(bool(run.limits) and not ranking.is_within_limits(run))
 
 

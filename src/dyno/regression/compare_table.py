@@ -19,7 +19,7 @@ from dyno.regression.rules import LESS_ACCURATE, SLOWER, STATUS, WRONG_OUTPUTS, 
 from dyno.report.tables import TableKind, trial_table
 from dyno.report.tables.trial_table import IDENTITY, pick
 from dyno.results import metrics, ranking, remarks, stats
-from dyno.results.blocks import find_apart_jobs
+from dyno.results.blocks import find_apart_jobs, quiet_medians
 from dyno.results.correctness import INCOMPARABLE, OTHER_WEIGHTS, WRONG, incomparable
 from dyno.results.metrics import accuracy, agreement
 from dyno.results.metrics.metric import Change, Metric, in_percent
@@ -314,7 +314,7 @@ def _compare_speeds(
     for (a, b), outputs in zip(shared, checked, strict=True):
         boundary = "" if explain_refusal(a, b) else trial_table.compared_boundary(b, a)
         clock = clock_of(boundary, a, b)
-        medians = a.medians(boundary, clock), b.medians(boundary, clock)
+        medians = quiet_medians(a, boundary, clock), quiet_medians(b, boundary, clock)
         if not (boundary and all(medians)):
             rows.append({})
             family.append(None)

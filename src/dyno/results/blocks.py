@@ -190,6 +190,15 @@ def list_quiet_rounds(
     return quiet if min(map(len, quiet)) >= least else timed
 
 
+def quiet_medians(t: TrialResult, boundary: str, clock: str = "") -> list[float]:
+    """Return the median latency in seconds of each undisturbed round, or of all if there is none, by that clock.
+
+    Where rounds go through several builds there is one value per build.
+    """
+    [rounds] = list_quiet_rounds([t], boundary, 1)
+    return t.medians(boundary, clock, {r.folder.name for r in rounds})
+
+
 def _is_undisturbed(r: Round, boundary: str, delay: float | None, usual: tuple[float, float]) -> bool:
     """Return whether other programs disturbed so few of its blocks that the median of all is a quiet machine's.
 

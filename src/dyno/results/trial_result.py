@@ -485,6 +485,18 @@ class Results:
     def __getitem__(self, place: int | slice) -> TrialResult | list[TrialResult]:
         return self.trials[place]
 
+    @property
+    def beyond_model(self) -> list[TrialResult]:
+        """Failed trials in a precision that Dyno added, whose backend did not fail in the model's own."""
+        if any(self.settings.get(name) for name in ("backends", "precisions", "baseline")):
+            return []
+
+        def fails(t: TrialResult, *, own: bool) -> bool:
+            return t.status == "failed" and (t.precision == (t.spec["model"].get("precision") or "fp32")) is own
+
+        stopped = {(t.model, t.backend, t.batch, t.size) for t in self if fails(t, own=True)}
+        return [t for t in self if fails(t, own=False) and (t.model, t.backend, t.batch, t.size) not in stopped]
+
     def trial(self, id: str) -> TrialResult:
         """Return the trial with that id, or with an id that begins so; UserError unless it is exactly one."""
         matches = [t for t in self.trials if t.id.startswith(id)]

@@ -199,7 +199,10 @@ class Backend(ABC):
             return f"{trial.precision} is for a file with such weights; Dyno doesn't quantise to it"
         precisions = [name for name in self.precisions if name != "tf32" or not on_cpu]
         if trial.precision not in precisions:
-            return f"{self.name} has no {trial.precision} here (it has {', '.join(precisions)})"
+            is_default = not trial.model.file and trial.precision == (trial.model.precision or "fp32")
+            names = f"--precision {precisions[0]}, or --backend {self.name}/{precisions[0]}" if precisions else ""
+            step = f"; give {names}" if is_default and names else ""
+            return f"{self.name} has no {trial.precision} here (it has {', '.join(precisions)}){step}"
         if trial.runtime.device.split(":")[0] not in self.devices:
             return f"{self.name} can't run on {trial.runtime.device} (it runs on {', '.join(self.devices)})"
         file = trial.model.file

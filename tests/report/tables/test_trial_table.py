@@ -16,6 +16,7 @@ from dyno.formatting import markdown, plain, points, show, significant
 from dyno.report import tables
 from dyno.report.export import export
 from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
 from dyno.results.metrics.precision import truth
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, load_run
@@ -133,6 +134,21 @@ def test_a_row_without_a_speed_up_says_why(
     assert " openvino fp32: no speed-up, as other programs disturbed the rounds so much" in text
 
 
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_disturbed_latency_that_a_quiet_one_contradicts_gives_no_speed_up(tmp_path: Path, rounds: int) -> None:
+    """latency/model is disturbed in every round and 30 times as long as latency/all, which is quiet."""
+    facts = {"delays": {"model": [0.5] * 4, "all": [0.0] * 4}}
+    ways = [Way("pytorch", statuses=("ok",) * rounds, facts=facts), Way("b", seconds=0.005, statuses=("ok",) * rounds)]
+    folder = synthetic.write_run(tmp_path / "run", ways)
+    for path in folder.glob(f"trials/{ways[0].trial.id}/r*/samples.npz"):
+        with np.load(path) as stored:
+            np.savez(path, **{name: each * (30 if name == "latency_model" else 1) for name, each in stored.items()})
+    found = trial_table.read_trials(load_run(folder))
+    row = one(found.frame, "b fp32")
+    assert np.isnan(row["speedup"]) and row["verdict"] == ("one round only" if rounds == 1 else "undecided")
+    assert "latencies beside each other contradict by more than 2x" in " ".join(printed.trials(found).split())
+
+
 def test_other_weights_are_refused_with_a_sentence(tmp_path: Path) -> None:
     r = one(run(tmp_path, Way("pytorch"), Way("openvino", facts={"weights_sha256": "f" * 64})).frame, "openvino fp32")
     assert r["verdict"] == "not comparable: different weights"
@@ -208,6 +224,23 @@ def test_exit_codes(demo: Results, tmp_path: Path) -> None:
     results = load_run(synthetic.write_run(tmp_path / "bad", bad, samples=5))
     assert trial_table.exit_code(trial_table.read_trials(results).frame) == 0
     assert trial_table.exit_code(trial_table.read_trials(results, budget={"top1": 2.0}).frame) == 1
+
+
+def test_a_precision_that_dyno_added_and_the_model_cannot_do_is_a_note(tmp_path: Path) -> None:
+    fails = {"statuses": ("failed",), "reason": "load: expected Float but found BFloat16"}
+    ways = [Way("pytorch"), Way("pytorch", "bf16", **fails), Way("compile", "bf16", **fails)]
+    folder = synthetic.write_run(tmp_path / "run", ways, samples=5)
+    assert trial_table.read_trials(folder).records.beyond_model == [], "its backends were named"
+    (folder / "study.toml").write_text('models = ["digits"]\n', encoding="utf-8")
+    run = trial_table.read_trials(folder)
+    beyond = [t.id for t in run.records.beyond_model]
+    assert len(beyond) == 2 and trial_table.exit_code(run.frame, beyond=beyond) == 0
+    lines = " ".join(verdict.read_verdict(run).sentences)
+    assert "2 rows in bf16, which Dyno added, failed (" in lines and "did not finish" not in lines
+    fp32 = [Way("pytorch"), Way("compile", **fails), Way("compile", "bf16", **fails)]
+    folder = synthetic.write_run(tmp_path / "other", fp32, samples=5)
+    (folder / "study.toml").write_text('models = ["digits"]\n', encoding="utf-8")
+    assert load_run(folder).beyond_model == [], "compile fails in any precision"
 
 
 def test_text_fits_hides_what_is_empty_and_names_failures(whole: RunData) -> None:

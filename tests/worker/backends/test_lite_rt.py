@@ -48,11 +48,19 @@ def tflite(schema: Any, path: Path, io: str = "float32", weights: str = "float32
         if kind == "int8":
             tensor.quantization = schema.QuantizationParametersT()
             tensor.quantization.scale, tensor.quantization.zeroPoint = [[each] for each in scales[name]]
-        if name in values:
+        if name == "w" and weights == "float16":
+            tensor.name, tensor.type = "wide", schema.TensorType.FLOAT32  # what the layer reads; another widens it
+        elif name in values:
             tensor.buffer = len(model.buffers)
             model.buffers.append(schema.BufferT())
             model.buffers[-1].data = np.frombuffer(values[name].tobytes(), np.uint8)
         graph.tensors.append(tensor)
+    if weights == "float16":
+        stored = schema.TensorT()
+        stored.name, stored.shape, stored.type, stored.buffer = "w", [2, 4], schema.TensorType.FLOAT16, 2
+        model.buffers.append(schema.BufferT())
+        model.buffers[-1].data = np.frombuffer(values["w"].tobytes(), np.uint8)
+        graph.tensors.append(stored)
     layer, rest = schema.OperatorT(), schema.OperatorT()
     layer.inputs, layer.outputs, rest.inputs, rest.outputs, rest.opcodeIndex = [0, 1, -1], [2], [2, 3], [4], 1
     layer.builtinOptionsType = schema.BuiltinOptions.FullyConnectedOptions
@@ -63,6 +71,12 @@ def tflite(schema: Any, path: Path, io: str = "float32", weights: str = "float32
         code.builtinCode = code.deprecatedBuiltinCode = kind
     graph.inputs, graph.outputs, model.subgraphs = [0], [2] if io == "int8" else [2, 4], [graph]
     graph.operators = [layer] if io == "int8" else [layer, rest]
+    if weights == "float16":
+        widen, code = schema.OperatorT(), schema.OperatorCodeT()
+        widen.inputs, widen.outputs, widen.opcodeIndex = [5], [1], 2
+        code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.DEQUANTIZE
+        graph.operators.insert(0, widen)
+        model.operatorCodes.append(code)
     builder = flatbuffers.Builder()
     builder.Finish(model.Pack(builder), b"TFL3")
     path.write_bytes(bytes(builder.Output()))
@@ -165,6 +179,15 @@ def test_float_activations_and_int8_weights_run_in_int8(library: Any, tmp_path: 
     path = tflite(library, tmp_path / "net.tflite", "float32", "int8")
     assert registry.formats()["tflite"].read(path, trial_of(path)).precision == "int8"
     assert load(trial_of(path, "int8", "int8"), tmp_path).facts().layers_by_type == {"int8": 1}
+
+
+def test_a_file_with_weights_in_fp16_is_called_so(library: Any, tmp_path: Path) -> None:
+    path = tflite(library, tmp_path / "net.tflite", "float32", "float16")
+    assert registry.formats()["tflite"].read(path, trial_of(path)).precision == "fp16"
+    truth = load(trial_of(path, "fp16", "fp16"), tmp_path).facts().precision_truth
+    assert truth.refuted and "1 have weights stored in float16" in truth.sentence
+    for other in ("fp32", "int8"):
+        assert LITERT.refuse(trial_of(path, other, "fp16")).startswith("the file's weights are fp16 already")
 
 
 def test_a_file_that_mixes_types_ran_in_its_own(library: Any, tmp_path: Path) -> None:

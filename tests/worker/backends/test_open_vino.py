@@ -216,6 +216,14 @@ def test_an_ir_is_a_model_too_but_not_without_its_weights(digits: Any, fp32: Art
     assert digits.accuracy(session, 1) > 0.95
 
 
+def test_a_path_with_commas_is_one_path(static_file: Path, tmp_path: Path) -> None:
+    """As a trainer's sweeps name folders; OpenVINO's converter takes it for a list."""
+    path = tmp_path / "lr=0.1,bs=32/net,v2.onnx"
+    path.parent.mkdir()
+    shutil.copy(static_file, path)
+    assert len(open_vino.read_model(open_vino.library(), str(path)).inputs) == 1
+
+
 def test_bad_files_are_one_line(digits: Any, fp32: Artifact, tmp_path: Path) -> None:
     text = Path(fp32.path).read_text()
     weights = Path(fp32.path).with_suffix(".bin").read_bytes()

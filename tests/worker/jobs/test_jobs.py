@@ -4,6 +4,7 @@ import builtins
 import importlib
 import os
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,23 @@ def test_torchscript_saved_in_training_runs_as_for_answers(tmp_path: Path) -> No
     script.save(tmp_path / "net.torchscript")
     loaded, x = saved_modules.load(str(tmp_path / "net.torchscript")), torch.randn(3, 6)
     assert torch.equal(loaded(x), script.eval()(x)) and not loaded.training
+
+
+def test_a_module_of_another_pytorch_says_what_to_do(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "net.pt2", "w") as archive:
+        archive.writestr("net/archive_version", "9999")
+    with pytest.raises(UserError, match="if another version saved it, save it again with this one") as caught:
+        saved_modules.load(str(tmp_path / "net.pt2"))
+    assert torch.__version__ in str(caught.value)
+
+
+@pytest.mark.slow
+def test_torchscript_runs_in_bf16_and_what_needs_an_export_skips_it(call: Any, tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()).eval()
+    torch.jit.trace(net, torch.rand(1, 3, 8, 8)).save(tmp_path / "net.torchscript")
+    words = ("--backend", "pytorch,aoti", "--precision", "fp32,bf16", "--size", "8", "--rounds", "1", "--seconds")
+    _, out, _ = call("run", "net.torchscript", *words, "0.02", "--warmup", "0.01", "--out", "run", code=0)
+    assert "aoti bf16 skipped: torch.export can't read TorchScript" in " ".join(out.split())
 
 
 def test_the_batch_of_a_program_goes_before_the_usual_one_of_dyno_eval(call: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dyno.report.tables import TableKind
 from dyno.report.tables.trial_table import IDENTITY, REFERENCE, build_seconds, pick
 from dyno.results import ranking, stats
 from dyno.results import ranking as results_ranking
+from dyno.results.blocks import quiet_medians
 from dyno.results.correctness import INCOMPARABLE
 from dyno.results.metrics.metric import Metric
 from dyno.results.ranking import LATENCY, THROUGHPUT, Ranking, list_usable, rank_goals
@@ -127,8 +128,7 @@ def break_even(row: pd.Series, trial: TrialResult, reference: TrialResult) -> Br
     gain of more than all of it. Preparation is measured once and taken as exact.
     """
     boundary, clock = str(row["boundary"]), str(row["clock"])
-    costs = [m / trial.batch for m in trial.medians(boundary, clock)]
-    reference_costs = [m / reference.batch for m in reference.medians(boundary, clock)]
+    costs, reference_costs = ([m / t.batch for m in quiet_medians(t, boundary, clock)] for t in (trial, reference))
     speedup = _find_speedup(row, trial, reference) or stats.speedup(costs, reference_costs)
     if math.isnan(speedup.value):
         return None

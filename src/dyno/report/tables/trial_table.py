@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.formatting import WIDEST, counting, images_tested, significant, sized
 from dyno.report.tables import TableKind
 from dyno.results import correctness, limits, metrics, ranking, remarks, stats
-from dyno.results.blocks import list_quiet_rounds
+from dyno.results.blocks import list_quiet_rounds, quiet_medians
 from dyno.results.correctness import (
     AGREE,
     INCOMPARABLE,
@@ -399,12 +399,14 @@ def _check_precision(t: TrialResult) -> dict[str, Any]:
     return {"ran_as": str(types), "asked_share": share, "precision_ok": types.answer}
 
 
-def exit_code(table: pd.DataFrame, *, budget: bool = False) -> int:
+def exit_code(table: pd.DataFrame, *, budget: bool = False, beyond: Collection[str] = ()) -> int:
     """Return the exit code of a study.
 
-    0 good, 1 every trial with a budget is over it, 3 some trials did not finish (a skipped one was never started), gave
-    wrong outputs, have no accuracy to be compared with the `budget`, or no trial ran.
+    0 good, 1 every trial with a budget is over it, 3 some trials did not finish (a skipped one was never started, and
+    nobody asked for those of `beyond`), gave wrong outputs, have no accuracy to be compared with the `budget`, or no
+    trial ran.
     """
+    table = table[~table["trial"].isin(list(beyond))]
     if not set(table["status"]) <= {"ok", "skipped"} or "ok" not in set(table["status"]):
         return 3
     if ((table["outputs"] == WRONG) & (table["budget"] != accuracy.OVER)).any():
@@ -427,6 +429,8 @@ def _compute_latencies(t: TrialResult) -> dict[str, float]:
         if sampled := [each for each in t.sampled("latency", boundary) if each[0] in quiet]:
             rounds = [samples for _, samples in sampled]
             s = stats.over_rounds(rounds)
+            if boundary != compared_boundary(t) and _find_contradiction(t, boundary, s.median):
+                continue
             columns |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
             columns[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
             columns[f"samples_{boundary}"] = min(map(len, rounds))
@@ -444,19 +448,23 @@ def _compute_percentile(sampled: Sequence[tuple[Round, np.ndarray]], q: float) -
 
 
 def _measure_rate(t: TrialResult) -> stats.Interval:
-    """Return inputs per second over the quiet rounds.
-
-    It is NaN where other programs disturbed every round so much that less than half of what the latencies allow was
-    left.
-    """
-    [quiet], [rounds] = (list_quiet_rounds([t], "throughput", least) for least in (0, 1))
+    """Return inputs per second over the quiet rounds, NaN where it was lost to other programs."""
+    [rounds] = list_quiet_rounds([t], "throughput", 1)
     rate = stats.center(by_build((r, v) for r in rounds if (v := r.value("throughput", "throughput"))))
-    rounds_by_boundary = [list_quiet_rounds([t], b, 1)[0] for b in LATENCIES]
-    latencies = [[r.median(b) or math.nan for r in each] for b, each in zip(LATENCIES, rounds_by_boundary, strict=True)]
-    usual = min((median(each) for each in latencies if each), default=math.nan)
-    if not quiet and rate.value * usual * WIDEST < t.batch:
-        return stats.Interval(math.nan, math.nan, math.nan)
-    return rate
+    return stats.Interval(*3 * (math.nan,)) if _find_contradiction(t, "throughput", t.batch / rate.value) else rate
+
+
+def _find_contradiction(t: TrialResult, boundary: str, seconds: float) -> float | None:
+    """Return the latency of a boundary, of its quiet rounds if it has any, where others disturbed every round of this
+    one so that it takes over twice as long; None if nothing contradicts it.
+
+    A GPU's copies may take as long without any disturbance.
+    """
+    if t.device.startswith("cuda") or list_quiet_rounds([t], boundary, 0)[0]:
+        return None
+    medians = [[m for r in list_quiet_rounds([t], b, 1)[0] if (m := r.median(b))] for b in LATENCIES]
+    usual = min((median(each) for each in medians if each), default=math.inf)
+    return usual if seconds > WIDEST * usual else None
 
 
 def _read_values(t: TrialResult) -> dict[str, Any]:
@@ -554,8 +562,7 @@ def _compute_speed(t: TrialResult, against: ComparisonBasis, compare: bool) -> d
     reference = against.reference if compare else None
     boundary = compared_boundary(t, reference) or compared_boundary(t)
     clock = against.clocks.get(boundary) or clock_of(boundary, t)
-    quiet = {r.folder.name for r in list_quiet_rounds([t], boundary, 1)[0]}
-    own = stats.center(t.medians(boundary, clock, quiet)) if boundary else None
+    own = stats.center(quiet_medians(t, boundary, clock)) if boundary else None
     columns: dict[str, Any] = {"boundary": boundary, "clock": clock if boundary else ""}
     if own is None:
         return columns
@@ -584,9 +591,12 @@ def _judge_families(
             if evidence is not None:
                 families[row["reference"]].append((row, evidence))
     latencies = {row["trial"]: row.get("latency_ms", math.nan) for row in rows}
+    for t in trials:
+        quiet = _find_contradiction(t, compared_boundary(t), latencies[t.id] / 1e3)
+        latencies |= {t.id: 1e3 * quiet} if quiet else {}
     for family in families.values():
         for (row, _), s in zip(family, stats.decide_family([e for _, e in family], rule), strict=True):
-            s = _fit_latencies(s, latencies[row["reference"]] / row["latency_ms"])
+            s = _fit_latencies(s, latencies[row["reference"]] / latencies[row["trial"]])
             row |= {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict,
                     "measured": s.measured, "p_value": s.p, "equivalent": 100 * rule.margin,
                     "more_rounds": s.more, "builds": s.builds or row.get("builds"),
@@ -668,12 +678,12 @@ def _list_unranked(rows: list[Row]) -> list[str]:
 
 
 def _list_disturbed(rows: list[Row]) -> list[str]:
-    """Return lines on rows whose speed-up doesn't fit the latencies, or whose latency doesn't fit that of the whole."""
+    """Return lines on rows without a speed-up because latencies contradict it, or with a latency that is too long."""
     without = [r for r in rows if r["verdict"] in (ONE_ROUND, UNDECIDED) and missing(r["speedup"])]
     names = ", ".join(f"{r['backend']} {r['precision']}" for r in without)
     return [
-        f"{names}: no speed-up, as other programs disturbed the rounds so much that the ratio within blocks "
-        f"and that of the latencies differ by more than {WIDEST:g}x; measure on a quieter machine"
+        f"{names}: no speed-up, as other programs disturbed the rounds so much that latencies beside each other "
+        f"contradict by more than {WIDEST:g}x; measure on a quieter machine"
     ] * bool(without) + [
         f"{r['backend']} {r['precision']}: {significant(r['latency_ms'])} ms is too long, as host to host, which "
         f"includes it, took {significant(r['latency_all_ms_median'])} ms; measure on a quieter machine"

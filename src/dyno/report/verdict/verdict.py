@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from dyno.formatting import counting, indentation, plain, ratio, short, sized
+from dyno.formatting import counting, indentation, join_names, plain, ratio, short, sized
 from dyno.report import self_test
 from dyno.report.verdict import decisions
 from dyno.report.verdict import findings as verdict_findings
@@ -279,19 +279,28 @@ def _find_waiting_models(results: Results) -> Iterator[Finding]:
     yield Finding(WARNING, f"{begin}{names}; the same command goes on.")
 
 
-def _describe_outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:
-    count = Counter(t.status for t in results)
-    failed = {status: n for status, n in count.items() if status not in ("ok", "skipped", UNFINISHED)}
-    total = len(results.trials)
+def _describe_failures(results: Results) -> Iterator[Finding]:
+    """Yield how many trials failed and why; those in a precision that Dyno added are a note of their own."""
+    beyond = results.beyond_model
+    notes = {t.id for t in beyond}
+    failed = [t for t in results if t.id not in notes and t.status not in ("ok", "skipped", UNFINISHED)]
     if failed:
-        counts = ", ".join(f"{n} {status}" for status, n in failed.items())
+        counts = ", ".join(f"{n} {status}" for status, n in Counter(t.status for t in failed).items())
         yield Finding(
             FAILURE,
-            f"{sum(failed.values())} of {counting(total, 'trial')} did not finish: {counts} "
-            f"({_list_reasons(t for t in results if t.status in failed)}); the same command with --retry-failed "
-            "measures them again.",
+            f"{len(failed)} of {counting(len(results), 'trial')} did not finish: {counts} ({_list_reasons(failed)}); "
+            "the same command with --retry-failed measures them again.",
             PROBLEMS,
         )
+    if beyond:
+        names, rows = join_names(list(dict.fromkeys(t.precision for t in beyond))), counting(len(beyond), "row")
+        text = f"{rows} in {names}, which Dyno added, failed ({_list_reasons(beyond)}); --precision names yours."
+        yield Finding(NOTE, text, PROBLEMS)
+
+
+def _describe_outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:
+    count, total = Counter(t.status for t in results), len(results.trials)
+    yield from _describe_failures(results)
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
         yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
     yield from _find_waiting_models(results)

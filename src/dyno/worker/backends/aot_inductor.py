@@ -48,6 +48,7 @@ from dyno.worker.sessions.torch_support import (
     notes,
     positional,
     probe_processor,
+    refuse_script,
     silenced,
 )
 from dyno.worker.spec import BATCH, Artifact, DataSpec, Option, Recipe, Tensor, Trial, Unavailable, UserError
@@ -183,7 +184,7 @@ class AotMaker(Maker):
         device = device_named(torch, recipe.runtime.device)
         configure(torch, settings, benchmark=False)
         with memory_errors(), compiler_errors(), torch.no_grad(), silenced():
-            module = models.load(recipe.model, recipe.dims)
+            module = refuse_script(torch, models.load(recipe.model, recipe.dims))
             weights, class_names = models.weights_sha256(module), models.read_purpose(recipe.model, module).class_names
             module = cast(module.to(device), TYPES[recipe.precision])
             flat = positional(torch, module, recipe.model.inputs, flat=True)

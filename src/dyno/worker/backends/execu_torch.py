@@ -250,7 +250,7 @@ class ExecuTorchMaker(Maker):
             return replace(made, seconds=0.0, made_by=_add_operators(facts, path))
         torch = torch_support.import_torch()
         with torch_support.memory_errors(), torch.no_grad(), torch_support.silenced():
-            module = models.load(recipe.model, recipe.dims)
+            module = torch_support.refuse_script(torch, models.load(recipe.model, recipe.dims))
             weights, parameters = models.weights_sha256(module), sum(p.numel() for p in module.parameters())
             facts = replace(facts, weights_sha256=weights, parameters=parameters)
             inputs = module_inputs(recipe.model, recipe.dims)

@@ -65,12 +65,13 @@ class TfliteFormat(FileFormat):
     on_device = True
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Read the file; it is int8 if most of its operators that multiply have quantised weights."""
+        """Read the file; it is int8 or fp16 if most of its operators that multiply have weights stored so."""
         opened = open_file(path)
         inputs, outputs = list_ports(opened)
         types = count_types(opened)
         integers = sum(types[kind] for kind in types if kind in INTEGERS)
-        precision = "int8" if 2 * integers > types.total() else "fp32"
+        halves = count_half_weights(opened)
+        precision = next((name for name, n in (("int8", integers), ("fp16", halves)) if 2 * n > types.total()), "fp32")
         ports = tuple(p.tensor for p in inputs), tuple(p.tensor for p in outputs)
         metadata = file_facts.read_attached(path)
         purpose = file_facts.read_purpose(metadata)
@@ -99,6 +100,8 @@ class LiteRT(Backend):
         """See `Backend.refuse`; a static scheme needs calibration data."""
         if reason := super().refuse(trial) or refuse_requantising(trial):
             return reason
+        if trial.model.precision == "fp16" != trial.precision:  # the quantizer leaves weights that are widened first
+            return f"the file's weights are fp16 already; run it as fp16, or give the float file for {trial.precision}"
         own = next((name for name in ("scheme", "samples") if name in trial.options), "")
         if own and (trial.precision != "int8" or trial.model.precision == "int8"):
             return f"{own} is for a float model that Dyno quantises to int8; omit it"
@@ -317,7 +320,8 @@ class LiteRTSession(Session):
         if left and delegated:
             sentence += f", {ENGINE}'s own kernels the others ({', '.join(f'{n} {name}' for name, n in left.items())})"
         truth = precision_truth(self._trial.precision, types, f"{ENGINE} by the file's types")
-        if self._trial.model.file and self._trial.precision == self._trial.model.precision and truth.refuted:
+        as_given = self._trial.model.file and self._trial.precision == self._trial.model.precision
+        if as_given and truth.refuted and self._trial.precision != "fp16":  # which is how weights are stored
             mixed = ", ".join(f"{count} in {kind}" for kind, count in types.items())
             truth = replace(
                 truth, ok=True, refuted=False, sentence=f"the file mixes types, and they were kept: {mixed}"
@@ -382,7 +386,7 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts
     nn = torch.nn
     names = [spec.name for spec in recipe.model.inputs if spec.dtype] or ["input"]
     with torch_support.memory_errors(), torch.no_grad(), torch_support.silenced():
-        module = models.load(recipe.model, recipe.dims)
+        module = torch_support.refuse_script(torch, models.load(recipe.model, recipe.dims))
         flat = torch_support.positional(torch, module, recipe.model.inputs, flat=True)
 
         class Named(nn.Module):  # type: ignore[misc, name-defined]  # torch has no types here

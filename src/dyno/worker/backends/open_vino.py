@@ -496,7 +496,8 @@ def read_model(ov: Any, path: str) -> Any:
     if path.endswith(".xml") and not weights.is_file():
         raise UserError(f"{path} needs its weights beside it: {weights.name} is missing")
     try:
-        model = None if path.endswith(".xml") else ov.convert_model(path)
+        # convert_model takes a path with commas for a list of paths.
+        model = None if path.endswith(".xml") or "," in path else ov.convert_model(path)
         # A graph with an input among its outputs is converted to one with an extra input that is never fed.
         return model if model and not _returns_inputs(model) else _create_core().read_model(path)
     # convert_model wraps what its front ends throw in its own class, which derives from Exception alone.

@@ -28,6 +28,7 @@ from dyno.worker.sessions.torch_support import (
     memory_errors,
     need_compiler,
     positional,
+    refuse_script,
     silenced,
 )
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
@@ -149,7 +150,7 @@ class TorchAOMaker(Maker):
         x86 = import_torchao(".pt2e.quantizer.x86_inductor_quantizer")
         torch.set_num_threads(recipe.runtime.threads)
         with memory_errors(), torch.no_grad(), silenced():
-            module = models.load(recipe.model, recipe.dims)
+            module = refuse_script(torch, models.load(recipe.model, recipe.dims))
             weights, parameters = models.weights_sha256(module), sum(p.numel() for p in module.parameters())
             flat = positional(torch, module, recipe.model.inputs, flat=True)
             inputs = module_inputs(recipe.model, recipe.dims)

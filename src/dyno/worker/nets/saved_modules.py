@@ -141,4 +141,9 @@ def _read_file(path: str, action: Any) -> Any:
         raise Unavailable(f"{path} can't be read: {e}") from e
     except Exception as e:  # each format has its own families of errors for a file that isn't one
         reason = (str(e).strip() or type(e).__name__).splitlines()[0].partition(". ")[0]  # PyTorch goes on to guess why
-        raise UserError(f"{path} is not a module that this PyTorch can read: {reason}") from e
+        import torch
+
+        step = "; if another version saved it, save it again with this one" if zipfile.is_zipfile(path) else ""
+        raise UserError(
+            f"{path} is not a module that this PyTorch ({torch.__version__}) can read: {reason}{step}"
+        ) from e

@@ -182,8 +182,10 @@ def cast(module: Any, kind: str) -> Any:
 
     Complex ones, which `.to` would strip of their imaginary part, keep their type.
     """
-    methods = {"float32": "float", "float16": "half", "bfloat16": "bfloat16"}
-    return getattr(module, methods[kind])()
+    name = {"float32": "float", "float16": "half", "bfloat16": "bfloat16"}[kind]
+    torch = import_torch()
+    owner = torch.nn.Module if isinstance(module, torch.jit.ScriptModule) else type(module)  # it refuses `bfloat16`
+    return getattr(owner, name)(module)
 
 
 def unwrapped(torch: Any, module: Any) -> Any:
@@ -209,6 +211,13 @@ def eager(torch: Any, module: Any) -> Any:
             part._compiled_call_impl = None
         for name, child in part._modules.items():
             part._modules[name] = child if child is None else unwrapped(torch, child)
+    return module
+
+
+def refuse_script(torch: Any, module: Any) -> Any:
+    """Return the module; raise `Unavailable` for TorchScript, whose code torch.export can't read."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise Unavailable("torch.export can't read TorchScript; give the module itself, or a program of torch.export")
     return module
 
 
