@@ -102,7 +102,9 @@ def _show_progress(probes: Mapping[Future[dict[str, Any]], str]) -> None:
                     line = f"{number}/{len(probes)} {probes[probe]}: {probe.result()['status']}, {seconds:.0f} s"
                     console.print(line, markup=False, highlight=False, soft_wrap=True)
             names = ", ".join(name for probe, name in probes.items() if probe in waiting)
-            status.update(Text(f"{count}/{len(probes)} answered in {seconds:.0f} s; waiting for {names}"))
+            status.update(
+                Text(f"{count}/{len(probes)} answered in {seconds:.0f} s{names and f'; waiting for {names}'}")
+            )
 
 
 def _probe_backend(name: str, runtime: Runtime, folder: Path, tick: Tick) -> dict[str, Any]:

@@ -200,13 +200,8 @@ def quiet_medians(t: TrialResult, boundary: str, clock: str = "") -> list[float]
 
 
 def _is_undisturbed(r: Round, boundary: str, delay: float | None, usual: tuple[float, float]) -> bool:
-    """Return whether other programs disturbed so few of its blocks that the median of all is a quiet machine's.
-
-    Without blocks, it is whether they kept no more processors busy than a quiet machine may.
-    """
-    count, limit = len(r.facts.delays.get(boundary, ())), r.facts.contention_threshold
-    if not count:
-        return limit is None or r.facts.others_busy.get(boundary, 0.0) <= limit
+    """Return whether other programs disturbed so few of its blocks that the median of all is a quiet machine's."""
+    count = len(r.facts.delays.get(boundary, ()))
     return count - len(r.disturbed_blocks(boundary, delay, usual)) >= max(min(LEAST_UNDISTURBED, count), count / 2)
 
 

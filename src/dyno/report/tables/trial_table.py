@@ -455,12 +455,13 @@ def _measure_rate(t: TrialResult) -> stats.Interval:
 
 
 def _find_contradiction(t: TrialResult, boundary: str, seconds: float) -> float | None:
-    """Return the latency at another boundary, where others disturbed every round of this one so that it takes over
+    """Return the latency at another boundary, where others may have disturbed every round of this one and it takes over
     twice as long; None if nothing contradicts it.
 
     A GPU's copies may take as long without any disturbance.
     """
-    if t.device.startswith("cuda") or list_quiet_rounds([t], boundary, 0)[0]:
+    [quiet] = list_quiet_rounds([t], boundary, 0)
+    if t.device.startswith("cuda") or any(r.facts.delays.get(boundary) for r in quiet):
         return None
     usual = min((median(found) for b in LATENCIES if (found := quiet_medians(t, b))), default=math.nan)
     return usual if seconds > WIDEST * usual else None
