@@ -520,7 +520,9 @@ def stress(
     models: options.Models,
     phases: Annotated[
         str,
-        typer.Option(help="A phase for each of these: min, opt or max of the engine's profile, random, or a number."),
+        typer.Option(
+            help="A phase for each: min, opt or max of the engine's profile (a file's: 1, 4, 8), random, or a number."
+        ),
     ] = "min,opt,max,random",
     iterations: Annotated[int, typer.Option(help="Batches in each phase.")] = 10_000,
     out: options.NewOut = "",

@@ -71,9 +71,19 @@ def test_memory_that_grows_is_found() -> None:
     assert found.wrong == 0 and found.device_growth == 2 * GROWTH // 10 * 10 and not found.to_record(1e-4).ok
 
 
-def test_a_batch_outside_the_profile_or_no_profile() -> None:
+def test_a_batch_outside_the_profile_is_refused() -> None:
     refuses("batch 9 is outside the engine's profile, 1 to 8", list, stress(Doubler(), TRIAL, ["9"], 1))
-    refuses(r"no profile .* give numbers", list, stress(Doubler(limits=None), TRIAL, ["min"], 1))
+
+
+@pytest.mark.parametrize(
+    ("phases", "batches"),
+    [
+        (["min", "opt", "max", "random"], [(1, 1), (4, 4), (8, 8), (1, 8)]),
+        (["2", "6", "random"], [(2, 2), (6, 6), (2, 6)]),
+    ],
+)
+def test_a_file_without_a_profile_has_usual_batches(phases: list[str], batches: list[tuple[int, int]]) -> None:
+    assert [each.batches for each in stress(Doubler(limits=None), TRIAL, phases, 1)] == batches
 
 
 def test_every_type_of_a_cpu_has_a_peak_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

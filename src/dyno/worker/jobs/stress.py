@@ -18,6 +18,7 @@ from dyno.worker.inputs import input_data
 from dyno.worker.sessions.torch_support import first_line
 from dyno.worker.spec import Runtime, Trial, Unavailable, UserError
 
+UNBOUNDED = (1, 4, 8)  # min, opt and max of a file that any batch fits
 WARM_UP = 50  # runs after which a session has allocated its memory
 # What a batch's outputs may differ by from the same images at another batch, relative to the largest output:
 # another batch may take another kernel, which sums in another order.
@@ -81,17 +82,11 @@ def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -
 
 
 def _find_batch_ranges(session: Session, phases: list[str]) -> dict[str, tuple[int, int]]:
-    """Return the smallest and largest batch of each phase.
-
-    Raises a `UserError` for an engine without a profile or a batch outside it.
-    """
+    """Return the smallest and largest batch of each phase; without a profile they follow from the numbers given, or are
+    UNBOUNDED. Raises a `UserError` for a batch outside the profile."""
     numbers = [int(name) for name in phases if name.isdecimal()]
-    limits = session.batches
-    if limits is None and not numbers:
-        raise UserError(
-            "this engine has no profile that says min, opt and max; give numbers such as --phases 1,8,random"
-        )
-    low, opt, high = limits or (min(numbers), min(numbers), max(numbers))
+    given = (min(numbers), min(numbers), max(numbers)) if numbers else UNBOUNDED
+    low, opt, high = session.batches or given
     sizes = {"min": (low, low), "opt": (opt, opt), "max": (high, high), "random": (low, high)}
     for number in numbers:
         if not low <= number <= high:
