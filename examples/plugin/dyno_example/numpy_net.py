@@ -111,7 +111,7 @@ class NumpySession(Session):
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Take the input in the network's type. A cast is a copy: it counts in latency/all, not in latency/model."""
         (tensor,) = self.inputs
-        feed = fitted(feeds[tensor.name], tensor, self._shapes[tensor.name])
+        feed = fitted(feeds, tensor, self._shapes[tensor.name])
         self._x = feed.astype(TYPES[self._trial.precision], copy=False)
 
     def run(self, slot: int = 0) -> None:
