@@ -42,8 +42,8 @@ class Journal:
         """Begin a stage, whose name the progress display and the record of a crash show."""
         self.check_process()
         self.record = replace(self.record, stage=name)
+        self._write_partial()  # first: a job whose stage says that it closes was measured
         (self.folder / "stage").write_text(name)
-        self._write_partial()
 
     def check_process(self) -> None:
         """End this process where it is a copy of the job's, forked by the model's code."""
