@@ -19,6 +19,7 @@ from rich.markup import escape
 from dyno.cli import options, run_folders
 from dyno.cli.exits import INTERRUPTED, left_out
 from dyno.cli.options import Overrides
+from dyno.formatting import wrapped
 from dyno.layers import commands as layers_commands
 from dyno.store import check_own, check_writable, is_run
 from dyno.study.defaults import (
@@ -249,7 +250,9 @@ def finish(folder: Path, format: str = "text") -> int:
         last = f"report: {page.write_report([run], folder)}"
     print((_describe_visible(run) if format == "text" else "") + _format_answer(run, format), end="")
     print(f"\n{last}" if format == "text" else f"dyno: {last}", file=sys.stdout if format == "text" else sys.stderr)
-    code = trial_table.exit_code(run.frame, budget=bool(run.budgets), beyond=[t.id for t in run.records.beyond_model])
+    code = trial_table.exit_code(
+        run.frame, budget=bool(run.budgets), unasked=[t.id for t in run.records.failed_additions]
+    )
     return code or int(bool(run.limits) and not ranking.is_within_limits(run))
 
 
@@ -268,7 +271,6 @@ def _read_run(folder: Path, overrides: Overrides | None = None) -> RunData:
 
 def _describe_visible(run: RunData) -> str:
     """Return which differences the run can detect, if the machine's self-test has measured that, and an empty line."""
-    from dyno.formatting import wrapped
     from dyno.report import self_test as report_self_test
 
     sentence = report_self_test.of_run(run.records)
@@ -489,7 +491,6 @@ def time(
     trtexec: Annotated[str, typer.Option(help="A trtexec log, or its exported times, to compare with.")] = "",
 ) -> None:
     """Time a module, an ONNX file, an engine or an OpenVINO IR. Inputs are random, or yours."""
-    from dyno.formatting import wrapped
     from dyno.report.export import export
     from dyno.report.tables import trial_table
     from dyno.report.verdict.verdict import about
@@ -529,7 +530,6 @@ def stress(
     format: options.Format = "text",
 ) -> None:
     """Run a dynamic engine or ONNX file at changing batches for long. Check every output, and watch memory."""
-    from dyno.formatting import wrapped
     from dyno.report.export import export
     from dyno.runner import stress as module
     from dyno.table import joined

@@ -30,6 +30,8 @@ from dyno.worker.option_values import at_least
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Plan, Trial, UserError, check_known
 
+RUNS, TOP = 50, 20  # watched runs, and rows of a form that are listed
+
 
 class InspectionResult(FormsResult):
     """Forms of a model, whose layers are listed or aligned."""
@@ -71,9 +73,6 @@ def inspect(
     inspected = InspectionResult(**reading.describe(sides))
     files.save_all(inspected, paths, quiet)
     return inspected
-
-
-RUNS, TOP = 50, 20  # watched runs, and rows of a form that are listed
 
 
 @dataclass(frozen=True)

@@ -477,7 +477,7 @@ def _find_notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialRes
         text = "; ".join(differences[:LONGEST] + rest)
         yield f"the machines or versions differ, which may be the whole difference: {text}"
     if cores := find_apart_jobs(t for pair in shared for t in pair):
-        yield f"this may be the whole difference: {cores.sentence[0].lower()}{cores.sentence[1:-1]}"
+        yield f"the {cores.clause}; this may be the whole difference"
     if warned := sum(1 for pair in shared if any(remarks.list_warnings(t) for t in pair)):
         trials = counting(len(shared), "trial")
         yield f"{warned} of {trials} with warnings that may explain a change; `dyno report` lists them"

@@ -104,12 +104,12 @@ class ApartJobs(NamedTuple):
     near: float
 
     @property
-    def sentence(self) -> str:
-        """What happened, with the figures."""
+    def clause(self) -> str:
+        """How far apart the processors were, without an end, to stand in a sentence."""
         return (
-            f"During {self.apart} of {counting(self.jobs, 'job')} the processors were further apart: a signal from one "
-            f"to another and back took {self.latency:.0f} ns in place of {self.near:.0f}, as when a host moves those "
-            "of a virtual machine."
+            f"processors were further apart during {self.apart} of {counting(self.jobs, 'job')} (a signal from one to "
+            f"another and back took {self.latency:.0f} ns in place of {self.near:.0f}), as when a host moves those of "
+            "a virtual machine"
         )
 
 

@@ -486,7 +486,7 @@ class Results:
         return self.trials[place]
 
     @property
-    def beyond_model(self) -> list[TrialResult]:
+    def failed_additions(self) -> list[TrialResult]:
         """Failed trials in a precision that Dyno added, whose backend did not fail in the model's own."""
         if any(self.settings.get(name) for name in ("backends", "precisions", "baseline")):
             return []

@@ -230,17 +230,17 @@ def test_a_precision_that_dyno_added_and_the_model_cannot_do_is_a_note(tmp_path:
     fails = {"statuses": ("failed",), "reason": "load: expected Float but found BFloat16"}
     ways = [Way("pytorch"), Way("pytorch", "bf16", **fails), Way("compile", "bf16", **fails)]
     folder = synthetic.write_run(tmp_path / "run", ways, samples=5)
-    assert trial_table.read_trials(folder).records.beyond_model == [], "its backends were named"
+    assert trial_table.read_trials(folder).records.failed_additions == [], "its backends were named"
     (folder / "study.toml").write_text('models = ["digits"]\n', encoding="utf-8")
     run = trial_table.read_trials(folder)
-    beyond = [t.id for t in run.records.beyond_model]
-    assert len(beyond) == 2 and trial_table.exit_code(run.frame, beyond=beyond) == 0
+    added = [t.id for t in run.records.failed_additions]
+    assert len(added) == 2 and trial_table.exit_code(run.frame, unasked=added) == 0
     lines = " ".join(verdict.read_verdict(run).sentences)
     assert "2 rows in bf16, which Dyno added, failed (" in lines and "did not finish" not in lines
     fp32 = [Way("pytorch"), Way("compile", **fails), Way("compile", "bf16", **fails)]
     folder = synthetic.write_run(tmp_path / "other", fp32, samples=5)
     (folder / "study.toml").write_text('models = ["digits"]\n', encoding="utf-8")
-    assert load_run(folder).beyond_model == [], "compile fails in any precision"
+    assert load_run(folder).failed_additions == [], "compile fails in any precision"
 
 
 def test_text_fits_hides_what_is_empty_and_names_failures(whole: RunData) -> None:

@@ -399,14 +399,14 @@ def _check_precision(t: TrialResult) -> dict[str, Any]:
     return {"ran_as": str(types), "asked_share": share, "precision_ok": types.answer}
 
 
-def exit_code(table: pd.DataFrame, *, budget: bool = False, beyond: Collection[str] = ()) -> int:
+def exit_code(table: pd.DataFrame, *, budget: bool = False, unasked: Collection[str] = ()) -> int:
     """Return the exit code of a study.
 
-    0 good, 1 every trial with a budget is over it, 3 some trials did not finish (a skipped one was never started, and
-    nobody asked for those of `beyond`), gave wrong outputs, have no accuracy to be compared with the `budget`, or no
-    trial ran.
+    0 good, 1 every trial with a budget is over it, 3 some trials did not finish (a skipped one was never started), gave
+    wrong outputs, have no accuracy to be compared with the `budget`, or no trial ran. Those in `unasked`, by their ids,
+    don't count.
     """
-    table = table[~table["trial"].isin(list(beyond))]
+    table = table[~table["trial"].isin(list(unasked))]
     if not set(table["status"]) <= {"ok", "skipped"} or "ok" not in set(table["status"]):
         return 3
     if ((table["outputs"] == WRONG) & (table["budget"] != accuracy.OVER)).any():
@@ -591,9 +591,9 @@ def _judge_families(
             if evidence is not None:
                 families[row["reference"]].append((row, evidence))
     latencies = {row["trial"]: row.get("latency_ms", math.nan) for row in rows}
-    for t in trials:
-        quiet = _find_contradiction(t, compared_boundary(t), latencies[t.id] / 1e3)
-        latencies |= {t.id: 1e3 * quiet} if quiet else {}
+    for t, row in zip(trials, rows, strict=True):
+        shorter = _find_contradiction(t, row["boundary"], latencies[t.id] / 1e3)
+        latencies |= {t.id: 1e3 * shorter} if shorter else {}
     for family in families.values():
         for (row, _), s in zip(family, stats.decide_family([e for _, e in family], rule), strict=True):
             s = _fit_latencies(s, latencies[row["reference"]] / latencies[row["trial"]])

@@ -281,8 +281,8 @@ def _find_waiting_models(results: Results) -> Iterator[Finding]:
 
 def _describe_failures(results: Results) -> Iterator[Finding]:
     """Yield how many trials failed and why; those in a precision that Dyno added are a note of their own."""
-    beyond = results.beyond_model
-    notes = {t.id for t in beyond}
+    added = results.failed_additions
+    notes = {t.id for t in added}
     failed = [t for t in results if t.id not in notes and t.status not in ("ok", "skipped", UNFINISHED)]
     if failed:
         counts = ", ".join(f"{n} {status}" for status, n in Counter(t.status for t in failed).items())
@@ -292,9 +292,9 @@ def _describe_failures(results: Results) -> Iterator[Finding]:
             "the same command with --retry-failed measures them again.",
             PROBLEMS,
         )
-    if beyond:
-        names, rows = join_names(list(dict.fromkeys(t.precision for t in beyond))), counting(len(beyond), "row")
-        text = f"{rows} in {names}, which Dyno added, failed ({_list_reasons(beyond)}); --precision names yours."
+    if added:
+        names, rows = join_names(list(dict.fromkeys(t.precision for t in added))), counting(len(added), "row")
+        text = f"{rows} in {names}, which Dyno added, failed ({_list_reasons(added)}); --precision names those to run."
         yield Finding(NOTE, text, PROBLEMS)
 
 
@@ -326,7 +326,7 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
     if contention and not contention.mostly:
         yield Finding(WARNING, contention.sentence)
     if cores := find_apart_jobs(results):
-        yield Finding(NOTE, f"{cores.sentence} Blocks of the rarer case count as disturbed.")
+        yield Finding(NOTE, f"The {cores.clause}; blocks of the rarer case count as disturbed.")
     yield from verdict_findings.list_pixel_findings(results)
     yield from verdict_findings.list_weight_findings(results)
     yield from verdict_findings.list_label_findings(results)

@@ -73,7 +73,7 @@ def describe_random(model: ModelSpec) -> str:
     if kind != NETWORK_FOLDER or model.pretrained or model.weights or weight_files(Path(folder)):
         return ""
     files = " or ".join(WEIGHTS)
-    return f"{RANDOM}: {folder} has no {files}; save the model there, or fetch the hub's with --pretrained"
+    return f"{RANDOM}: its folder has no {files}; save the model there, or fetch the hub's with --pretrained"
 
 
 def build(model: ModelSpec, folder: str) -> Any:
