@@ -2,12 +2,13 @@
 
     python benchmarks/matrix.py OUT [--backend pytorch,onnxruntime,openvino] [--precision fp32,fp16,int8]
         [--networks torchvision:resnet18,timm:levit_128s] [--device cuda:0] [--python tensorrt=PATH] [--limit 900]
-        [--jobs 6] [--minutes 9]
+        [--rounds 3] [--jobs 6] [--minutes 9]
 
 Weights are random, inputs are crops of scikit-image's photographs. OUT/matrix.csv gets each network's rows as soon as
 they are there, and a network that OUT has already is not run again; OUT/matrix.md is the table. The question is whether
-a network runs and gives the right outputs, not how fast: latencies are of one short round, and with several jobs, each
-with a cache and so a GPU lock of its own, the networks disturb each other's.
+a network runs and gives the right outputs, not how fast: latencies are of one short round, and with several jobs the
+networks, each with a cache and so a GPU lock of its own, disturb each other's. Several rounds are measured in turns, so
+that a disturbance is every row's, and say which is the fastest there. After --minutes the same command goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import csv
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -59,25 +61,31 @@ def networks() -> list[str]:
     return found
 
 
-def measure(source: str, asked: argparse.Namespace, cache: str, limit: float) -> list[dict[str, str]]:
+def measure(source: str, asked: argparse.Namespace, limit: float) -> list[dict[str, str]]:
     """The rows of one network; one row with a reason where the study gave none."""
-    folder = asked.out / "runs" / source.replace(":", "-")
+    folder, cache = (asked.out.resolve() / kind / source.replace(":", "-") for kind in ("runs", "caches"))
     command = [sys.executable, "-m", "dyno", "run", source, "--backend", asked.backends, "--device", asked.device]
-    command += ["--precision", asked.precision, "--batch", str(asked.batch), "--data", str(asked.out / "photos")]
-    command += ["--rounds", "1", "--seconds", "0.2", "--warmup", "0.2", "--out", str(folder)]
+    command += ["--precision", asked.precision] if asked.precision else []  # else each backend names its own
+    command += ["--batch", str(asked.batch), "--data", str(asked.out / "photos"), "--routes", "usual"]
+    command += ["--rounds", str(asked.rounds), "--seconds", "0.2", "--warmup", "0.2", "--out", str(folder)]
+    command += ["--until", "rounds", "--confirm", "0", "--sustained", "0"]
     command += [word for python in asked.python for word in ("--python", python)]
     command += ["--size", str(asked.size)] if asked.size else []
     threads = min(asked.threads, len(os.sched_getaffinity(0)))  # of this job, not of the machine
     command += ["--threads", str(threads)] if threads else []
     environment = {
         **os.environ,
-        "DYNO_CACHE": cache,
+        "DYNO_CACHE": str(cache),
         "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
+    study = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        said = (study.communicate(timeout=limit)[1].strip().splitlines() or [f"exit code {study.returncode}"])[-1]
     except subprocess.TimeoutExpired:
+        study.send_signal(signal.SIGINT)  # ends its jobs, and keeps what they measured
+        study.communicate()
+        if limit < asked.limit:
+            return []
         said = f"no end after {limit:.0f} s"
     if not any(folder.glob("trials/*/*/record.json")):  # none, or ended before its first
         return [{"model": source.partition(":")[2], "status": "failed", "reason": said}]
@@ -137,9 +145,10 @@ def main() -> int:
         if (left := end - began) < LEAST_S:
             return
         job = free.get()
-        # Workers take the first cores that they may use: each job, a thread here, has cores of its own.
-        os.sched_setaffinity(0, cores[job :: asked.jobs] or cores)
-        own = measure(source, asked, str(asked.out.resolve() / f"cache-{job}"), min(asked.limit, left))
+        # Workers take the first cores that they may use: each job, a thread here, has adjacent cores of its own.
+        share = len(cores) // asked.jobs
+        os.sched_setaffinity(0, cores[job * share : (job + 1) * share] or cores)
+        own = measure(source, asked, min(asked.limit, left))
         free.put(job)
         with writing:
             rows.extend({"network": source, **dict.fromkeys(KEPT, ""), **row} for row in own)
@@ -160,6 +169,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, help="folder of matrix.csv and matrix.md (default: OUT)")
     parser.add_argument("--networks", default="", help="comma-separated sources instead of the whole list")
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--size", default="", help="image size of all networks (default: each one's own)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=0)
