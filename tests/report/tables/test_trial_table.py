@@ -4,6 +4,7 @@ import io
 import json
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,16 @@ def test_a_row_without_a_speed_up_says_why(
     assert np.isnan(one(found.frame, "openvino fp32")["speedup"])
     text = " ".join(printed.trials(found).split())
     assert " openvino fp32: no speed-up, as other programs disturbed the rounds so much" in text
+
+
+def test_a_speed_up_that_the_latencies_seem_to_deny_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = Way("pytorch"), Way("openvino", seconds=0.005)
+    assert "at other times" not in printed.trials(run(tmp_path / "quiet", *ways))
+    monkeypatch.setattr(trial_table, "_fit_latencies", lambda s, _: replace(s, value=0.8))
+    text = " ".join(printed.trials(run(tmp_path / "changed", *ways)).split())
+    assert "openvino fp32: 0.80x is of measurements in turns with pytorch fp32, whose latency differed" in text
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

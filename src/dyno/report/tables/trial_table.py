@@ -679,17 +679,34 @@ def _list_unranked(rows: list[Row]) -> list[str]:
 
 def _list_disturbed(rows: list[Row]) -> list[str]:
     """Return lines on rows whose speed-up doesn't fit the latencies, or whose latency doesn't fit that of the whole."""
+    by_id = {r["trial"]: r for r in rows}
     without = [r for r in rows if r["verdict"] in (ONE_ROUND, UNDECIDED) and missing(r["speedup"])]
     names = ", ".join(f"{r['backend']} {r['precision']}" for r in without)
-    return [
-        f"{names}: no speed-up, as other programs disturbed the rounds so much that latencies beside each other "
-        f"differ by more than {WIDEST:g}x; measure on a quieter machine"
-    ] * bool(without) + [
-        f"{r['backend']} {r['precision']}: {significant(r['latency_ms'])} ms is too long, as host to host, which "
-        f"includes it, took {significant(r['latency_all_ms_median'])} ms; measure on a quieter machine"
-        for r in rows
-        if r["boundary"] == "model" and r["latency_ms"] > WIDEST * r["latency_all_ms_median"]
-    ]
+    return (
+        [
+            f"{names}: no speed-up, as other programs disturbed the rounds so much that latencies beside each other "
+            f"differ by more than {WIDEST:g}x; measure on a quieter machine"
+        ]
+        * bool(without)
+        + [
+            f"{r['backend']} {r['precision']}: {significant(r['latency_ms'])} ms is too long, as host to host, which "
+            f"includes it, took {significant(r['latency_all_ms_median'])} ms; measure on a quieter machine"
+            for r in rows
+            if r["boundary"] == "model" and r["latency_ms"] > WIDEST * r["latency_all_ms_median"]
+        ]
+        + [
+            f"{r['backend']} {r['precision']}: {r['speedup']:.2f}x is of measurements in turns with "
+            f"{reference['backend']} {reference['precision']}, whose latency differed at other times"
+            for r in rows
+            if (reference := by_id.get(r.get("reference"))) and _has_opposite_signs(r, reference["latency_ms"])
+        ]
+    )
+
+
+def _has_opposite_signs(row: Row, latency_ms: float) -> bool:
+    """Return whether the speed-up and the two printed latencies, 5 % apart or more, name different rows as faster."""
+    shown = math.log(latency_ms / row["latency_ms"])
+    return abs(shown) > math.log(1.05) and math.log(row["speedup"]) * shown < 0
 
 
 def _list_unproven(rows: list[Row], most: Sequence[limits.Limit]) -> Iterator[str]:
