@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import WIDEST, counting, images_tested, significant, sized
+from dyno.formatting import WIDEST, bounded, counting, images_tested, significant, sized
 from dyno.report.tables import TableKind
 from dyno.results import correctness, limits, metrics, ranking, remarks, stats
 from dyno.results.blocks import list_quiet_rounds, quiet_medians
@@ -704,9 +704,10 @@ def _list_disturbed(rows: list[Row]) -> list[str]:
 
 
 def _has_opposite_signs(row: Row, latency_ms: float) -> bool:
-    """Return whether the speed-up and the two printed latencies, 5 % apart or more, name different rows as faster."""
+    """Return whether the printed speed-up and two latencies, 5 % apart or more, name different rows as faster."""
     shown = math.log(latency_ms / row["latency_ms"])
-    return abs(shown) > math.log(1.05) and math.log(row["speedup"]) * shown < 0
+    low, high = row["speedup_low"], row["speedup_high"]
+    return (missing(low) or bounded(low, high)) and abs(shown) > math.log(1.05) and math.log(row["speedup"]) * shown < 0
 
 
 def _list_unproven(rows: list[Row], most: Sequence[limits.Limit]) -> Iterator[str]:
