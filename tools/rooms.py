@@ -61,7 +61,7 @@ WORKER = {
     "system": "spec",
     "extras": "spec system",
     "plugins": "",
-    "backend": "facts spec inspection option_values",
+    "backend": "facts spec inspection option_values system",
     "inputs": "facts spec",
     "tasks": "spec inspection plugins inputs",
     "sessions": "facts spec backend option_values extras system inputs",

@@ -9,6 +9,7 @@ import json
 import time
 import zipfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,6 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session, artifact_of
 from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
-from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.specs import fitted, static_shapes
 from dyno.worker.option_values import one_of
 from dyno.worker.record import save_arrays
@@ -81,9 +81,8 @@ class NumpyNetMaker(Maker):
         started = time.perf_counter()
         path = Path(recipe.model.file) if recipe.model.file else _written(recipe, folder / "model.npnet")
         about, weights = _read(str(path))
-        made_by = MakerFacts(
-            backend=self.name,
-            versions={"numpy": np.__version__},
+        made_by = replace(
+            self.describe(recipe),
             parameters=sum(value.size for value in weights.values()),
             weights_sha256=about["weights_sha256"],  # trials of the same weights are compared
         )

@@ -8,10 +8,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dyno.worker import system
 from dyno.worker.facts.engine import QUANTISED, STORED, EngineFacts, Probe
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import Function, LayerGraph
@@ -250,6 +251,12 @@ class Maker(ABC):
     name: str = ""
     requires: tuple[str, ...] = ()
 
+    def describe(self, recipe: Recipe) -> MakerFacts:
+        """Return what is known before the file is made: maker, options, and versions of the libraries."""
+        return MakerFacts(
+            backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires)
+        )  # fmt: skip
+
     @abstractmethod
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Make the recipe's file in the folder, from the parent's where the recipe has one."""
@@ -335,6 +342,16 @@ def derived(parent: Artifact, path: Path, precision: str, made_by: MakerFacts, b
     """
     ends = (parent.inputs, parent.outputs)
     return artifact_of(path, parent.format, precision, ends, made_by, began, parent.sha256)
+
+
+def describe_given(file_format: FileFormat, recipe: Recipe, made_by: MakerFacts) -> Artifact:
+    """Return the user's own file as an artifact, which took no time to make; its hash identifies its weights."""
+    path = recipe.model.file
+    contents = file_format.read(path, Trial(recipe.model, file_format.backend, recipe.precision, recipe.dims))
+    made_by = replace(made_by, parameters=contents.parameters)
+    ends = (contents.inputs, contents.outputs)
+    artifact = artifact_of(Path(path), file_format.name, contents.precision, ends, made_by, 0.0)
+    return replace(artifact, seconds=0.0, made_by=replace(made_by, weights_sha256=artifact.sha256))
 
 
 # A session's inputs and outputs as tensors of PyTorch where the engine computes, for code that makes and reads them

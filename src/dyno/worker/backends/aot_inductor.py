@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import system
-from dyno.worker.backend import Backend, FileContents, FileFormat, LayerTimes, Maker, Session, artifact_of
+from dyno.worker.backend import (
+    Backend,
+    FileContents,
+    FileFormat,
+    LayerTimes,
+    Maker,
+    Session,
+    artifact_of,
+    describe_given,
+)
 from dyno.worker.backends.aot_package import (
     CompiledPackage,
     KeptFacts,
@@ -40,14 +49,13 @@ from dyno.worker.sessions.torch_support import (
     describe_outputs,
     describe_probe,
     device_named,
-    first_line,
     import_torch,
-    is_memory_error,
     memory_errors,
     need_compiler,
     notes,
     positional,
     probe_processor,
+    refusals,
     refuse_script,
     silenced,
 )
@@ -185,25 +193,22 @@ class AotMaker(Maker):
         configure(torch, settings, benchmark=False)
         with memory_errors(), compiler_errors(), torch.no_grad(), silenced():
             module = refuse_script(torch, models.load(recipe.model, recipe.dims))
-            weights, class_names = models.weights_sha256(module), models.read_purpose(recipe.model, module).class_names
+            made_by = replace(self.describe(recipe), **models.describe_weights(module))
+            class_names = models.read_purpose(recipe.model, module).class_names
             module = cast(module.to(device), TYPES[recipe.precision])
             flat = positional(torch, module, recipe.model.inputs, flat=True)
             examples = [*_examples(torch, recipe, device)]
             expected = [_call(flat, feeds, recipe) for feeds in examples]
             program = _export(torch, flat, examples[0], recipe)
             facts = KeptFacts(
-                _describe_inputs(recipe), _describe_outputs(expected), recipe.precision, weights,
-                sum(p.numel() for p in module.parameters()), file_facts.make_metadata(recipe.model, class_names),
+                _describe_inputs(recipe), _describe_outputs(expected), recipe.precision, made_by.weights_sha256,
+                made_by.parameters or 0, file_facts.make_metadata(recipe.model, class_names),
             )  # fmt: skip
             path = _compile(program, facts, recipe, folder / "model.pt2")
             if _is_free(recipe):
                 loader = _open_package(inductor, read_package(str(path)), path, device)
                 for feeds, right in zip(examples, expected, strict=True):
                     _check_outputs(loader.run([*feeds]), right, recipe)
-        made_by = MakerFacts(
-            backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires),
-            weights_sha256=weights, parameters=facts.parameters,
-        )  # fmt: skip
         return artifact_of(path, AotFormat.name, recipe.precision, (facts.inputs, facts.outputs), made_by, began)
 
 
@@ -242,13 +247,9 @@ def _examples(torch: Any, recipe: Recipe, device: Any) -> Iterator[list[Any]]:
 
 def _call(module: Any, feeds: list[Any], recipe: Recipe) -> list[Any]:
     """Return the module's outputs; its own word on inputs that it refuses becomes a `UserError`."""
-    try:
+    shown = ", ".join("x".join(map(str, value.shape)) for value in feeds)
+    with refusals(f"{recipe.model.name} refuses {shown} in {recipe.precision}"):
         return [output.clone() for output in module(*(value.clone() for value in feeds))]
-    except Exception as e:  # the module is anyone's code
-        if is_memory_error(e):
-            raise
-        shown = ", ".join("x".join(map(str, value.shape)) for value in feeds)
-        raise UserError(f"{recipe.model.name} refuses {shown} in {recipe.precision}: {first_line(e)}") from e
 
 
 def _export(torch: Any, module: Any, feeds: list[Any], recipe: Recipe) -> Any:
@@ -259,13 +260,9 @@ def _export(torch: Any, module: Any, feeds: list[Any], recipe: Recipe) -> Any:
         specs = [spec for spec in recipe.model.inputs if spec.dtype]
         axes = [spec.shape.index(BATCH) if BATCH in spec.shape else None for spec in specs] if specs else [0]
         options["dynamic_shapes"] = (tuple({} if axis is None else {axis: batch} for axis in axes),)
-    try:
+    other = "give static=true" if options else "measure it with --backend pytorch,compile"
+    with refusals(f"torch.export can't export {recipe.model.name}", f"; {other}"):
         return torch.export.export(module, tuple(feeds), strict=False, **options)
-    except Exception as e:  # its errors have no common type, and some carry pages of advice
-        if is_memory_error(e):
-            raise
-        other = "give static=true" if options else "measure it with --backend pytorch,compile"
-        raise UserError(f"torch.export can't export {recipe.model.name}: {first_line(e)}; {other}") from e
 
 
 def _compile(program: Any, facts: KeptFacts, recipe: Recipe, path: Path) -> Path:
@@ -311,14 +308,10 @@ def _check_outputs(found: list[Any], expected: list[Any], recipe: Recipe) -> Non
 
 def _describe_given(recipe: Recipe) -> Artifact:
     """Return the user's own package as an artifact."""
-    began, path = time.perf_counter(), Path(recipe.model.file)
-    package = read_package(str(path))
-    contents = describe(str(path), package)
-    made_by = MakerFacts(backend=AotMaker.name, options={}, parameters=contents.parameters)
-    ends = (contents.inputs, contents.outputs)
-    artifact = artifact_of(path, AotFormat.name, contents.precision, ends, made_by, began)
-    weights = package.kept.weights_sha256 if package.kept else artifact.sha256
-    return replace(artifact, seconds=0.0, made_by=replace(made_by, weights_sha256=weights))
+    artifact = describe_given(AOTI_FORMAT, recipe, MakerFacts(backend=AotMaker.name))
+    if kept := read_package(recipe.model.file).kept:
+        return replace(artifact, made_by=replace(artifact.made_by, weights_sha256=kept.weights_sha256))
+    return artifact
 
 
 def _open_package(inductor: Any, package: CompiledPackage, path: Path, device: Any, runners: int = 1) -> Any:
@@ -333,12 +326,8 @@ def _open_package(inductor: Any, package: CompiledPackage, path: Path, device: A
     # process crash, in std::regex as the package opens.
     with suppress(OSError):  # no library of this name
         ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
-    try:
+    with refusals(f"{path.name} can't be loaded by this PyTorch"):
         return inductor.load_package(str(path), package.name, num_runners=runners, device_index=index).loader
-    except RuntimeError as e:
-        if is_memory_error(e):
-            raise
-        raise UserError(f"{path.name} can't be loaded by this PyTorch: {first_line(e)}") from e
 
 
 def _has_isa(name: str) -> bool:

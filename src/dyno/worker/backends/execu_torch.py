@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import system
-from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session, artifact_of
+from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session, artifact_of, describe_given
 from dyno.worker.backends.aot_package import numbered_names
 from dyno.worker.backends.pytorch import module_inputs
-from dyno.worker.backends.torch_ao import import_torchao
+from dyno.worker.backends.torch_ao import quantise_program
 from dyno.worker.facts.engine import TYPES, EngineFacts, Probe, precision_truth
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs import calibration
@@ -242,28 +242,21 @@ class ExecuTorchMaker(Maker):
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Write FOLDER/model.pte; `Unavailable` without ExecuTorch, `UserError` for what can't be exported."""
         began = time.perf_counter()
-        facts = MakerFacts(backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires))
+        facts = self.describe(recipe)
         if path := recipe.model.file:
-            read = PTE.read(path, Trial(recipe.model, self.name, recipe.precision, recipe.dims))
-            made = artifact_of(Path(path), PTE.name, read.precision, (read.inputs, read.outputs), facts, began)
-            facts = replace(facts, weights_sha256=made.sha256)
-            return replace(made, seconds=0.0, made_by=_add_operators(facts, path))
+            given = describe_given(PTE, recipe, facts)
+            return replace(given, made_by=_add_operators(given.made_by, path))
         torch = torch_support.import_torch()
         with torch_support.memory_errors(), torch.no_grad(), torch_support.silenced():
             module = torch_support.refuse_script(torch, models.load(recipe.model, recipe.dims))
-            weights, parameters = models.weights_sha256(module), sum(p.numel() for p in module.parameters())
-            facts = replace(facts, weights_sha256=weights, parameters=parameters)
+            facts = replace(facts, **models.describe_weights(module))
             inputs = module_inputs(recipe.model, recipe.dims)
             example = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in inputs)
             flat = torch_support.positional(torch, module, recipe.model.inputs, flat=True)
-            try:
+            with torch_support.refusals(f"{ENGINE} can't lower {recipe.model.name}"):
                 if recipe.precision == "int8":
                     flat, facts = _quantise_module(torch, flat, example, inputs, recipe, facts)
                 lowered = _lower_program(torch.export.export(flat, example, strict=False))
-            except Exception as e:  # its errors have no common type
-                if torch_support.is_memory_error(e) or isinstance(e, (UserError, Unavailable)):
-                    raise
-                raise UserError(f"{ENGINE} can't lower {recipe.model.name}: {torch_support.first_line(e)}") from e
             outputs = torch_support.describe_outputs(flat(*example))
         (folder / "model.pte").write_bytes(lowered)
         facts = _add_operators(facts, str(folder / "model.pte"))
@@ -296,15 +289,12 @@ def _quantise_module(
     torch: Any, module: Any, example: Any, inputs: Sequence[Tensor], recipe: Recipe, facts: MakerFacts
 ) -> tuple[Any, MakerFacts]:
     """Return the module in int8 by XNNPACK's quantiser, with the facts of its calibration."""
-    pt2e = import_torchao(".pt2e.quantize_pt2e")
     xnnpack = _import_library("backends.xnnpack.quantizer.xnnpack_quantizer")
     data = calibration.calibration_of(recipe, Artifact(PTE.name, "", "", 0, "fp32", tuple(inputs), (), 0.0))
     quantiser = xnnpack.XNNPACKQuantizer().set_global(xnnpack.get_symmetric_quantization_config(is_per_channel=True))
-    graph = pt2e.prepare_pt2e(torch.export.export(module, example, strict=False).module(), quantiser)
-    for feeds in data.feeds(0, len(data)):
-        graph(*(torch.from_numpy(feeds[t.name].astype(t.dtype, copy=True)) for t in inputs))
+    quantised = quantise_program(torch.export.export(module, example, strict=False), quantiser, inputs, data)
     how = replace(data.facts, method="histogram")
-    return pt2e.convert_pt2e(graph), replace(facts, calibration=how, warnings=tuple(data.warnings))
+    return quantised, replace(facts, calibration=how, warnings=tuple(data.warnings))
 
 
 class ExecuTorchSession(Session):

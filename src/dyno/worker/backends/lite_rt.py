@@ -160,10 +160,8 @@ def open_file(path: str, threads: int = 1, has_delegate: bool = False) -> Any:
     library = _import_module("ai_edge_litert.interpreter")
     kinds = library.OpResolverType
     resolver = kinds.AUTO if has_delegate else kinds.BUILTIN_WITHOUT_DEFAULT_DELEGATES
-    try:
+    with torch_support.refusals(f"{path} can't be read by {ENGINE}"):
         return library.Interpreter(path, num_threads=threads, experimental_op_resolver_type=resolver)
-    except (ValueError, RuntimeError) as e:
-        raise UserError(f"{path} can't be read by {ENGINE}: {torch_support.first_line(e)}") from e
 
 
 @dataclass(frozen=True)
@@ -288,10 +286,8 @@ class LiteRTSession(Session):
         for port, tensor in zip(self._ports, self.inputs, strict=True):
             if tensor.shape != port.tensor.shape:
                 self._opened.resize_tensor_input(port.index, list(tensor.shape), strict=True)
-        try:
+        with torch_support.refusals(f"{trial.model.name} can't be loaded by {ENGINE}"):
             self._opened.allocate_tensors()
-        except (ValueError, RuntimeError) as e:
-            raise UserError(f"{trial.model.name} can't be loaded by {ENGINE}: {torch_support.first_line(e)}") from e
         _, allocated = list_ports(self._opened)
         self.outputs = tuple(port.tensor for port in allocated if BATCH not in port.tensor.shape)
 
@@ -347,7 +343,7 @@ class LiteRTMaker(Maker):
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Write FOLDER/model.tflite; `Unavailable` without the libraries, `UserError` for what they refuse."""
         began, path, file = time.perf_counter(), folder / "model.tflite", recipe.model.file
-        facts = MakerFacts(backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires))
+        facts = self.describe(recipe)
         if not file:
             source = folder / "float.tflite" if recipe.precision != "fp32" else path
             facts = _convert_module(recipe, facts, source)
@@ -400,15 +396,9 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts
 
         inputs = module_inputs(recipe.model, recipe.dims)
         example = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in inputs}
-        try:
+        with torch_support.refusals(f"litert-torch can't convert {recipe.model.name}"):
             library.convert(Named().eval(), sample_kwargs=example).export(str(path))
-        except Exception as e:  # its errors have no common type
-            if torch_support.is_memory_error(e):
-                raise
-            reason = torch_support.first_line(e)
-            raise UserError(f"litert-torch can't convert {recipe.model.name}: {reason}") from e
-    parameters = sum(p.numel() for p in module.parameters())
-    return replace(facts, weights_sha256=models.weights_sha256(module), parameters=parameters)
+    return replace(facts, **models.describe_weights(module))
 
 
 def _cast_weights(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
@@ -419,11 +409,8 @@ def _cast_weights(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path)
     manager, engine = managers.RecipeManager(), library.Quantizer(made.path)
     manager.add_weight_only_config(".*", everything, num_bits=16, algorithm_key=names.FLOAT_CASTING)
     engine.load_quantization_recipe(manager.get_quantization_recipe())
-    try:
+    with torch_support.refusals(f"ai-edge-quantizer can't store weights of {recipe.model.name} in float16"):
         engine.quantize().export_model(str(path), overwrite=True)
-    except (ValueError, RuntimeError, KeyError) as e:
-        reason = torch_support.first_line(e)
-        raise UserError(f"ai-edge-quantizer can't store weights of {recipe.model.name} in float16: {reason}") from e
     return facts
 
 
@@ -433,16 +420,13 @@ def _quantise_file(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path
     library, recipes = (_import_module(f"ai_edge_quantizer.{part}", HERE) for part in ("quantizer", "recipe"))
     engine, ranges = library.Quantizer(made.path), None
     engine.load_quantization_recipe(getattr(recipes, scheme)())
-    try:
+    with torch_support.refusals(f"ai-edge-quantizer can't quantise {recipe.model.name}"):
         if recipe.data is not None:
             data = calibration.calibration_of(recipe, made)
             ranges = _find_ranges(engine, made.path, [*data.feeds(0, len(data))], recipe.runtime.threads)
             how = replace(data.facts, method="minmax")
             facts = replace(facts, calibration=how, warnings=tuple(data.warnings))
         engine.quantize(ranges).export_model(str(path), overwrite=True)
-    except (ValueError, RuntimeError, KeyError) as e:
-        reason = torch_support.first_line(e)
-        raise UserError(f"ai-edge-quantizer can't quantise {recipe.model.name}: {reason}") from e
     return replace(facts, scheme=scheme)
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.backend import FileContents, FileFormat, Maker
-from dyno.worker.backends.open_vino import TYPE_NAMES, library, plain, read_model, tensors_of, version
+from dyno.worker.backends.open_vino import TYPE_NAMES, library, plain, read_model, tensors_of
 from dyno.worker.facts.engine import QUANTISED, TYPES
-from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.specs import axes, image_of
 from dyno.worker.makers.precision import INHERITED
 from dyno.worker.nets import file_facts
@@ -148,7 +147,7 @@ class IRMaker(Maker):
         Raises `UserError` for a file that OpenVINO can't read.
         """
         ov = library()
-        made_by = MakerFacts(backend=self.name, options=dict(recipe.options), versions={"openvino": version()})
+        made_by = self.describe(recipe)
         began = time.perf_counter()
         if recipe.model.file.endswith(".xml"):
             path, seconds, parent_sha256 = Path(recipe.model.file), 0.0, ""

@@ -37,6 +37,7 @@ from dyno.worker.sessions.torch_support import (
     named_outputs,
     notes,
     positional,
+    refusals,
     takes_hooks,
     tensors,
 )
@@ -461,17 +462,12 @@ class GraphSession(TorchSession):
         """Return the slot's graph and its outputs; a `UserError` for a module that can't be recorded."""
         torch, graph = self._torch, self._torch.cuda.CUDAGraph()
         values = [*self._bound[slot].values()]
-        try:
+        with refusals(f"{self._trial.model.name} can't be recorded as a CUDA graph", "; omit graph=true"):
             with self._use_stream(self._queue):
                 self._eager(*values)  # libraries choose their algorithms before they are recorded
             torch.cuda.synchronize(self._device)
             with torch.inference_mode(), torch.cuda.graph(graph, stream=self._queue):
                 result = self._eager(*values)
-        except Exception as e:  # the module is anyone's code, and what it may not do in a capture has many errors
-            if is_memory_error(e):
-                raise MemoryError(first_line(e)) from e
-            reason = f"{self._trial.model.name} can't be recorded as a CUDA graph: {first_line(e)}"
-            raise UserError(f"{reason}; omit graph=true") from e
         return graph, result
 
     def _find_addresses(self, slot: int) -> list[int]:

@@ -16,22 +16,20 @@ from dyno.worker.backends.pytorch import PyTorch, module_inputs
 from dyno.worker.backends.torch_compile import MODES, CompiledSession
 from dyno.worker.extras import install, load_library
 from dyno.worker.facts.engine import UNKNOWN, EngineFacts, Probe, precision_truth
-from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import calibration_data, calibration_of, missing_data
 from dyno.worker.nets import models, saved_modules
 from dyno.worker.option_values import Check, one_of, whole
 from dyno.worker.sessions.torch_support import (
     describe_outputs,
-    first_line,
     import_torch,
-    is_memory_error,
     memory_errors,
     need_compiler,
     positional,
+    refusals,
     refuse_script,
     silenced,
 )
-from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, UserError
 
 # Without these a processor adds products of eight bits in sixteen, which overflow: inductor's fused layers were off by
 # half of their largest output. Then a calibration leaves activations seven bits, as torchao advises, and other schemes
@@ -93,9 +91,9 @@ class TorchAO(PyTorch):
         with torch.no_grad(), silenced():
             quantization.quantize_(layer, getattr(quantization, CONFIGS[DYNAMIC])())
             layer(torch.randn(2, 32))
-        devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        devices = ("cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count())))
         found = system.versions(("torchao",)).get("torchao", "")
-        return Probe(version=found, devices=tuple(devices), detail=f"with torch {torch.__version__}")
+        return Probe(version=found, devices=devices, detail=f"with torch {torch.__version__}")
 
     def prepare(self, trial: Trial) -> None:
         """Import both libraries, and the one that has the model."""
@@ -146,12 +144,11 @@ class TorchAOMaker(Maker):
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Write FOLDER/model.pt2; a `UserError` for a module that torch.export or the quantiser refuses."""
         began, torch = time.perf_counter(), import_torch()
-        pt2e = import_torchao(".pt2e.quantize_pt2e")
         x86 = import_torchao(".pt2e.quantizer.x86_inductor_quantizer")
         torch.set_num_threads(recipe.runtime.threads)
         with memory_errors(), torch.no_grad(), silenced():
             module = refuse_script(torch, models.load(recipe.model, recipe.dims))
-            weights, parameters = models.weights_sha256(module), sum(p.numel() for p in module.parameters())
+            weights = models.describe_weights(module)
             flat = positional(torch, module, recipe.model.inputs, flat=True)
             inputs = module_inputs(recipe.model, recipe.dims)
             data = calibration_of(recipe, Artifact(PROGRAM, "", "", 0, "fp32", inputs, (), 0.0))
@@ -159,36 +156,36 @@ class TorchAOMaker(Maker):
             config = x86.get_default_x86_inductor_quantization_config(reduce_range=not _has_wide_sums())
             quantiser = x86.X86InductorQuantizer().set_global(config)
             # The quantiser finds layers by the sources that only a strict export keeps; without, it quantises nothing.
-            graph = pt2e.prepare_pt2e(_export(torch, flat, first, recipe, strict=True).module(), quantiser)
-            for feeds in data.feeds(0, len(data)):
-                graph(*_as_tensors(torch, inputs, feeds))
-            quantised = pt2e.convert_pt2e(graph)
+            program = _export(torch, flat, first, recipe, strict=True)
+            quantised = quantise_program(program, quantiser, inputs, data)
             program = _export(torch, quantised, first, recipe)
             outputs = describe_outputs(quantised(*first))
             path = folder / "model.pt2"
             torch.export.save(program, path)
-        made_by = MakerFacts(
-            backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires),
-            weights_sha256=weights, parameters=parameters,
-            calibration=replace(data.facts, method="histogram"), warnings=tuple(data.warnings),
-        )  # fmt: skip
+        calibration = replace(data.facts, method="histogram")
+        made_by = replace(self.describe(recipe), calibration=calibration, warnings=tuple(data.warnings), **weights)
         return artifact_of(path, PROGRAM, "int8", (inputs, outputs), made_by, began)
 
 
 TORCHAO_MAKER = TorchAOMaker()
 
 
-def _as_tensors(torch: Any, inputs: tuple[Tensor, ...], feeds: Mapping[str, Any]) -> tuple[Any, ...]:
+def quantise_program(program: Any, quantiser: Any, inputs: Sequence[Tensor], data: Any) -> Any:
+    """Return the exported module with the Q/DQ pairs of a quantiser of PT2E, calibrated on all of the data."""
+    torch, pt2e = import_torch(), import_torchao(".pt2e.quantize_pt2e")
+    graph = pt2e.prepare_pt2e(program.module(), quantiser)
+    for feeds in data.feeds(0, len(data)):
+        graph(*_as_tensors(torch, inputs, feeds))
+    return pt2e.convert_pt2e(graph)
+
+
+def _as_tensors(torch: Any, inputs: Sequence[Tensor], feeds: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(torch.from_numpy(feeds[t.name].astype(t.dtype, copy=True)) for t in inputs)
 
 
 def _export(torch: Any, module: Any, example: tuple[Any, ...], recipe: Recipe, strict: bool = False) -> Any:
-    try:
+    with refusals(f"torch.export can't export {recipe.model.name}", "; give scheme=dynamic"):
         return torch.export.export(module, example, strict=strict)
-    except Exception as e:  # its errors have no common type
-        if is_memory_error(e):
-            raise
-        raise UserError(f"torch.export can't export {recipe.model.name}: {first_line(e)}; give scheme=dynamic") from e
 
 
 class TorchAOSession(CompiledSession):
@@ -218,16 +215,10 @@ class TorchAOSession(CompiledSession):
         return called
 
     def _compile_module(self, calls: int) -> None:
-        try:
+        # A tensor of torchao's has operators that dynamo doesn't trace everywhere.
+        scheme = self._options["scheme"]
+        with refusals(f"{self._trial.model.name} can't be compiled as torchao's scheme={scheme} makes it"):
             super()._compile_module(calls)
-        except (Unavailable, UserError, MemoryError):
-            raise
-        except Exception as e:  # a tensor of torchao's has operators that dynamo doesn't trace everywhere
-            scheme = self._options["scheme"]
-            reason = (
-                f"{self._trial.model.name} can't be compiled as torchao's scheme={scheme} makes it: {first_line(e)}"
-            )
-            raise UserError(reason) from e
 
     def facts(self) -> EngineFacts:
         """Return the compilation's facts, and the types of the products that one run called."""

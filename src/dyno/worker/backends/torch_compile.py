@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from dyno.worker.facts.engine import EngineFacts, precision_truth
 from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.sessions.torch_support import (
     compiler_errors,
-    compute_layers,
+    count_weight_types,
     describe_probe,
     kernels,
     memory_errors,
@@ -99,10 +98,7 @@ class CompiledSession(TorchSession):
 
     def facts(self) -> EngineFacts:
         """Return the compilation's time and graph breaks; the types are those that the code was compiled for."""
-        compute = compute_layers(self._torch)
-        layers: list[Any] = [m for m in self._module.modules() if isinstance(m, compute)]
-        weights: list[Any] = [next(m.parameters(), None) for m in layers]
-        kinds = dict(Counter(str(w.dtype).removeprefix("torch.") for w in weights if w is not None))
+        kinds = count_weight_types(self._torch, self._module)
         return replace(
             self._read_common_facts(),
             layers_by_type=kinds,

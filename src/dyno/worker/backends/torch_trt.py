@@ -26,7 +26,7 @@ from dyno.worker.makers.control_flow import check_control_flow, traced_values
 from dyno.worker.option_values import Check, one_of, whole
 from dyno.worker.record import TIMING
 from dyno.worker.sessions.torch_support import (
-    compute_layers,
+    count_weight_types,
     device_named,
     first_line,
     import_torch,
@@ -306,9 +306,7 @@ class TorchTensorRTSession(TorchSession):
         if any(layer.type for layer in listed):
             precision = self._trial.precision
             return EngineFacts(notes=tuple(layers.notes(listed, precision))).joined(layers.summary(listed, precision))
-        modules: list[Any] = [m for m in self._module.modules() if isinstance(m, compute_layers(self._torch))]
-        weights: list[Any] = [next(m.parameters(), None) for m in modules]
-        types = dict(Counter(str(w.dtype).removeprefix("torch.") for w in weights if w is not None))
+        types = count_weight_types(self._torch, self._module)
         truth = precision_truth(self._trial.precision, types, "Torch-TensorRT")
         sentence = (
             f"asked for {self._trial.precision}: {sum(types.values())} compute layers were compiled for "

@@ -25,7 +25,7 @@ from dyno.worker.numerics.engine import Graph, GraphEngine, StoredTensors, Tenso
 from dyno.worker.onnx_graph import graph_facts
 from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.registry import find
-from dyno.worker.sessions.torch_support import first_line, import_torch
+from dyno.worker.sessions.torch_support import import_torch, refusals
 from dyno.worker.spec import Artifact, Dims, Job, Trial, UserError
 
 # An ONNX file with notes at its nodes, which viewers such as Netron show; what it computes stays as it is.
@@ -145,12 +145,8 @@ def _without_values(built: Any) -> Any:
 
 
 def _run_module(torch: Any, model: Any, dims: Dims) -> LayerGraph:
-    try:
+    with refusals(f"{model.name} can't be run once to see its layers"):
         return _read_calls(torch, models.build(model, dims), model, dims)
-    except (UserError, MemoryError):
-        raise
-    except Exception as e:  # the module is anyone's code
-        raise UserError(f"{model.name} can't be run once to see its layers: {first_line(e)}") from e
 
 
 def _read_calls(torch: Any, built: Any, model: Any, dims: Dims) -> LayerGraph:

@@ -233,8 +233,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
     module = models.load(recipe.model, recipe.dims)
     made_by = MakerFacts(
         options=dict(recipe.options),
-        weights_sha256=models.weights_sha256(module),
-        parameters=sum(p.numel() for p in module.parameters()),
+        **models.describe_weights(module),
     )
     _refuse_quantised(module, recipe)
     if isinstance(module, torch.jit.ScriptModule) and "exporter" not in recipe.options:

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dyno.worker import system
 from dyno.worker.backend import Maker, derived
 from dyno.worker.extras import ONNX_RUNTIME_BUILDS, load_library
 from dyno.worker.facts.engine import Calibration
-from dyno.worker.facts.files import MakerFacts, OutputCheck
+from dyno.worker.facts.files import OutputCheck
 from dyno.worker.inputs.calibration import CalibrationImages, example
 from dyno.worker.onnx_graph.check import compared, outputs
 from dyno.worker.onnx_graph.placement import decoding
@@ -67,10 +66,8 @@ class OnnxModelopt(Maker):
             raise UserError(f"nvidia-modelopt has no calibration method {method!r}; it has {', '.join(METHODS)}")
         images, path = CalibrationImages(recipe, parent), folder / "model.onnx"
         spared = _quantise_file(parent, recipe, METHODS[method], images, path)
-        made_by = MakerFacts(
-            backend=self.name,
-            options=dict(recipe.options),
-            versions=system.versions(self.requires),
+        made_by = replace(
+            self.describe(recipe),
             scheme=f"nvidia-modelopt: Q/DQ in {recipe.precision} as it places them, the rest in "
             + (f"{EXACT}: {spared} nodes that decode boxes among it" if spared else REST),
             target="tensorrt",

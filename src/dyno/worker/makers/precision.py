@@ -1,6 +1,6 @@
 """ONNX graphs in a lower precision: FP16 and BF16 by mixed-precision conversion, INT8 as Q/DQ calibrated on images.
 
-The conversions themselves are in `onnx_fp16`, `onnx_bf16` and `onnx_int8`.
+The conversions themselves are in `onnx_graph.half_precision` and `onnx_graph.int8`.
 """
 
 from __future__ import annotations

@@ -231,6 +231,11 @@ def weights_sha256(module: Any) -> str:
     return hash_tensors(module.state_dict())
 
 
+def describe_weights(module: Any) -> dict[str, Any]:
+    """Return the facts of a file on the module's weights: their hash and their number."""
+    return {"weights_sha256": weights_sha256(module), "parameters": sum(p.numel() for p in module.parameters())}
+
+
 def hash_tensors(tensors: Mapping[str, Any]) -> str:
     """Return the sha256 over names, types, shapes and bytes; what isn't a tensor is left out."""
     import torch

@@ -221,6 +221,13 @@ def refuse_script(torch: Any, module: Any) -> Any:
     return module
 
 
+def count_weight_types(torch: Any, module: Any) -> dict[str, int]:
+    """Return how many of the layers that multiply have their weights in each type."""
+    layers: list[Any] = [part for part in module.modules() if isinstance(part, compute_layers(torch))]
+    weights = [next(layer.parameters(), None) for layer in layers]
+    return dict(Counter(str(w.dtype).removeprefix("torch.") for w in weights if w is not None))
+
+
 def takes_hooks(torch: Any, part: Any) -> bool:
     """Return whether a part's calls can be watched: a scripted part's can't, inside an eager module either."""
     return not isinstance(part, torch.jit.RecursiveScriptModule)
@@ -376,6 +383,22 @@ def memory_errors() -> Iterator[None]:
         if is_memory_error(e):
             raise MemoryError(first_line(e)) from e
         raise
+
+
+@contextlib.contextmanager
+def refusals(sentence: str, advice: str = "") -> Iterator[None]:
+    """Raise what the block raises as a `UserError`: the sentence, the first line of the error, and the advice.
+
+    For libraries and modules whose errors have no common type. Running out of memory stays a `MemoryError`.
+    """
+    try:
+        yield
+    except (UserError, Unavailable, MemoryError):
+        raise
+    except Exception as e:
+        if is_memory_error(e):
+            raise MemoryError(first_line(e)) from e
+        raise UserError(f"{sentence}: {first_line(e)}{advice}") from e
 
 
 @contextlib.contextmanager
