@@ -188,7 +188,7 @@ def test_a_lower_median_than_the_winner_s_is_explained(tmp_path: Path, monkeypat
     assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"]
     pair = Speedup(1.07, 1.02, 1.12, "faster", TURNS)
     monkeypatch.setattr(decisions, "_compare_pair", lambda *_: pair)
-    (said,) = decisions.explain_lower_latency(contest, run)
+    (said,) = decisions.Winner(contest, run).explain_lower_latency()
     assert said.text == (
         "b fp32 has a lower latency, 1.02 ms over 2 rounds, but in turns a fp32 is 1.07x [1.02, 1.12] as fast."
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isinf, isnan
 from typing import TYPE_CHECKING, Any
 
@@ -53,34 +54,425 @@ ENOUGH = 3  # rounds that a study has by default
 MOST_NAMED = 4  # rows of a set that a sentence names
 DECIDED = "decided"
 EXCLUDED = OVER, results_limits.UNMEASURED  # how the `limit` of a row begins that can't be chosen
+NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
+CLOSE = 1.005  # lower limit of a lead that is printed as 1.00
 
 
-def name_reference(ranking: Ranking, reference: TrialResult) -> str:
-    """Return the reference's name in sentences."""
-    return reference.configuration + (f" at size {reference.size}" if ranking.sizes else "")
+@dataclass(frozen=True)
+class Winner:
+    """The first row of a ranking by LATENCY or THROUGHPUT, against its reference and the rows behind it, in words."""
+
+    ranking: Ranking
+    run: RunData
+    speed: str = LATENCY
+
+    @cached_property
+    def contest(self) -> Contest:
+        """The row against each one behind it."""
+        return results_ranking.compare_first(self.ranking.ranked(self.speed), self.speed, self.run)
+
+    @cached_property
+    def row(self) -> pd.Series:
+        """Its row of the table."""
+        return self.ranking.ranked(self.speed).iloc[0]
+
+    @property
+    def trial(self) -> TrialResult:
+        """Its trial."""
+        return self.run.trials[self.row["trial"]]
+
+    @property
+    def reference(self) -> TrialResult | None:
+        """The reference of its speed-up, which may be itself."""
+        return self.ranking.reference(self.row)
+
+    @property
+    def configuration(self) -> str:
+        """Its name in sentences on one batch."""
+        return self.ranking.configuration(self.row)
+
+    @property
+    def names(self) -> list[str]:
+        """Its name and those of the rows that may be the best as well."""
+        return [self.name_row(row) for row in (self.row, *(row for row, _ in self.contest.rivals))]
+
+    def name_row(self, row: pd.Series) -> str:
+        """Return a row's name in a sentence, with its batch where batches compete."""
+        return self.ranking.configuration(row) + (f" at batch {row['batch']}" if self.speed == THROUGHPUT else "")
+
+    def name_reference(self, reference: TrialResult) -> str:
+        """Return the reference's name in sentences."""
+        return reference.configuration + (f" at size {reference.size}" if self.ranking.sizes else "")
+
+    @cached_property
+    def gain(self) -> Speedup | None:
+        """Its latency's speed-up, as in its row; None where it is the reference, or has no reference.
+
+        It is computed again where its reference has another size than the table's.
+        """
+        reference = self.reference
+        if self.speed == THROUGHPUT or reference is None or reference.id == self.row["trial"]:
+            return None
+        if self.row["reference"] == reference.id:
+            return results_ranking.read_speedup(self.row)
+        return _compare_pair(self.row, self.trial, reference, self.run)
+
+    @property
+    def pairs(self) -> list[Speedup]:
+        """Its speed-ups over the reference and over each row behind it."""
+        return [*([self.gain] if self.gain else []), *self.contest.leads]
+
+    @property
+    def main_pairs(self) -> list[Speedup]:
+        """Those over the reference and over the runner-up."""
+        return [*([self.gain] if self.gain else []), *self.contest.leads[:1]]
+
+    @property
+    def opponents(self) -> list[TrialResult]:
+        """The trials of the reference and of the runner-up, each once."""
+        others = [self.reference, *(self.run.trials[id] for id in self.contest.ranked["trial"].iloc[1:2])]
+        return [*{t.id: t for t in others if t is not None and t is not self.trial}.values()]
+
+    @cached_property
+    def confirmed(self) -> tuple[Finding, ...]:
+        """What its confirmation says."""
+        return tuple(self.list_confirmations())
+
+    @cached_property
+    def is_doubted(self) -> bool:
+        """Whether its confirmation, or a sustained load, speaks against it."""
+        overtaken = any(each.has_moved and each.value < 1 for _, each in self.find_sustained())
+        return overtaken or any(each.kind == WARNING for each in self.confirmed)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nothing that it could be compared with."""
+        return self.speed == LATENCY and not self.pairs and not self.run.conditions
+
+    @cached_property
+    def badge(self) -> str:
+        """How sure the decision is, in one or two words."""
+        if self.is_alone:
+            return "not compared"
+        tied = self.contest.is_tied or (self.gain is not None and self.gain.verdict == stats.EQUIVALENT)
+        waits = self.speed == LATENCY and awaits_evidence(self.ranking)
+        if self.is_doubted or waits or any(each.verdict not in (stats.FASTER, stats.EQUIVALENT) for each in self.pairs):
+            return "open"
+        if tied or self.contest.rivals:
+            return "tie"
+        if cpu_contention(self.run.records) is not None:
+            return "busy machine"
+        return "close" if any(each.low < CLOSE for each in self.contest.leads) else DECIDED
+
+    def describe_reality(self) -> str:
+        """Describe whether it is the fastest beyond noise, how that was measured, and reasons for doubt."""
+        contest, gain, reference, run = self.contest, self.gain, self.reference, self.run
+        if not self.pairs:
+            if run.conditions:
+                what = "the budget" if not run.limits else run.conditions
+                return f"nothing else is {'shown to be ' if awaits_evidence(self.ranking) else ''}within {what}"
+            return "there is nothing to compare it with"
+        how = _format_rounds(int(self.row["rounds"]), max(each.rejected for each in self.main_pairs))
+        how += f", measured {self.main_pairs[0].measured}" if self.speed == LATENCY else ""
+        parts, trials = [self._choose_opening(how)], [self.trial, *([reference] if gain else [])]
+        if contest.rivals and not contest.is_one_round:
+            rivals = [f"{self.name_row(row)}{_format_lead(lead)}" for row, lead in contest.rivals]
+            how_sure = "as fast as" if contest.is_tied else "not decided against"
+            parts.append(f"{how_sure} {_join_first(rivals)}{self._format_needed()}")
+        elif not contest.rivals and contest.leads:
+            second, lead = contest.ranked.iloc[1], contest.leads[0]
+            if gain is None or reference is None or second["trial"] != reference.id:  # else it is the headline's ratio
+                shown = ratio(lead.value, lead.low, lead.high)
+                by = "" if shown == UNCLEAR else f", by {shown}"
+                parts.append(f"ahead of the runner-up, {self.name_row(second)}{by}")
+                trials.append(run.trials[second["trial"]])
+        parts += _describe_builds(trials, self.main_pairs)
+        parts += ["on a busy machine"] * (cpu_contention(run.records) is not None)
+        return "; ".join([*parts, *(["not all of it held when measured again"] * self.is_doubted)])
+
+    def _choose_opening(self, how: str) -> str:
+        verdicts = {each.verdict for each in self.pairs}
+        if verdicts == {stats.FASTER}:
+            return f"yes, in {how}"
+        if stats.ONE_ROUND in verdicts:
+            return f"not known from {how}: it may be noise"
+        if self.contest.is_tied:
+            return f"no difference that matters, in {how}"
+        if self.gain is not None and self.reference is not None and self.gain.verdict == stats.FASTER:
+            return f"faster than {self.name_reference(self.reference)} in {how}"
+        return f"undecided after {how}"
+
+    def _format_needed(self) -> str:
+        """Return how many more rounds, or builds, would decide the undecided pairs, as text; "" without any."""
+        undecided = [lead for _, lead in self.contest.rivals if lead.verdict == stats.UNDECIDED]
+        if not undecided:
+            return ""
+        hardest = max(undecided, key=_count_more)
+        needed = rounds_needed(_count_more(hardest), hardest.builds > 0)
+        return f": {needed} would settle it" if _count_more(hardest) <= MOST_ROUNDS else f": it would take {needed}"
+
+    def explain_lower_latency(self) -> Iterator[Finding]:
+        """Explain why the table shows a lower latency than the winner's.
+
+        Between rounds a machine changes its speed, so latencies over different rounds tell less than a ratio within the
+        same ones.
+        """
+        lower = self.ranking.fastest[self.ranking.fastest[LATENCY] < self.row[LATENCY]]
+        if lower.empty:
+            return
+        row = lower.sort_values(LATENCY).iloc[0]
+        pair = _compare_pair(self.row, self.trial, self.run.trials[row["trial"]], self.run)
+        if pair.measured != stats.TURNS:
+            return
+        rounds = f" over {counting(int(row['rounds']), 'round')}" if row["rounds"] != self.row["rounds"] else ""
+        shown = ratio(pair.value, pair.low, pair.high)
+        compared = f"{self.configuration} is {'ahead' if shown == UNCLEAR else f'{shown} as fast'}"
+        name = self.ranking.configuration(row)
+        yield Finding(NOTE, f"{name} has a lower latency, {ms(row[LATENCY])}{rounds}, but in turns {compared}.")
+
+    def list_drifts(self) -> Iterator[Finding]:
+        """Warn where its ratio to the reference or the runner-up changes by more than 2 % within every round."""
+        for other in self.opponents:
+            change = blocks.find_drift(self.trial, other, str(self.row["boundary"]), str(self.row["clock"]))
+            if change and max(change.low, -change.high) > blocks.DRIFT:
+                how = "slower" if change.value > 0 else "faster"
+                text = f"Within each round {self.configuration} gets {how} against {self.name_reference(other)}, "
+                text += f"by {abs(change.value):.0%} from the first block to the last"
+                yield Finding(WARNING, f"{text}: one of them is not warm; give --warmup.")
+
+    def describe_correctness(self) -> str:
+        """Describe whether its outputs agree with its reference's, its accuracy, and the precision it ran in."""
+        parts, row, trial, metric = [], self.row, self.trial, self.ranking.metric
+        compared = self.run.compared.get(row["trial"])
+        if compared is not None and row["reference"] == row["trial"] == compared.id:
+            parts.append("it is what the others' outputs are compared with")
+        elif row["outputs"]:
+            name, off = compared.configuration if compared else "the reference", _distance_of(row)
+            doubt = row.get("outputs_doubt")
+            parts.append(
+                f"outputs are {off} from those of {name}" if doubt else f"outputs agree with those of {name}, {off}"
+            )
+        else:
+            parts.append("its outputs were not compared with any")
+        if row.get("outputs_doubt"):
+            parts.append(f"{row['outputs_doubt']}; give more with --compared or --data")
+        if trial.facts.random_outputs:
+            parts = [trial.oddity]
+        elif trial.oddity:
+            parts.append(trial.oddity)
+        if not isnan(accuracy := row.get(metric.column, math.nan)):
+            parts.append(", ".join(filter(None, (f"{metric.label} {accuracy:.2f} %", self._format_change()))))
+        if ran := truth(trial):
+            parts.append(ran.words)
+        return "; ".join(parts)
+
+    def _format_change(self) -> str:
+        """Return the change of its accuracy against the reference's as text; "" where it isn't known."""
+        change = self.ranking.metric.change_in(self.row)
+        low, value, high = (points(each / 100) for each in change)
+        return "" if isnan(change[0]) else f"{value} points [{low}, {high}]"
+
+    def advise(self) -> str:
+        """Describe how to decide an undecided result, with the command that writes its file."""
+        contest, run, steps = self.contest, self.run, []
+        if any(each.verdict == stats.ONE_ROUND for each in self.pairs):
+            settings = run.records.settings
+            asked = settings.get("rounds", 2 if settings.get("until") in LOOKS else 1)
+            others = "the same command measures the other rounds"
+            steps.append(others if asked > 1 else f"measure with --rounds {ENOUGH} or more")
+        elif undecided := [each for each in self.pairs if each.verdict == stats.UNDECIDED]:
+            goes_on = any(each is pair for each in undecided for pair in self.main_pairs)
+            rounds = int(self.row["rounds"])
+            steps.append(_advise_on_rounds(max(undecided, key=_count_more), goes_on, rounds, run))
+        elif contest.is_tied or (self.gain is not None and self.gain.verdict == stats.EQUIVALENT):
+            steps.append("choose by something other than speed")
+        id = f" {self.row['trial']}" if len(list(winners(run))) > 1 else ""
+        several = contest.rivals and not contest.is_one_round
+        chosen = f"take {self.configuration}, the first of them" if several else "take it"
+        steps.append(f"{chosen}: dyno export {shlex.quote(str(run.records.folder))}{id}")
+        return "; ".join([*steps, *filter(None, [_advise_on_images(self.ranking, run)])])
+
+    # The figures on a decision's card: how fast, how much faster, how sure, how accurate, at what cost.
+
+    def make_card_figures(self) -> tuple[Figure, ...]:
+        """Return its figures."""
+        rounds = counting(int(self.row["rounds"]), "round")
+        return (
+            _make_latency_figure(self.row),
+            *self._make_speedup_figure(),
+            Figure("how sure", self.badge, f"{rounds}, {self.gain.measured}" if self.gain else rounds),
+            *self._make_accuracy_figure(),
+            *_make_cost_figure(self.row),
+        )
+
+    def _make_speedup_figure(self) -> Iterator[Figure]:
+        gain = self.gain
+        if gain is None or self.reference is None:
+            return
+        name, shown = self.name_reference(self.reference), ratio(gain.value, gain.low, gain.high)
+        if gain.verdict == ONE_ROUND:
+            yield Figure("speed-up", "unproven", f"over {name}: one round")
+        elif shown == UNCLEAR or gain.verdict not in (FASTER, EQUIVALENT):
+            yield Figure("speed-up", "undecided", f"against {name} ({shown})")
+        elif not bounded(gain.low, gain.high):
+            yield Figure("speed-up", shown, f"as fast as {name} (best estimate {significant(gain.value)}x)")
+        else:
+            value, _, interval = shown.partition(" ")
+            yield Figure("speed-up", value, f"as fast as {name}{f' {interval}' if interval else ''}")
+
+    def _make_accuracy_figure(self) -> Iterator[Figure]:
+        metric, row = self.ranking.metric, self.row
+        if not isnan(value := row.get(metric.column, math.nan)):
+            change = self._format_change()
+            lost = f", {change} against the reference" if change else ""
+            yield Figure("accuracy", f"{value:.2f} %", f"{metric.label}{lost}")
+        elif row["outputs"]:
+            yield Figure("outputs", "unclear" if row.get("outputs_doubt") else "agree", _distance_of(row))
+
+    # Its confirmation by rounds after the selection, which are never mixed with the rounds that selected.
+
+    def list_confirmations(self) -> Iterator[Finding]:
+        """Yield its confirmation, and whether that agrees with the selection."""
+        row, trial, reference = self.row, self.trial, self.reference
+        if not trial.confirmations:
+            return
+        if failed := next((r for r in trial.confirmations if not r.ok), None):
+            why = failed.record.reason or failed.status
+            yield Finding(WARNING, f"{self.configuration} failed when it was measured again: {why}.")
+        own = _list_costs(trial.confirmations, row, self.speed)
+        if not own:
+            return
+        count = sum(r.ok for r in trial.confirmations)
+        processes = "one fresh process" if count == 1 else f"{count} fresh processes"
+        text = f"Measured again after the selection, in {processes}: {_format_spread(own, row, self.speed)}"
+        gain = self._compute_gain(reference) if reference is not None and reference is not trial else None
+        if gain is not None and reference is not None:
+            shown, name = ratio(gain.value, gain.low, gain.high), self.name_reference(reference)
+            unit = "as fast as" if self.speed == LATENCY else f"the {name_items(row['size'])} per second of"
+            text += f"; the ratio to {name} is {UNCLEAR}" if shown == UNCLEAR else f", {shown} {unit} {name}"
+        yield Finding(NOTE, text + ".")
+        yield from self._find_disagreements(own, gain)
+
+    def _find_disagreements(self, own: list[float], gain: Speedup | None) -> Iterator[Finding]:
+        row, ranked, name = self.row, self.contest.ranked, self.configuration  # a warning stands without the notes
+        now = stats.speedup(own, _list_costs(self.trial.good, row, self.speed))
+        if now.verdict == stats.SLOWER:
+            text = f"Measured again, {name} is slower than in the rounds that selected it"
+            by = ratio(now.value, now.low, now.high)
+            yield Finding(WARNING, f"{text} ({by}): chance favoured them, or the machine has changed since.")
+        was_faster = self.speed == LATENCY and not self.ranking.sizes and row["verdict"] == stats.FASTER
+        if gain is not None and gain.verdict in NO_GAIN and was_faster:
+            yield Finding(WARNING, f"Measured again, {name} is not shown to be faster than the reference.")
+        if not self.contest.leads:
+            return
+        first, second = (_keep_confirmations(self.run.trials[ranked.iloc[k]["trial"]]) for k in (0, 1))
+        ahead = stats.decide(results_ranking.compare_rows(first, second, row, ranked.iloc[1], self.speed, None))
+        if ahead.value < 1:
+            is_real = ahead.verdict == stats.SLOWER
+            text = f"Measured again, the runner-up {self.ranking.configuration(ranked.iloc[1])} is ahead, "
+            text += "and the difference is real" if is_real else "if not beyond noise"
+            # Which of the two is faster was undecided before.
+            expected = not is_real and self.contest.leads[0].verdict != stats.FASTER
+            yield Finding(NOTE if expected else WARNING, f"{text}: {ratio(ahead.value, ahead.low, ahead.high)}.")
+
+    def _compute_gain(self, reference: TrialResult) -> Speedup | None:
+        of_reference = self.row.where(self.row.index != "batch", reference.batch)
+        again = _keep_confirmations(self.trial), _keep_confirmations(reference)
+        gain = stats.decide(results_ranking.compare_rows(*again, self.row, of_reference, self.speed, None))
+        return None if math.isnan(gain.value) else gain
+
+    def find_sustained(self) -> list[tuple[TrialResult, blocks.SustainedRatio]]:
+        """Return its ratios to the reference and to the runner-up under sustained load, where it was measured."""
+        boundary, clock = self._timing
+        found = []
+        for other in self.opponents:
+            pair = (self.trial, other) if boundary == "throughput" else (other, self.trial)
+            if (compared := blocks.compare_sustained(*pair, boundary, clock, self.run.rule.margin)) is not None:
+                found.append((other, compared))
+        return found
+
+    @property
+    def _timing(self) -> tuple[str, str]:
+        """The boundary and the clock that it is compared by; without a throughput those of its latency."""
+        if self.speed == THROUGHPUT and any(r.facts.blocks.get("throughput") for r in self.trial.sustained):
+            return "throughput", ""
+        return str(self.row["boundary"]), str(self.row["clock"])
+
+    def list_sustained(self) -> Iterator[Finding]:
+        """Yield each of these ratios, as a warning where it differs from that in short turns."""
+        boundary, _ = self._timing
+        for other, found in self.find_sustained():
+            begin, end = next(r.facts.blocks[boundary][0] for r in self.trial.sustained if r.facts.blocks.get(boundary))
+            what = f"Running for {show(end - begin, 'duration')} without a break, {self.trial.configuration} is "
+            what += f"{found.value:.2f}x as fast as {other.configuration} at batch {self.trial.batch}"
+            if not found.has_moved:
+                yield Finding(NOTE, f"{what} ({found.usual:.2f}x in short turns).")
+                continue
+            clocks = " and ".join(filter(None, (_describe_clock(t, boundary) for t in (self.trial, other))))
+            why = f": {clocks}" if clocks else "; heat or a power limit slows one of them more"
+            yield Finding(WARNING, f"{what}, not {found.usual:.2f}x as in short turns{why}.")
+
+    def write_headline(self) -> str:
+        """Describe the fastest trial and by how much it is faster, in one sentence."""
+        run, row, name = self.run, self.row, self.configuration
+        time = f"{ms(row[LATENCY])} at batch {row['batch']}"
+        if self.is_alone:
+            return f"{name} takes {time}."
+        limit = f" within {run.conditions}" if run.limits or (run.budget and row["budget"]) else ""
+        if self.contest.is_one_round:
+            return f"ahead{limit} after one round is {name}, {time}: one round proves nothing."
+        if self.gain is not None and self.reference is not None:
+            against = _format_gain(self.gain, self.name_reference(self.reference))
+        else:
+            against = ", the reference" if self.reference is not None else ""
+        if not self.contest.rivals:
+            return f"fastest{limit} is {name}, {time}{against}."
+        return f"fastest{limit} is {name_set(self.names, self.contest, run)}; {name} takes {time}{against}."
+
+    def describe_rate(self) -> str:
+        """Describe the trial with the most images per second, in one sentence."""
+        row, (name, *_) = self.row, self.names
+        rate = f"{significant(row[THROUGHPUT])}/s"
+        several = f"{name_set(self.names, self.contest, self.run)}; {name} reaches {rate}"
+        limit = f" within {self.run.conditions}" if self.run.limits else ""
+        text = f"most {name_items(row['size'])} per second{limit} with "
+        text += several if self.contest.rivals else f"{name}: {rate}"
+        line = results_ranking.configuration_of(row), row["size"], row["batch"]
+        found = results_ranking.find_saturation(self.ranking.group)
+        same = [s for s in found if (s.configuration, s.size, s.best_batch) == line]
+        return text + (f"; {same[0].description}." if same else ".")
+
+    def describe_accuracy(self) -> Iterator[Finding]:
+        """Yield its accuracy, and the change against the reference."""
+        metric, row, reference = self.ranking.metric, self.row, self.reference
+        if metric.column not in row or isnan(row[metric.column]):
+            return
+        low, high = metric.interval(row)
+        text = f"Its {metric.label} is {row[metric.column]:.2f} %"
+        text += "" if isnan(low) else f" [{low:.2f}, {high:.2f}]"
+        if not missing(row["images"]):
+            text += f" on {row['images']:,} images"
+            if not missing(row["set_aside"]) and row["set_aside"]:
+                text += f" ({row['set_aside']:,} more were set aside for calibration)"
+        if change := self._format_change():
+            where = f" at size {reference.size}" if self.ranking.sizes and reference is not None else ""
+            text += f", {change} against the reference{where} on the same images"
+        yield Finding(NOTE, text + ".")
+
+    def describe_preparation(self) -> Iterator[Finding]:
+        """Yield after how many images the time to build pays off against the reference."""
+        reference = self.reference
+        if reference is None or reference.id == self.row["trial"]:
+            return
+        payoff = frontier_table.break_even(self.row, self.trial, reference)
+        if payoff is not None and payoff.extra > 0 and payoff.images is not None:
+            when = f"which pays off after about {significant(payoff.images, 2)} images"
+            when += ", or never, as the gain is not proven" if isinf(payoff.high) else ""
+            yield Finding(NOTE, f"Making it takes {show(payoff.extra, 'duration')}, {when}.")
 
 
-def find_gain(ranking: Ranking, run: RunData) -> Speedup | None:
-    """Return the winner's speed-up, as in its row; None where the winner is the reference, or has no reference.
-
-    It is computed again where its reference has another size than the table's.
-    """
-    winner = ranking.fastest.iloc[0]
-    reference = ranking.reference(winner)
-    if reference is None or reference.id == winner["trial"]:
-        return None
-    if winner["reference"] == reference.id:
-        return results_ranking.read_speedup(winner)
-    return _compare_pair(winner, run.trials[winner["trial"]], reference, run)
-
-
-def _compare_pair(winner: pd.Series, own: TrialResult, other: TrialResult, run: RunData) -> Speedup:
-    return results_ranking.estimate_speedup(own, other, str(winner["boundary"]), str(winner["clock"]), run.rule)
-
-
-def name_row(ranking: Ranking, row: pd.Series, speed: str) -> str:
-    """Return a row's name in a sentence, with its batch where batches compete."""
-    return ranking.configuration(row) + (f" at batch {row['batch']}" if speed == THROUGHPUT else "")
+def _compare_pair(row: pd.Series, own: TrialResult, other: TrialResult, run: RunData) -> Speedup:
+    return results_ranking.estimate_speedup(own, other, str(row["boundary"]), str(row["clock"]), run.rule)
 
 
 def name_set(names: Sequence[str], contest: Contest, run: RunData) -> str:
@@ -95,69 +487,13 @@ def _join_first(names: Sequence[str]) -> str:
     return join_names([*names[:MOST_NAMED], *more])
 
 
-def describe_reality(
-    ranking: Ranking, contest: Contest, gain: Speedup | None, run: RunData, doubted: bool, speed: str = LATENCY
-) -> str:
-    """Describe whether the winner is the fastest beyond noise, how that was measured, and reasons for doubt.
-
-    `doubted`: its confirmation is one of these reasons.
-    """
-    if gain is None and not contest.leads:
-        if run.conditions:
-            what = "the budget" if not run.limits else run.conditions
-            return f"nothing else is {'shown to be ' if awaits_evidence(ranking) else ''}within {what}"
-        return "there is nothing to compare it with"
-    winner, reference = contest.ranked.iloc[0], ranking.reference(contest.ranked.iloc[0])
-    pairs = [*([gain] if gain else []), *contest.leads[:1]]
-    how = _format_rounds(int(winner["rounds"]), max((each.rejected for each in pairs), default=0))
-    how += f", measured {pairs[0].measured}" if speed == LATENCY else ""
-    parts = [_choose_opening(contest, gain, how, "" if reference is None else name_reference(ranking, reference))]
-    trials = [run.trials[winner["trial"]], *([reference] if gain else [])]
-    if contest.rivals and not contest.is_one_round:
-        rivals = [f"{name_row(ranking, row, speed)}{_format_lead(lead)}" for row, lead in contest.rivals]
-        how_sure = "as fast as" if contest.is_tied else "not decided against"
-        parts.append(f"{how_sure} {_join_first(rivals)}{_format_needed(contest)}")
-    elif not contest.rivals and contest.leads:
-        second, lead = contest.ranked.iloc[1], contest.leads[0]
-        if gain is None or reference is None or second["trial"] != reference.id:  # else it is the headline's ratio
-            shown = ratio(lead.value, lead.low, lead.high)
-            by = "" if shown == UNCLEAR else f", by {shown}"
-            parts.append(f"ahead of the runner-up, {name_row(ranking, second, speed)}{by}")
-            trials.append(run.trials[second["trial"]])
-    parts += _describe_builds(trials, pairs)
-    parts += ["on a busy machine"] * (cpu_contention(run.records) is not None)
-    return "; ".join([*parts, *(["not all of it held when measured again"] * doubted)])
-
-
 def _format_rounds(rounds: int, disturbed: int) -> str:
     return counting(rounds, "round") + (f" ({disturbed} left out as disturbed)" if disturbed else "")
-
-
-def _choose_opening(contest: Contest, gain: Speedup | None, how: str, reference: str) -> str:
-    verdicts = {each.verdict for each in (gain, *contest.leads) if each is not None}
-    if verdicts == {stats.FASTER}:
-        return f"yes, in {how}"
-    if stats.ONE_ROUND in verdicts:
-        return f"not known from {how}: it may be noise"
-    if contest.is_tied:
-        return f"no difference that matters, in {how}"
-    faster = gain is not None and gain.verdict == stats.FASTER
-    return f"faster than {reference} in {how}" if faster else f"undecided after {how}"
 
 
 def _format_lead(lead: Speedup) -> str:
     shown = in_brackets(ratio(lead.value, lead.low, lead.high))
     return f"{shown}, which is faster where both measured in turns" if lead.verdict == stats.SLOWER else shown
-
-
-def _format_needed(contest: Contest) -> str:
-    """Return how many more rounds, or builds, would decide the undecided pairs, as text; "" without any."""
-    undecided = [lead for _, lead in contest.rivals if lead.verdict == stats.UNDECIDED]
-    if not undecided:
-        return ""
-    hardest = max(undecided, key=_count_more)
-    needed = rounds_needed(_count_more(hardest), hardest.builds > 0)
-    return f": {needed} would settle it" if _count_more(hardest) <= MOST_ROUNDS else f": it would take {needed}"
 
 
 def _count_more(pair: Speedup) -> int:
@@ -176,43 +512,6 @@ def list_rejected(pairs: Sequence[Speedup]) -> Iterator[Finding]:
             )
 
 
-def explain_lower_latency(ranking: Ranking, run: RunData) -> Iterator[Finding]:
-    """Explain why the table shows a lower latency than the winner's.
-
-    Between rounds a machine changes its speed, so latencies over different rounds tell less than a ratio within the
-    same ones.
-    """
-    winner = ranking.fastest.iloc[0]
-    lower = ranking.fastest[ranking.fastest[LATENCY] < winner[LATENCY]]
-    if lower.empty:
-        return
-    row = lower.sort_values(LATENCY).iloc[0]
-    pair = _compare_pair(winner, run.trials[winner["trial"]], run.trials[row["trial"]], run)
-    if pair.measured != stats.TURNS:
-        return
-    rounds = f" over {counting(int(row['rounds']), 'round')}" if row["rounds"] != winner["rounds"] else ""
-    shown = ratio(pair.value, pair.low, pair.high)
-    compared = f"{ranking.configuration(winner)} is {'ahead' if shown == UNCLEAR else f'{shown} as fast'}"
-    name = ranking.configuration(row)
-    yield Finding(NOTE, f"{name} has a lower latency, {ms(row[LATENCY])}{rounds}, but in turns {compared}.")
-
-
-def list_drifts(ranking: Ranking, run: RunData) -> Iterator[Finding]:
-    """Warn where the winner's ratio to its reference or the runner-up changes by more than 2 % within every round."""
-    winner, *others = (run.trials[trial] for trial in ranking.fastest["trial"][:2])
-    row = ranking.fastest.iloc[0]
-    pairs = {other.id: other for other in (ranking.reference(row), *others) if other and other.id != winner.id}
-    for other in pairs.values():
-        change = blocks.find_drift(winner, other, str(row["boundary"]), str(row["clock"]))
-        if change and max(change.low, -change.high) > blocks.DRIFT:
-            how = "slower" if change.value > 0 else "faster"
-            yield Finding(
-                WARNING,
-                f"Within each round {ranking.configuration(row)} gets {how} against {name_reference(ranking, other)}, "
-                f"by {abs(change.value):.0%} from the first block to the last: one of them is not warm; give --warmup.",
-            )
-
-
 def _describe_builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speedup]) -> Iterator[str]:
     """Yield whether the result holds for one build of an engine or for several, where builds differ from each other."""
     counts = [count for t in trials if t is not None and (count := results_ranking.list_builds(t))]
@@ -224,64 +523,8 @@ def _describe_builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speed
         yield f"over {min(counts)} builds"
 
 
-def describe_correctness(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
-    """Describe whether the winner's outputs agree with its reference's, its accuracy, and the precision it ran in."""
-    parts, trial = [], run.trials[winner["trial"]]
-    compared = run.compared.get(winner["trial"])
-    if compared is not None and winner["reference"] == winner["trial"] == compared.id:
-        parts.append("it is what the others' outputs are compared with")
-    elif winner["outputs"]:
-        name, off = compared.configuration if compared else "the reference", _distance_of(winner)
-        doubt = winner.get("outputs_doubt")
-        parts.append(
-            f"outputs are {off} from those of {name}" if doubt else f"outputs agree with those of {name}, {off}"
-        )
-    else:
-        parts.append("its outputs were not compared with any")
-    if winner.get("outputs_doubt"):
-        parts.append(f"{winner['outputs_doubt']}; give more with --compared or --data")
-    if trial.facts.random_outputs:
-        parts = [trial.oddity]
-    elif trial.oddity:
-        parts.append(trial.oddity)
-    parts += [_format_accuracy(ranking, winner)] * (not isnan(winner.get(ranking.metric.column, float("nan"))))
-    if ran := truth(trial):
-        parts.append(ran.words)
-    return "; ".join(parts)
-
-
 def _distance_of(row: pd.Series) -> str:
     return distance(row["output_error"], row["labels_changed"])
-
-
-def _format_accuracy(ranking: Ranking, winner: pd.Series) -> str:
-    text = f"{ranking.metric.label} {winner[ranking.metric.column]:.2f} %"
-    low, change, high = (points(each / 100) for each in ranking.metric.change_in(winner))
-    return text if isnan(ranking.metric.change_in(winner)[0]) else f"{text}, {change} points [{low}, {high}]"
-
-
-def advise(ranking: Ranking, contest: Contest, gain: Speedup | None, run: RunData) -> str:
-    """Describe how to decide an undecided result, with the command that writes the winner's file."""
-    winner, pairs = ranking.fastest.iloc[0], [*([gain] if gain else []), *contest.leads]
-    steps = []
-    if any(each.verdict == stats.ONE_ROUND for each in pairs):
-        settings = run.records.settings
-        asked = settings.get("rounds", 2 if settings.get("until") in LOOKS else 1)
-        others = "the same command measures the other rounds"
-        steps.append(others if asked > 1 else f"measure with --rounds {ENOUGH} or more")
-    elif undecided := [each for each in pairs if each.verdict == stats.UNDECIDED]:
-        goes_on = any(each is pair for each in undecided for pair in (gain, *contest.leads[:1]))
-        steps.append(_advise_on_rounds(max(undecided, key=_count_more), goes_on, int(winner["rounds"]), run))
-    elif contest.is_tied or (gain is not None and gain.verdict == stats.EQUIVALENT):
-        steps.append("choose by something other than speed")
-    id = f" {winner['trial']}" if len(list(winners(run))) > 1 else ""
-    chosen = (
-        f"take {ranking.configuration(winner)}, the first of them"
-        if contest.rivals and not contest.is_one_round
-        else "take it"
-    )
-    steps.append(f"{chosen}: dyno export {shlex.quote(str(run.records.folder))}{id}")
-    return "; ".join([*steps, *filter(None, [_advise_on_images(ranking, run)])])
 
 
 def list_untried(run: RunData) -> str:
@@ -363,63 +606,11 @@ def describe_missing_images(row: pd.Series) -> str:
     return f"about {int(more):,} more images are needed to tell" if estimated else ""
 
 
-# The figures on a decision's card: how fast, how much faster, how sure, how accurate, at what cost.
-
-
-def make_card_figures(ranking: Ranking, gain: Speedup | None, certainty: str) -> tuple[Figure, ...]:
-    """Return the winner's figures.
-
-    `gain` is its speed-up over its reference, None where it is the reference itself, and `certainty` how sure that is,
-    in words.
-    """
-    winner = ranking.fastest.iloc[0]
-    return (
-        _make_latency_figure(winner),
-        *_make_speedup_figure(ranking, winner, gain),
-        _make_certainty_figure(winner, gain, certainty),
-        *_make_accuracy_figure(ranking, winner),
-        *_make_cost_figure(winner),
-    )
-
-
 def _make_latency_figure(winner: pd.Series) -> Figure:
     low, high = winner["latency_ms_low"], winner["latency_ms_high"]
     below = [limits(low, high, ms).strip()] if bounded(low, high) else []
     rate = [] if missing(winner[THROUGHPUT]) else [f"{significant(winner[THROUGHPUT])} {name_items(winner['size'])}/s"]
     return Figure("latency", ms(winner[LATENCY]), ", ".join([*below, f"batch {winner['batch']}", *rate]))
-
-
-def _make_speedup_figure(ranking: Ranking, winner: pd.Series, gain: Speedup | None) -> Iterator[Figure]:
-    reference = ranking.reference(winner)
-    if gain is None or reference is None:
-        return
-    name = name_reference(ranking, reference)
-    shown = ratio(gain.value, gain.low, gain.high)
-    if gain.verdict == ONE_ROUND:
-        yield Figure("speed-up", "unproven", f"over {name}: one round")
-    elif shown == UNCLEAR or gain.verdict not in (FASTER, EQUIVALENT):
-        yield Figure("speed-up", "undecided", f"against {name} ({shown})")
-    elif not bounded(gain.low, gain.high):
-        yield Figure("speed-up", shown, f"as fast as {name} (best estimate {significant(gain.value)}x)")
-    else:
-        value, _, interval = shown.partition(" ")
-        yield Figure("speed-up", value, f"as fast as {name}{f' {interval}' if interval else ''}")
-
-
-def _make_certainty_figure(winner: pd.Series, gain: Speedup | None, certainty: str) -> Figure:
-    how = counting(int(winner["rounds"]), "round")
-    return Figure("how sure", certainty, f"{how}, {gain.measured}" if gain else how)
-
-
-def _make_accuracy_figure(ranking: Ranking, winner: pd.Series) -> Iterator[Figure]:
-    value = winner.get(ranking.metric.column, float("nan"))
-    if not isnan(value):
-        low, change, high = (points(each / 100) for each in ranking.metric.change_in(winner))
-        known = not isnan(ranking.metric.change_in(winner)[0])
-        lost = f", {change} points [{low}, {high}] against the reference" if known else ""
-        yield Figure("accuracy", f"{value:.2f} %", f"{ranking.metric.label}{lost}")
-    elif winner["outputs"]:
-        yield Figure("outputs", "unclear" if winner.get("outputs_doubt") else "agree", _distance_of(winner))
 
 
 def _make_cost_figure(winner: pd.Series) -> Iterator[Figure]:
@@ -429,114 +620,6 @@ def _make_cost_figure(winner: pd.Series) -> Iterator[Figure]:
     seconds = 0.0 if missing(winner["build_s"]) else float(winner["build_s"])
     if below or seconds:
         yield Figure("cost", f"{show(seconds, 'duration')} to make" if seconds else "nothing to make", below)
-
-
-# The confirmation of winners by rounds after the selection, which are never mixed with the rounds that selected.
-
-NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
-
-
-def list_confirmations(ranking: Ranking, contest: Contest, speed: str, run: RunData) -> Iterator[Finding]:
-    """Yield the confirmation of the winner by LATENCY or THROUGHPUT, and whether it agrees with the selection."""
-    ranked, trials = contest.ranked, run.trials
-    row = ranked.iloc[0]
-    winner, reference = trials[row["trial"]], ranking.reference(row)
-    if not winner.confirmations:
-        return
-    if failed := next((r for r in winner.confirmations if not r.ok), None):
-        why = failed.record.reason or failed.status
-        yield Finding(WARNING, f"{ranking.configuration(row)} failed when it was measured again: {why}.")
-    own = _list_costs(winner.confirmations, row, speed)
-    if not own:
-        return
-    count = sum(r.ok for r in winner.confirmations)
-    processes = "one fresh process" if count == 1 else f"{count} fresh processes"
-    text = f"Measured again after the selection, in {processes}: {_format_spread(own, row, speed)}"
-    gain = _compute_gain(winner, reference, row, speed) if reference is not None and reference is not winner else None
-    if gain is not None and reference is not None:
-        shown, name = ratio(gain.value, gain.low, gain.high), name_reference(ranking, reference)
-        unit = "as fast as" if speed == LATENCY else f"the {name_items(row['size'])} per second of"
-        text += f"; the ratio to {name} is {UNCLEAR}" if shown == UNCLEAR else f", {shown} {unit} {name}"
-    yield Finding(NOTE, text + ".")
-    yield from _find_disagreements(ranking, contest, speed, trials, own, gain)
-
-
-def _find_disagreements(
-    ranking: Ranking,
-    contest: Contest,
-    speed: str,
-    trials: Mapping[str, TrialResult],
-    own: list[float],
-    gain: stats.Speedup | None,
-) -> Iterator[Finding]:
-    ranked = contest.ranked
-    row = ranked.iloc[0]
-    now = stats.speedup(own, _list_costs(trials[row["trial"]].good, row, speed))
-    name = ranking.configuration(row)  # a warning stands alone where notes are folded away
-    if now.verdict == stats.SLOWER:
-        text = f"Measured again, {name} is slower than in the rounds that selected it"
-        by = ratio(now.value, now.low, now.high)
-        yield Finding(WARNING, f"{text} ({by}): chance favoured them, or the machine has changed since.")
-    was_faster = speed == LATENCY and not ranking.sizes and row["verdict"] == stats.FASTER
-    if gain is not None and gain.verdict in NO_GAIN and was_faster:
-        yield Finding(WARNING, f"Measured again, {name} is not shown to be faster than the reference.")
-    if not contest.leads:
-        return
-    lead = contest.leads[0]
-    first, second = (_keep_confirmations(trials[ranked.iloc[k]["trial"]]) for k in (0, 1))
-    ahead = stats.decide(results_ranking.compare_rows(first, second, row, ranked.iloc[1], speed, None))
-    if ahead.value < 1:
-        is_real = ahead.verdict == stats.SLOWER
-        other = ranking.configuration(ranked.iloc[1])
-        text = f"Measured again, the runner-up {other} is ahead, "
-        text += "and the difference is real" if is_real else "if not beyond noise"
-        expected = not is_real and lead.verdict != stats.FASTER  # which of the two is faster was undecided before
-        yield Finding(NOTE if expected else WARNING, f"{text}: {ratio(ahead.value, ahead.low, ahead.high)}.")
-
-
-def find_sustained(
-    ranking: Ranking, contest: Contest, speed: str, run: RunData
-) -> list[tuple[TrialResult, blocks.SustainedRatio]]:
-    """Return the winner's ratios to its reference and to the runner-up under sustained load, where it was measured."""
-    winner, reference = run.trials[contest.ranked.iloc[0]["trial"]], ranking.reference(contest.ranked.iloc[0])
-    others = [reference, *(run.trials[id] for id in contest.ranked["trial"].iloc[1:2])]
-    boundary, clock = _find_timing(contest, speed, winner)
-    found = []
-    for other in {t.id: t for t in others if t is not None and t is not winner}.values():
-        pair = (winner, other) if boundary == "throughput" else (other, winner)
-        if (compared := blocks.compare_sustained(*pair, boundary, clock, run.rule.margin)) is not None:
-            found.append((other, compared))
-    return found
-
-
-def is_overtaken(ranking: Ranking, contest: Contest, speed: str, run: RunData) -> bool:
-    """Return whether the reference or the runner-up is faster than the winner under sustained load."""
-    return any(each.has_moved and each.value < 1 for _, each in find_sustained(ranking, contest, speed, run))
-
-
-def _find_timing(contest: Contest, speed: str, winner: TrialResult) -> tuple[str, str]:
-    """Return the boundary and the clock that the winner is compared by; without a throughput those of its latency."""
-    first = contest.ranked.iloc[0]
-    has_throughput = any(r.facts.blocks.get("throughput") for r in winner.sustained)
-    return (
-        ("throughput", "") if speed == THROUGHPUT and has_throughput else (str(first["boundary"]), str(first["clock"]))
-    )
-
-
-def list_sustained(ranking: Ranking, contest: Contest, speed: str, run: RunData) -> Iterator[Finding]:
-    """Yield each of these ratios, as a warning where it differs from that in short turns."""
-    winner = run.trials[contest.ranked.iloc[0]["trial"]]
-    boundary, _ = _find_timing(contest, speed, winner)
-    for other, found in find_sustained(ranking, contest, speed, run):
-        begin, end = next(r.facts.blocks[boundary][0] for r in winner.sustained if r.facts.blocks.get(boundary))
-        what = f"Running for {show(end - begin, 'duration')} without a break, {winner.configuration} is "
-        what += f"{found.value:.2f}x as fast as {other.configuration} at batch {winner.batch}"
-        if not found.has_moved:
-            yield Finding(NOTE, f"{what} ({found.usual:.2f}x in short turns).")
-            continue
-        clocks = " and ".join(filter(None, (_describe_clock(t, boundary) for t in (winner, other))))
-        why = f": {clocks}" if clocks else "; heat or a power limit slows one of them more"
-        yield Finding(WARNING, f"{what}, not {found.usual:.2f}x as in short turns{why}.")
 
 
 def _describe_clock(trial: TrialResult, boundary: str) -> str:
@@ -562,13 +645,6 @@ def _keep_confirmations(trial: TrialResult) -> TrialResult:
     return replace(trial, rounds=trial.confirmations, companions=[])
 
 
-def _compute_gain(winner: TrialResult, reference: TrialResult, row: pd.Series, speed: str) -> stats.Speedup | None:
-    of_reference = row.where(row.index != "batch", reference.batch)
-    again = _keep_confirmations(winner), _keep_confirmations(reference)
-    gain = stats.decide(results_ranking.compare_rows(*again, row, of_reference, speed, None))
-    return None if math.isnan(gain.value) else gain
-
-
 def _format_spread(own: list[float], row: pd.Series, speed: str) -> str:
     if speed == THROUGHPUT:
         rate = stats.center([1 / cost for cost in own])
@@ -577,27 +653,11 @@ def _format_spread(own: list[float], row: pd.Series, speed: str) -> str:
     return f"{ms(latency.value)}{limits(latency.low, latency.high, ms)} at batch {row['batch']}"
 
 
-CLOSE = 1.005  # lower limit of a lead that is printed as 1.00
-
-
-def choose_badge(contest: Contest, gain: Speedup | None, run: RunData, doubted: bool) -> str:
-    """Return how sure a decision is, in one or two words."""
-    pairs = [*([gain] if gain else []), *contest.leads]
-    tied = contest.is_tied or (gain is not None and gain.verdict == stats.EQUIVALENT)
-    if doubted or any(each.verdict not in (stats.FASTER, stats.EQUIVALENT) for each in pairs):
-        return "open"
-    if tied or contest.rivals:
-        return "tie"
-    if cpu_contention(run.records) is not None:
-        return "busy machine"
-    return "close" if any(each.low < CLOSE for each in contest.leads) else DECIDED
-
-
 def decide_run(ranking: Ranking, run: RunData) -> Iterator[Decision]:
     """Yield the fastest at the smallest batch, and with several batches the most images per second."""
     yield _decide_fastest(ranking, run)
     if len(ranking.most_images):
-        yield _decide_most_images(ranking, run)
+        yield _decide_most_images(Winner(ranking, run, THROUGHPUT))
 
 
 def list_incomparable(ranking: Ranking) -> Iterator[Finding]:
@@ -626,49 +686,44 @@ def list_failed(ranking: Ranking, run: RunData) -> Decision | None:
 
 
 def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
-    ranked = ranking.fastest
     others = (*_list_excluded(ranking, run), *list_incomparable(ranking))
     if (nothing := list_failed(ranking, run)) is not None:
         return Decision(nothing.kind, nothing.where, nothing.text, nothing.answers, others)
-    if ranked.empty and run.conditions and results_ranking.list_usable(ranking.first)[LATENCY].notna().any():
+    is_measured = results_ranking.list_usable(ranking.first)[LATENCY].notna().any()
+    if ranking.fastest.empty and run.conditions and is_measured:
         if run.limits and len(within := results_ranking.keep_within_budget(ranking.first)):
             return _report_no_fit(ranking, within, run, others)
         text = f"no trial is within {run.budget} with confidence."
         step = _advise_on_images(ranking, run) or "allow more loss, or calibrate and quantise differently"
         return Decision(FAILURE, ranking.where, text, (("next", step),), others)
-    if ranked.empty:
+    if ranking.fastest.empty:
         return Decision(NOTE, ranking.where, "no latency was measured.", findings=others)
-    winner = ranked.iloc[0]
-    gain, contest = find_gain(ranking, run), results_ranking.compare_first(ranked, LATENCY, run)
-    confirmed = tuple(list_confirmations(ranking, contest, LATENCY, run))
-    doubted = is_overtaken(ranking, contest, LATENCY, run) or any(each.kind == WARNING for each in confirmed)
-    alone = gain is None and not contest.leads and not run.conditions
-    badge = choose_badge(contest, gain, run, doubted or awaits_evidence(ranking))
-    badge = "not compared" if alone else badge
+    winner = Winner(ranking, run)
+    badge, untried = winner.badge, list_untried(run)
     return Decision(
-        NOTE if alone else BEST if badge == DECIDED else WARNING,
+        NOTE if winner.is_alone else BEST if badge == DECIDED else WARNING,
         ranking.where,
-        _write_headline(ranking, contest, gain, run, alone),
+        winner.write_headline(),
         (
-            ("real", describe_reality(ranking, contest, gain, run, doubted)),
-            ("right", describe_correctness(ranking, winner, run)),
-            ("next", advise(ranking, contest, gain, run)),
-            *([("not tried", untried)] if (untried := list_untried(run)) else []),
+            ("real", winner.describe_reality()),
+            ("right", winner.describe_correctness()),
+            ("next", winner.advise()),
+            *([("not tried", untried)] if untried else []),
         ),
         (
-            *confirmed,
-            *list_sustained(ranking, contest, LATENCY, run),
-            *list_rejected([*([gain] if gain else []), *contest.leads[:1]]),
-            *explain_lower_latency(ranking, run),
-            *list_drifts(ranking, run),
-            *_describe_latency(winner),
-            *_describe_accuracy(ranking, winner),
-            *_describe_preparation(ranking, winner),
+            *winner.confirmed,
+            *winner.list_sustained(),
+            *list_rejected(winner.main_pairs),
+            *winner.explain_lower_latency(),
+            *winner.list_drifts(),
+            *_describe_latency(winner.row),
+            *winner.describe_accuracy(),
+            *winner.describe_preparation(),
             *others,
         ),
-        make_card_figures(ranking, gain, badge),
+        winner.make_card_figures(),
         badge,
-        contest.candidates,
+        winner.contest.candidates,
         "latency",
     )
 
@@ -706,25 +761,6 @@ def _advise_on_limits(closest: pd.Series, run: RunData) -> str:
     return f"measure with --rounds {2 * int(closest['rounds'])} for a narrower interval"
 
 
-def _write_headline(ranking: Ranking, contest: Contest, gain: Speedup | None, run: RunData, alone: bool) -> str:
-    winner = contest.ranked.iloc[0]
-    name, time = ranking.configuration(winner), f"{ms(winner[LATENCY])} at batch {winner['batch']}"
-    if alone:
-        return f"{name} takes {time}."
-    limit = f" within {run.conditions}" if run.limits or (run.budget and winner["budget"]) else ""
-    if contest.is_one_round:
-        return f"ahead{limit} after one round is {name}, {time}: one round proves nothing."
-    reference = ranking.reference(winner)
-    if gain is not None and reference is not None:
-        against = _format_gain(gain, name_reference(ranking, reference))
-    else:
-        against = ", the reference" if reference is not None else ""
-    if not contest.rivals:
-        return f"fastest{limit} is {name}, {time}{against}."
-    names = [name, *(ranking.configuration(row) for row, _ in contest.rivals)]
-    return f"fastest{limit} is {name_set(names, contest, run)}; {name} takes {time}{against}."
-
-
 def _format_gain(gain: Speedup, name: str) -> str:
     shown = ratio(gain.value, gain.low, gain.high)
     if shown == UNCLEAR:
@@ -736,38 +772,6 @@ def _format_gain(gain: Speedup, name: str) -> str:
 def _describe_latency(winner: pd.Series) -> Iterator[Finding]:
     if interval := limits(winner["latency_ms_low"], winner["latency_ms_high"], ms):
         yield Finding(NOTE, f"Its latency is {ms(winner[LATENCY])}{interval}.")
-
-
-def _describe_accuracy(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
-    metric = ranking.metric
-    if metric.column not in winner or isnan(winner[metric.column]):
-        return
-    low, high = metric.interval(winner)
-    text = f"Its {metric.label} is {winner[metric.column]:.2f} %"
-    text += "" if isnan(low) else f" [{low:.2f}, {high:.2f}]"
-    if not missing(winner["images"]):
-        text += f" on {winner['images']:,} images"
-        if not missing(winner["set_aside"]) and winner["set_aside"]:
-            text += f" ({winner['set_aside']:,} more were set aside for calibration)"
-    low, value, high = metric.change_in(winner)
-    if not isnan(low):
-        change, lowest, highest = (points(each / 100) for each in (value, low, high))
-        reference = ranking.reference(winner)
-        where = f" at size {reference.size}" if ranking.sizes and reference is not None else ""
-        text += f", {change} points [{lowest}, {highest}] against the reference{where} on the same images"
-    yield Finding(NOTE, text + ".")
-
-
-def _describe_preparation(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
-    """Yield after how many images the time to build pays off against the reference."""
-    reference = ranking.reference(winner)
-    if reference is None or reference.id == winner["trial"]:
-        return
-    payoff = frontier_table.break_even(winner, ranking.trials[winner["trial"]], reference)
-    if payoff is not None and payoff.extra > 0 and payoff.images is not None:
-        when = f"which pays off after about {significant(payoff.images, 2)} images"
-        when += ", or never, as the gain is not proven" if isinf(payoff.high) else ""
-        yield Finding(NOTE, f"Making it takes {show(payoff.extra, 'duration')}, {when}.")
 
 
 def _list_excluded(ranking: Ranking, run: RunData) -> Iterator[Finding]:
@@ -803,30 +807,25 @@ def _describe_misses(row: pd.Series, run: RunData) -> str:
     return misses and f"{how} its limits: {misses}"
 
 
-def _list_limited(ranking: Ranking, run: RunData) -> Iterator[Finding]:
+def _list_limited(winner: Winner) -> Iterator[Finding]:
     """Yield trials with more images per second than the best, which a limit kept from it."""
-    best = ranking.most_images.iloc[0]
-    rows = results_ranking.rank_trials(results_ranking.keep_within_budget(ranking.group), THROUGHPUT)
-    for _, row in rows.iloc[: [*rows["trial"]].index(best["trial"])].head(MOST_NAMED).iterrows():
-        reached = f"{name_row(ranking, row, THROUGHPUT)} reaches {significant(row[THROUGHPUT])}/s"
-        yield Finding(NOTE, f"{reached} but {_describe_misses(row, run)}.")
+    rows = results_ranking.rank_trials(results_ranking.keep_within_budget(winner.ranking.group), THROUGHPUT)
+    for _, row in rows.iloc[: [*rows["trial"]].index(winner.row["trial"])].head(MOST_NAMED).iterrows():
+        reached = f"{winner.name_row(row)} reaches {significant(row[THROUGHPUT])}/s"
+        yield Finding(NOTE, f"{reached} but {_describe_misses(row, winner.run)}.")
 
 
-def _decide_most_images(ranking: Ranking, run: RunData) -> Decision:
-    contest = results_ranking.compare_first(ranking.most_images, THROUGHPUT, run)
-    confirmed = tuple(list_confirmations(ranking, contest, THROUGHPUT, run))
-    doubted = is_overtaken(ranking, contest, THROUGHPUT, run) or any(each.kind == WARNING for each in confirmed)
-    shown = [("right", describe_correctness(ranking, contest.ranked.iloc[0], run))]
-    if contest.leads:
-        shown.insert(0, ("real", describe_reality(ranking, contest, None, run, doubted, THROUGHPUT)))
-    if bound := _describe_copies(run.trials[contest.ranked.iloc[0]["trial"]]):
+def _decide_most_images(winner: Winner) -> Decision:
+    shown = [("right", winner.describe_correctness())]
+    if winner.contest.leads:
+        shown.insert(0, ("real", winner.describe_reality()))
+    if bound := _describe_copies(winner.trial):
         shown.append(("bound", bound))
-    badge = choose_badge(contest, None, run, doubted)
-    kind = BEST if badge == DECIDED else WARNING
-    sustained = list_sustained(ranking, contest, THROUGHPUT, run)
-    findings = (*confirmed, *sustained, *list_rejected(contest.leads[:1]), *_list_limited(ranking, run))
-    text = _describe_rate(ranking, contest, run)
-    return Decision(kind, ranking.where, text, tuple(shown), findings, (), badge, contest.candidates, "throughput")
+    kind, where = BEST if winner.badge == DECIDED else WARNING, winner.ranking.where
+    rejected = list_rejected(winner.main_pairs)
+    findings = (*winner.confirmed, *winner.list_sustained(), *rejected, *_list_limited(winner))
+    text, candidates = winner.describe_rate(), winner.contest.candidates
+    return Decision(kind, where, text, tuple(shown), findings, (), winner.badge, candidates, "throughput")
 
 
 def _describe_copies(best: TrialResult) -> str:
@@ -836,17 +835,3 @@ def _describe_copies(best: TrialResult) -> str:
         return ""
     advice = "" if best.options.get("input") == "uint8" else f" (images: {best.backend}@input=uint8 copies a quarter)"
     return copies.sentence + advice
-
-
-def _describe_rate(ranking: Ranking, contest: Contest, run: RunData) -> str:
-    best = contest.ranked.iloc[0]
-    name, rate = name_row(ranking, best, THROUGHPUT), f"{significant(best[THROUGHPUT])}/s"
-    names = [name, *(name_row(ranking, row, THROUGHPUT) for row, _ in contest.rivals)]
-    text = f"{name_set(names, contest, run)}; {name} reaches {rate}" if contest.rivals else f"{name}: {rate}"
-    limit = f" within {run.conditions}" if run.limits else ""
-    text = f"most {name_items(best['size'])} per second{limit} with {text}"
-    line = results_ranking.configuration_of(best), best["size"], best["batch"]
-    same = [
-        s for s in results_ranking.find_saturation(ranking.group) if (s.configuration, s.size, s.best_batch) == line
-    ]
-    return text + (f"; {same[0].description}." if same else ".")
