@@ -53,7 +53,8 @@ class Column:
 
     An `identity` is a part of a row's name, printed where rows differ in it. An `interval` is printed behind the value,
     from the row's NAME_low and NAME_high. A narrow terminal omits the columns with the highest `rank` first, and never
-    those of rank 0. `cell` formats the printed text from the whole row instead.
+    those of rank 0. With a `hint` the number is printed as `formatting.show` does; `cell` formats the printed text from
+    the whole row instead.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Column:
     rank: int = 0
     interval: bool = False
     identity: bool = False
+    hint: str = ""
     cell: Callable[[Row], str] | None = None
 
     @property
@@ -85,16 +87,16 @@ class Column:
             return ""
         if self.kind == TEXT:
             return str(value)
-        show = SHOWN[self.kind]
+        form = (lambda v: show(v, self.hint)) if self.hint else SHOWN[self.kind]
         low: Any = row.get(f"{self.name}_low")
         high: Any = row.get(f"{self.name}_high")
-        if not self.interval or missing(low) or missing(high):
-            return show(value)
+        if not self.interval or missing(low) or missing(high) or (self.hint and math.isinf(high)):
+            return form(value)
         if self.kind in (PERCENT, POINTS):
-            return f"{show(value)} [{show(low)}, {show(high)}]"
+            return f"{form(value)} [{form(low)}, {form(high)}]"
         if self.kind in (RATIO, FINE) and not bounded(low, high):
             return short_bound(low, high)
-        return show(value) + limits(low, high, lambda v: show(v).removesuffix("x"))
+        return form(value) + limits(low, high, lambda v: form(v).removesuffix("x"))
 
 
 @dataclass(frozen=True)
@@ -252,15 +254,7 @@ def compare_cells(speedup: Speedup | None, is_reference: bool) -> Row:
 
 def duration(name: str, meaning: str, title: str = "", rank: int = 0) -> Column:
     """Return a column of seconds that prints a duration, and the limits behind it where they are known."""
-
-    def format_cell(row: Row) -> str:
-        value, low, high = row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high")
-        text = show(value, "duration")
-        if value is None or low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
-            return text
-        return text + limits(low, high, lambda v: show(v, "duration"))
-
-    return Column(name, meaning, "s", title=title or name.removesuffix("_s"), cell=format_cell, rank=rank)
+    return Column(name, meaning, "s", NUMBER, title or name.removesuffix("_s"), rank, interval=True, hint="duration")
 
 
 def printed(columns: Sequence[Column]) -> tuple[str, ...]:

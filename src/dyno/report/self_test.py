@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, TypedDict
 
 from dyno.formatting import counting, significant
 from dyno.results import stats
 from dyno.results.ranking import make_rule
-from dyno.results.self_test import CURVE, GRADES, POWER, WORST, Rate, SelfTest, Verdicts, read_summary, visible
+from dyno.results.self_test import CURVE, GRADES, POWER, WORST, SelfTest, Verdicts, read_summary, visible
 from dyno.results.trial_result import Results
-from dyno.table import COUNT, Column, Row, Table
+from dyno.table import COUNT, Column, Row, Table, limited, limits_of, missing
 
 POOR = 0.05  # of false alarms; beyond it for certain, and the intervals can't be trusted
 HINT = "not known: `dyno selftest` tests the instrument on this machine"
@@ -198,22 +197,15 @@ def of_run(results: Results) -> str:
 
 # The tables of a self-test: which differences it sees, and what it said of those that are known.
 
-LOW, HIGH = "_low", "_high"
-
 
 def _format_cell(row: Row, name: str) -> str:
-    value = row.get(name)
-    if value is None:
-        return ""
-    low, high = row.get(name + LOW), row.get(name + HIGH)
-    return percent(value) if low is None or high is None else with_range(value, low, high)
+    value, low, high = (row.get(name + end, math.nan) for end in ("", "_low", "_high"))
+    return "" if missing(value) else with_range(value, low, high)
 
 
-def _make_share_columns(name: str, title: str, meaning: str) -> Iterator[Column]:
-    """Yield a column of shares (0.02 is 2 %) and those of its limits."""
-    yield Column(name, meaning, "1", title=title, cell=lambda row: _format_cell(row, name))
-    for end in (LOW, HIGH):
-        yield Column(name + end, f"limit of the 95 % interval of {name}", "1")
+def _make_share_columns(name: str, title: str, meaning: str) -> tuple[Column, ...]:
+    """Return a column of shares (0.02 is 2 %) and those of its limits."""
+    return Column(name, meaning, "1", title=title, cell=lambda row: _format_cell(row, name)), *limits_of(name, "1")
 
 
 VISIBLE = (
@@ -249,23 +241,12 @@ def tables(test: SelfTest) -> list[Table]:
 
 
 def _make_visible_row(test: SelfTest, rounds: int) -> Row:
-    seen = test.visible(rounds)
-    return {"rounds": rounds, **_make_limit_cells("turns", seen.value, seen.low, seen.high),
-            "apart": test.visible_apart(rounds)}  # fmt: skip
+    return {"rounds": rounds, **limited("turns", test.visible(rounds)), "apart": test.visible_apart(rounds)}
 
 
 def _make_verdict_row(one: Verdicts) -> Row:
     return {
         "slowdown": one.slowdown, "rounds": one.rounds, "studies": one.slower.count, "expected": one.predicted,
-        **_make_rate_cells("slower", one.slower), **_make_rate_cells("faster", one.faster),
-        **_make_rate_cells("covered", one.covered),
+        **limited("slower", one.slower.interval), **limited("faster", one.faster.interval),
+        **limited("covered", one.covered.interval),
     }  # fmt: skip
-
-
-def _make_rate_cells(name: str, rate: Rate) -> dict[str, Any]:
-    return _make_limit_cells(name, rate.interval.value, rate.interval.low, rate.interval.high)
-
-
-def _make_limit_cells(name: str, value: float, low: float, high: float) -> dict[str, Any]:
-    row = {name: value, name + LOW: low, name + HIGH: high}
-    return {key: None if math.isnan(each) else each for key, each in row.items()}

@@ -29,6 +29,7 @@ from dyno.table import (
     compare_cells,
     duration,
     limited,
+    limits_of,
     printed,
     with_limits,
 )
@@ -177,9 +178,7 @@ def _make_row(run: ApplicationRun) -> Row:
 
 def _make_stage_columns(name: str, meaning: str, rank: int) -> tuple[Column, ...]:
     """Return the columns of a stage's seconds and their limits, which print the value alone."""
-    return replace(
-        duration(f"{name}_s", meaning, rank=rank), cell=lambda row: show(row.get(f"{name}_s"), "duration")
-    ), *(Column(f"{name}_s_{end}", f"its {word} limit", "s") for end, word in (("low", "lower"), ("high", "upper")))
+    return replace(duration(f"{name}_s", meaning, rank=rank), interval=False), *limits_of(f"{name}_s", "s")
 
 
 COLUMNS = (

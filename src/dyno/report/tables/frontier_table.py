@@ -18,12 +18,11 @@ from dyno.results.metrics.metric import Metric
 from dyno.results.ranking import LATENCY, THROUGHPUT, Ranking, list_usable, rank_goals
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import TrialResult
-from dyno.table import PERCENT, POINTS, TEXT, Column, Table, missing
+from dyno.table import PERCENT, POINTS, TEXT, Column, Table, missing, with_limits
 
 if TYPE_CHECKING:
     import pandas as pd
 
-LIMITS = ("low", "high")
 SPEEDS = ("latency_ms", "latency_ms_low", "latency_ms_high", "throughput_ips", "throughput_low", "throughput_high")
 NOTE = (
     "No trial is both faster and more accurate than one of these: by latency at the smallest batch, by throughput "
@@ -67,10 +66,8 @@ COLUMNS = (
     Column("frontier", "the speed in which nothing beats it: latency, throughput or both", kind=TEXT),
     *(replace(column, interval=column.name in (LATENCY, THROUGHPUT), rank=0) for column in pick(*SPEEDS)),
     Column("metric", "the metric of accuracy: the budget's first", kind=TEXT, rank=4),
-    Column("accuracy", "by that metric", "%", PERCENT, "accuracy %", interval=True),
-    *(Column(f"accuracy_{end}", f"{end} limit of its 95 % interval", "%", PERCENT) for end in LIMITS),
-    Column("change", "against the reference on the same images", "points", POINTS, rank=2, interval=True),
-    *(Column(f"change_{end}", f"{end} limit of its 95 % interval", "points", POINTS) for end in LIMITS),
+    *with_limits(Column("accuracy", "by that metric", "%", PERCENT, "accuracy %")),
+    *with_limits(Column("change", "against the reference on the same images", "points", POINTS, rank=2)),
     *pick("budget", "more_images"),
 )
 PRINTED = (*IDENTITY, LATENCY, THROUGHPUT, "accuracy", "change", "metric", "budget", "frontier")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from dyno.formatting import bounded, limits, show
+from dyno.formatting import bounded, show
 from dyno.report.tables import TableKind
 from dyno.report.tables.accuracy_tables import LABEL, copy_columns
 from dyno.report.tables.trial_table import FEW, PERCENTILES, few, parenthesised, pick
@@ -17,7 +18,7 @@ from dyno.results.rounds import GPU as GPU_CLOCK
 from dyno.results.rounds import HOST, LATENCIES, Round
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import TrialResult
-from dyno.table import COUNT, TEXT, Column, Row, Table, missing, printed
+from dyno.table import COUNT, TEXT, Column, Row, Table, duration, missing, printed
 from dyno.worker.facts.job import StressPhase
 
 ENDS = {"value": "", "low": "_low", "high": "_high"}  # of an interval, behind a column's name
@@ -68,13 +69,6 @@ def _make_sampling_cells(r: Round, boundary: str, clock: str) -> Row:
                            interval.high, "mean_s": s.mean, "max_s": s.max}  # fmt: skip
 
 
-def _make_duration_column(name: str, digits: int = 3) -> Column:
-    def format_cell(row: Row) -> str:
-        return show(row.get(name), "duration", digits)
-
-    return Column(name, "of the samples", "s", title=name.removesuffix("_s"), cell=format_cell)
-
-
 def _format_interval(row: Row) -> str:
     low, high = row.get("median_s_low"), row.get("median_s_high")
     if low is None or high is None or missing(low):
@@ -88,16 +82,13 @@ def _format_interval(row: Row) -> str:
 
 def _make_percentile_columns(name: str) -> tuple[Column, ...]:
     """Return columns of a percentile of a round's samples, and of the limits of its exact interval, printed with it."""
+    plain = duration(f"{name}_s", "of the samples, with its exact interval")
 
     def format_cell(row: Row) -> str:
-        value, low, high = (row.get(f"{name}_s{end}", math.nan) for end in ENDS.values())
-        if missing(value):
-            return ""
-        if few(name, row["samples"]):
-            return parenthesised(show(value, "duration"), True)
-        return show(value, "duration") + limits(low, high, lambda v: show(v, "duration"))
+        doubtful = not missing(value := row.get(plain.name)) and few(name, row["samples"])
+        return parenthesised(show(value, "duration"), True) if doubtful else plain.text(row)
 
-    column = Column(f"{name}_s", "of the samples, with its exact interval", "s", title=name, cell=format_cell)
+    column = replace(plain, cell=format_cell)
     ends = (("_low", "lower"), ("_high", "upper"))
     return column, *(
         Column(f"{name}_s{end}", f"{words} limit of its 95 % interval", "s", cell=lambda _: "") for end, words in ends
@@ -127,16 +118,18 @@ ROUND_COLUMNS = (
     Column("boundary", "model or all", kind=TEXT),
     Column("clock", "gpu or host", kind=TEXT),
     Column("samples", "after the warm-up", kind=COUNT),
-    _make_duration_column("median_s", 4),
+    Column(
+        "median_s", "of the samples", "s", title="median", cell=lambda row: show(row.get("median_s"), "duration", 4)
+    ),
     Column(
         "median_s_low", "lower limit of the median's 95 % interval", "s", title="95 % interval", cell=_format_interval
     ),
     Column("median_s_high", "upper limit of it", "s", cell=lambda _: ""),
-    _make_duration_column("mean_s"),
+    duration("mean_s", "of the samples"),
     *_make_percentile_columns("p90"),
     *_make_percentile_columns("p95"),
     *_make_percentile_columns("p99"),
-    _make_duration_column("max_s"),
+    duration("max_s", "of the samples"),
     Column("ended", "why sampling ended", kind=TEXT, title="ended because"),
 )
 ROUNDS = TableKind(
@@ -166,25 +159,24 @@ def _make_stress_row(kind: str, phase: StressPhase, seconds: np.ndarray) -> Row:
     }  # fmt: skip
 
 
-def _make_column(name: str, meaning: str, unit: str, hint: str) -> Column:
-    def format_cell(row: Row) -> str:
-        return show(row[name], hint)
-
-    return Column(name, meaning, unit, title=name.removesuffix("_s").replace("_", " "), cell=format_cell)
-
-
 STRESS_COLUMNS = (
     Column("title", "the trial", kind=TEXT),
     Column("phase", "min, opt, max, random or a number", kind=TEXT),
     Column("batch", "or from-to", kind=TEXT),
     Column("count", "of batches that ran", kind=COUNT),
-    _make_column("median_s", "latency per batch", "s", "duration"),
-    _make_column("p99_s", "latency per batch", "s", "duration"),
-    _make_column("max_s", "latency per batch", "s", "duration"),
+    *(duration(name, "latency per batch") for name in ("median_s", "p99_s", "max_s")),
     Column("wrong", "batches whose outputs differ from the reference's", kind=COUNT),
     Column("worst_error", "largest difference, as a share of the reference's largest value", title="worst error"),
-    _make_column("gpu_growth", "memory of the GPU at the end less that at the beginning", "B", "bytes"),
-    _make_column("host_growth", "memory of the process at the end less that at the beginning", "B", "bytes"),
+    *(
+        Column(
+            f"{key}_growth",
+            f"memory of the {of} at the end less that at the beginning",
+            "B",
+            title=f"{key} growth",
+            hint="bytes",
+        )
+        for key, of in (("gpu", "GPU"), ("host", "process"))
+    ),
 )
 STRESS = TableKind(
     "stress", "Stress test", "A row per phase: latencies, wrong outputs, growth of memory.",
