@@ -66,7 +66,7 @@ WORKER = {
     "tasks": "spec inspection plugins inputs",
     "sessions": "facts spec backend option_values extras system inputs",
     "onnx_graph": "facts spec extras system inputs tasks sessions",
-    "nets": "facts spec inspection extras inputs tasks sessions onnx_graph",
+    "nets": "facts spec inspection plugins extras inputs tasks sessions onnx_graph",
     "layers": "facts spec backend inputs sessions nets onnx_graph",
     "numerics": "facts spec backend nets sessions onnx_graph",
     "makers": "facts spec backend option_values extras system inputs sessions nets onnx_graph",

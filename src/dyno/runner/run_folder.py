@@ -19,7 +19,19 @@ from dyno.study.study import Choice, Study, model_name
 from dyno.worker import registry, system
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import DamagedRecord, read_json, read_record, write_json, write_text
-from dyno.worker.spec import FIXED, LOOKS, NETWORK_FILES, SCHEMA, Job, ModelSpec, Trial, UserError, digest, from_json
+from dyno.worker.spec import (
+    FIXED,
+    LOOKS,
+    NETWORK_FILES,
+    NETWORK_LIBRARIES,
+    SCHEMA,
+    Job,
+    ModelSpec,
+    Trial,
+    UserError,
+    digest,
+    from_json,
+)
 
 DISTRIBUTIONS = ("numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
 # Settings that may differ when a folder is used again: they change no stored number.
@@ -349,13 +361,7 @@ def _store_models(run: Run, planned: list[PlannedTrial]) -> None:
 # The default run folder of a study: under a readable name, and under another one where that is in use.
 
 RUNS = Path("runs")
-LIBRARIES = (
-    "torchvision",
-    "timm",
-    *NETWORK_FILES,
-    "fake",
-    "endpoint",
-)  # whose models are identified by their names alone
+LIBRARIES = (*NETWORK_LIBRARIES, *NETWORK_FILES, "fake", "endpoint")  # whose models are identified by their names alone
 LONGEST = 80
 HASH = re.compile("[0-9a-f]{16,}")  # a folder named by a hash, as of modules in memory: not a readable name
 OWN = {"lock"}  # files that a refused study may have left in its folder

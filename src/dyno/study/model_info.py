@@ -35,7 +35,7 @@ from dyno.study import commits, input_options
 from dyno.study.commits import keeps_weights, stored_source
 from dyno.study.defaults import form
 from dyno.study.interpreters import explain_missing, runtime_of
-from dyno.study.study import NETWORK_LIBRARIES, Choice, Study, find_libraries, list_names, model_name, parse_size
+from dyno.study.study import Choice, Study, find_libraries, list_names, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.inspection import ATTACHED, Inspection
 from dyno.worker.nets import huggingface
@@ -45,6 +45,7 @@ from dyno.worker.spec import (
     ENDPOINT,
     NETWORK_FILES,
     NETWORK_FOLDER,
+    NETWORK_LIBRARIES,
     SAVED,
     Dims,
     Job,

@@ -43,6 +43,7 @@ from dyno.worker.spec import (
     LOOKS,
     NETWORK_FILES,
     NETWORK_FOLDER,
+    NETWORK_LIBRARIES,
     PRECISIONS,
     ROUNDS,
     SAVED,
@@ -495,7 +496,6 @@ def runtimes(study: Study, choice: Choice) -> Mapping[str, Any]:
     return study.runtime.get(choice.runtime or choice.name, {})
 
 
-NETWORK_LIBRARIES = ("torchvision", "timm")
 # A function below the decorator that adds a network to its library, perhaps with other decorators in between.
 REGISTERED = re.compile(r"^@register_model\b.*\n(?:@.*\n(?:[ )].*\n)*)*def (\w+)\(", re.M)
 

@@ -38,7 +38,18 @@ from dyno.worker.extras import lacking
 from dyno.worker.facts.job import TrainingFacts
 from dyno.worker.option_values import check_types, native
 from dyno.worker.record import DamagedRecord, Record, read_record, write_json
-from dyno.worker.spec import FIXED, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
+from dyno.worker.spec import (
+    FIXED,
+    NETWORK_LIBRARIES,
+    DataSpec,
+    Dims,
+    Job,
+    ModelSpec,
+    Runtime,
+    Trial,
+    UserError,
+    to_json,
+)
 from dyno.worker.training.options import TrainOptions, make_options
 
 if TYPE_CHECKING:
@@ -282,7 +293,6 @@ def draw_curves(rows: tuple[Row, ...], path: Path) -> None:
         save(figure, path)
 
 
-LIBRARIES = ("torchvision:", "timm:")
 OF_STUDY = ("weights", "pretrained", "channels", "mean", "std", "unreadable", "threads", "runtime")
 
 
@@ -496,7 +506,7 @@ def next_command(command: str, plan: TrainingPlan, weights: Path) -> str:
     study, model = plan.study, plan.model
     command_line = ["dyno", command, study.models[0], "--weights", str(weights), "--data", study.data]
     command_line += ["--size", Dims(1, *plan.size).size]
-    if not model.source.startswith(LIBRARIES):
+    if model.source.partition(":")[0] not in NETWORK_LIBRARIES:
         command_line += ["--classes", str(model.classes)]
     if study.channels != 3:
         command_line += ["--channels", str(study.channels)]

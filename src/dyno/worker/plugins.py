@@ -15,9 +15,9 @@ Declared = TypeVar("Declared")
 
 
 def declared(
-    places: ModuleType | tuple[ModuleType | str, ...], kind: type[Declared], group: str
+    places: ModuleType | tuple[ModuleType | str, ...], kind: type[Declared], group: str = ""
 ) -> dict[str, Declared]:
-    """Return objects by name: instances of `kind` at the top of modules, then the group's entry points.
+    """Return objects by name: instances of `kind` at the top of modules, then the entry points of a group, if any.
 
     A place is a package, of which every module counts, or the name of a module. What a place declares wins over an
     entry point of the same name. An entry point that can't be loaded, or that gives another kind of object, is left out
@@ -27,7 +27,8 @@ def declared(
     for place in places if isinstance(places, tuple) else (places,):
         for module in [importlib.import_module(place)] if isinstance(place, str) else _import_modules(place):
             own |= {value.name: value for value in vars(module).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
-    others = {value.name: value for value in _load_group(group).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
+    loaded = _load_group(group).values() if group else ()
+    others = {value.name: value for value in loaded if isinstance(value, kind)}  # type: ignore[attr-defined]
     return {**others, **own}
 
 

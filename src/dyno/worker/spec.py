@@ -27,6 +27,7 @@ TEXT_ORDER = "classes are numbered in the order of their names as text"  # the b
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8", "int4", "fp4", "int2")
 BOUNDARIES = ("model", "all", "throughput")
 ENDPOINT = "endpoint:"  # prefix of the name of a model that a server has
+NETWORK_LIBRARIES = ("torchvision", "timm")  # prefixes behind which the name of a library's network stands
 NETWORK_FILES = ("ultralytics", "darknet")  # prefixes behind which a user's own file may stand
 NETWORK_FOLDER = "hf"  # the prefix behind which a folder stands
 # Unless a study says otherwise; where rounds go on until decided, those before the first look. Three would have two

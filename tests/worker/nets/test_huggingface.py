@@ -17,7 +17,8 @@ from dyno import Study
 from dyno.data.decode import Transform
 from dyno.results.trial_result import load_run
 from dyno.study.model_info import inspect_model, model_spec
-from dyno.worker.nets import huggingface, models
+from dyno.worker.nets import models
+from dyno.worker.spec import ModelSpec
 from refusals import refuses
 
 transformers = pytest.importorskip("transformers")
@@ -159,10 +160,10 @@ def test_processors_as_others_write_them(
 ) -> None:
     shutil.copy(folders / "vit/config.json", tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
-    found, _ = huggingface.image_config(str(tmp_path))
-    assert found is not None and (found.resize, found.interpolation) == (pytest.approx(resize), interpolation)
+    found = models.preprocess(ModelSpec("m", f"hf:{tmp_path}"))
+    assert (found.resize, found.interpolation) == (pytest.approx(resize), interpolation)
     (tmp_path / "preprocessor_config.json").write_text("{")
-    refuses("can't be read", huggingface.image_config, str(tmp_path))
+    refuses("can't be read", models.preprocess, ModelSpec("m", f"hf:{tmp_path}"))
 
 
 @pytest.mark.parametrize(
@@ -181,8 +182,8 @@ def test_the_processors_scale_of_pixels_counts(
     shutil.copy(folders / "vit/config.json", tmp_path)
     own = {"size": 32, "image_mean": [0.5] * 3, "image_std": [0.25] * 3, **processor}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(own))
-    found, _ = huggingface.image_config(str(tmp_path))
-    assert found is not None and (255 / 255 - found.mean[0]) / found.std[0] == pytest.approx(pixel)
+    found = models.preprocess(ModelSpec("m", f"hf:{tmp_path}"))
+    assert (255 / 255 - found.mean[0]) / found.std[0] == pytest.approx(pixel)
 
 
 def test_images_that_the_processor_prepares_otherwise_are_refused(folders: Path, call: Any, tmp_path: Path) -> None:
@@ -214,8 +215,10 @@ def put_processor(folders: Path, folder: Path, kind: str, **settings: Any) -> An
 )
 def test_pixels_are_the_processors(kind: str, settings: dict[str, Any], folders: Path, tmp_path: Path) -> None:
     processor = put_processor(folders, tmp_path, kind, **settings)
-    assert huggingface.check_images(str(tmp_path)) == ("", "")
-    preprocess, size = huggingface.image_config(str(tmp_path))
+    spec = ModelSpec("m", f"hf:{tmp_path}")
+    source, rest = models.find_source(spec)
+    assert source.check_images(spec, rest, letterboxed=False) == ("", "")
+    preprocess, size = source.read_image_config(spec, rest)
     assert preprocess is not None and size is not None
     for shape in ((90, 131), (131, 90)):
         noise = np.random.default_rng(0).integers(0, 256, (12, 12, 3)).astype(np.uint8)

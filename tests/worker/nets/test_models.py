@@ -17,11 +17,38 @@ import torch
 from safetensors.torch import save_file
 
 from dyno.store import sha256_of
-from dyno.worker.nets import models
+from dyno.worker import nets
+from dyno.worker.jobs.inspect_model import inspect_model
+from dyno.worker.nets import model_source, models
 from dyno.worker.nets.local_code import load_file
-from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
+from dyno.worker.snippets.modules import module as snippet
+from dyno.worker.spec import Dims, ModelSpec, Preprocess, Trial, UserError
 from trap import Trap
 
+PLANTED = """
+from dyno.worker.nets.model_source import BuildCode, ModelSource
+from dyno.worker.spec import Preprocess
+
+
+class Planted(ModelSource):
+    name = "planted"
+    form = "planted:OUTPUTS"
+    takes_image = True
+
+    def build(self, model, rest, dims, state):
+        import torch
+
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, int(rest)))
+
+    def read_image_config(self, model, rest):
+        return Preprocess((0.0,) * 3, (1.0,) * 3), (4, 6)
+
+    def write_code(self, model, rest, network, dims, classes):
+        return BuildCode((), "", f"return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, {rest}))")
+
+
+PLANTED = Planted()
+"""
 DIGITS = "dyno.worker.nets.digits:resnet18"
 
 
@@ -51,6 +78,24 @@ def refusal(model: ModelSpec) -> str:
 )
 def test_parse_tells_sources_apart(source, kind, rest):
     assert models.parse(source) == (kind, rest)
+
+
+def test_a_source_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropped into the package, it is parsed, built, inspected, and written into a script."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    monkeypatch.setattr(nets, "__path__", [*nets.__path__, str(tmp_path)])
+    monkeypatch.setattr(model_source, "list_sources", model_source.list_sources.__wrapped__)
+    monkeypatch.setattr(models, "list_sources", model_source.list_sources)
+    planted = replace(spec("planted:5"), preprocess=Preprocess())
+    with pytest.raises(UserError, match="planted:OUTPUTS"):
+        models.parse("planted:")
+    found = inspect_model(Trial(planted, "pytorch", "fp32", Dims(1, 0, 0)), [], {}, "")
+    assert (found.size, found.outputs, found.parameters) == ((4, 6), 5, 5 * 3 * 4 * 6 + 5)
+    assert found.preprocess == models.preprocess(planted) == Preprocess((0.0,) * 3, (1.0,) * 3)
+    trial = Trial(replace(planted, inputs=found.inputs), "pytorch", "fp32", Dims(1, 4, 6))
+    part = snippet(trial, None, {"script": "net.py", "file": "net.pt"}, tmp_path)
+    assert "return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, 5))" in part.code
+    sys.modules.pop("dyno.worker.nets.planted")
 
 
 @pytest.mark.parametrize("source", ["resnet18", "torchvision:", "a b:net", "nets:2", "/a/b:net", "ultralytics:"])

@@ -20,9 +20,9 @@ from dyno.worker.spec import Dims, ModelSpec, Preprocess, Trial, UserError, dige
 from refusals import refuses
 
 PROBE = """
-from dyno.worker.nets import ultralytics_models
+from dyno.worker.nets import models
 from dyno.worker.spec import ModelSpec
-ultralytics_models.build(ModelSpec("y", "ultralytics:yolov8n-cls.yaml", classes=3), "yolov8n-cls.yaml")
+models.build(ModelSpec("y", "ultralytics:yolov8n-cls.yaml", classes=3))
 """
 
 
@@ -79,7 +79,7 @@ def test_weights_decide_classes_and_keypoints(tmp_path: Path) -> None:
     trained = models.load(spec("yolov8n-pose.yaml", classes=3, keypoints=(4, 3), seed=7))
     save_file(trained.state_dict(), tmp_path / "pose.safetensors")
     again = models.load(spec("yolov8n-pose.yaml", weights=str(tmp_path / "pose.safetensors")))
-    found = ultralytics_models.facts(again)
+    found = models.read_purpose(spec("yolov8n-pose.yaml"), again)
     assert (found.classes, found.keypoints) == (3, (4, 3))
     assert models.weights_sha256(again) == models.weights_sha256(trained)
     refuses("don't fit the model", models.load, spec("yolov8s-pose.yaml", weights=str(tmp_path / "pose.safetensors")))
@@ -105,10 +105,10 @@ class Trap:
     def __reduce__(self):
         return os.system, ("touch {tmp_path}/ran",)
 torch.save({{"model": Trap()}}, "{tmp_path}/trap.pt")
-from dyno.worker.nets import ultralytics_models
+from dyno.worker.nets import models
 from dyno.worker.spec import ModelSpec, UserError
 try:
-    ultralytics_models.build(ModelSpec("y", "ultralytics:{tmp_path}/trap.pt"), "{tmp_path}/trap.pt")
+    models.build(ModelSpec("y", "ultralytics:{tmp_path}/trap.pt"))
 except UserError as e:
     print("refused:", e)
 """

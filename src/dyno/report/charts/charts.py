@@ -441,8 +441,6 @@ THROUGHPUT_SIZE = Chart(
 
 
 # The charts that published comparisons draw: bars for all models, speed-up against size, TFLOPS under the peak.
-#
-# Throughput and FPS against batch and size are `series.scaling`.
 
 FEW, MANY = 12, 30  # bars of a panel up to which their numbers lie flat, and stand
 

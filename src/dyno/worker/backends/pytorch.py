@@ -96,7 +96,7 @@ class PyTorch(Backend):
     def prepare(self, trial: Trial) -> None:
         """Import PyTorch, and the library that has the model, if any."""
         import_torch()
-        if (library := models.parse(trial.model.source)[0]) in models.LIBRARIES:
+        if library := models.find_library(trial.model):
             importlib.import_module(library)
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:

@@ -12,7 +12,7 @@ from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.inputs.specs import axes, image_of, is_image, is_length, is_side, static_shapes
 from dyno.worker.inspection import Inspection, Purpose
-from dyno.worker.nets import file_facts, flops, models, ultralytics_models
+from dyno.worker.nets import file_facts, flops, libraries, models, ultralytics_models
 from dyno.worker.nets.file_facts import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import first_line, is_memory_error, named_outputs
 from dyno.worker.spec import BATCH, Dims, InputSpec, ModelSpec, Tensor, Trial, UserError
@@ -293,42 +293,42 @@ def _inspect_module(
     if len(requested) == 2 and all(isinstance(n, int) for n in requested):
         own = (requested[0], requested[1])
     height, width = sizes[0] if sizes else own
+    source, rest = models.find_source(model)
     module = models.build(model, Dims(1, height, width))  # batch-norm statistics don't change inputs or outputs
     inputs = (
-        modules.describe_inputs(module, model, models.examples(model), overrides)
+        modules.describe_inputs(module, model, source.make_examples(model, rest), overrides)
         if _may_differ(model, overrides)
         else ModuleInputs()
     )
     own = inputs.size if all(inputs.size) else own if inputs.image else (0, 0)
     sizes = sizes if inputs.image else []
     _check_sizes(sizes, inputs, overrides)
-    described = models.DESCRIBED.get(models.parse(model.source)[0])
     inspection, operations = Inspection(), {}
     for number, (height, width) in enumerate(sizes or [own]):
         dims = Dims(inputs.batch, height, width)
         module = models.build(model, dims) if number else module
-        declared = described.facts(module) if described else models.read_purpose(model, module)
-        if described:
+        declared = source.read_purpose(model, rest, module)
+        if source.says_purpose:
             ultralytics_models.check_size(model.source, declared.stride or 1, height, width)
         inputs, outputs = _try_inputs(module, model, inputs, dims)
         dims = replace(dims, batch=inputs.batch)
         operations[dims.size] = _count_operations(module, model, inputs, dims)
         purpose = (
             declared
-            if described and task in ("", declared.task)
+            if source.says_purpose and task in ("", declared.task)
             else file_facts.find_task_facts(model, task, declared, OutputShapes(outputs, (height, width)))
         )
         parameters = sum(int(p.numel()) for p in module.parameters())
         inspection = replace(inspection, outputs=_count_classes(outputs, purpose), parameters=parameters).joined(
             purpose
         )
-    one_image = models.is_torchvision_detector(model)
+    one_image = libraries.is_torchvision_detector(model)
     letterboxed = bool(inspection.preprocess and inspection.preprocess.letterbox)
-    unsupported, unchecked = models.check_images(model, letterboxed) if all(own) else ("", "")
+    unsupported, unchecked = source.check_images(model, rest, letterboxed) if all(own) else ("", "")
     return replace(
         inspection,
         preprocess=inspection.preprocess or preprocess,
-        preprocess_guessed=not declared.task and models.guesses_preprocess(model),
+        preprocess_guessed=source.stores_preprocess and not (declared.task or declared.preprocess),
         unsupported_images=unsupported,
         unchecked_images=unchecked,
         size=own,
@@ -337,13 +337,13 @@ def _inspect_module(
         shapes={spec.name: spec.shape for spec in inputs.inputs if BATCH in spec.shape[1:]},
         usual_batch=inputs.batch,
         batch=1 if one_image else 0 if inputs.free else inputs.batch,
-        batch_reason=models.TAKES_ONE_IMAGE if one_image else "",
+        batch_reason=libraries.TAKES_ONE_IMAGE if one_image else "",
     )
 
 
 def _may_differ(model: ModelSpec, overrides: Mapping[str, Any]) -> bool:
     """Return whether the model may take something else than one image: a library's does only with overrides."""
-    return bool(overrides) or models.parse(model.source)[0] not in (*models.LIBRARIES, *models.DESCRIBED)
+    return bool(overrides) or not models.find_source(model)[0].takes_image
 
 
 def _check_sizes(sizes: list[list[int]], inputs: ModuleInputs, overrides: Mapping[str, Any]) -> None:
@@ -413,7 +413,7 @@ def _advise_on_refusal(module: Any, model: ModelSpec, reason: str, inputs: Seque
     if has_decoder and DECODER_TOKENS not in {spec.name for spec in inputs}:
         return f"; add --shapes {DECODER_TOKENS}:batchx1:int64, the tokens that its decoder is given"
     kind, rest = models.parse(model.source)
-    function = rest.rpartition(":")[2].partition("(")[0] if kind in ("python", "module") else ""
+    function = rest.rpartition(":")[2].partition("(")[0] if kind in models.FUNCTIONS else ""
     advice = modules.advice_on_reason(module, reason, "return")
     return f"; {advice or modules.advice_after_refusal(module, model, function, not inputs)}"
 

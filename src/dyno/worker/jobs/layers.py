@@ -108,15 +108,14 @@ def _inspect_module(trial: Trial, options: Mapping[str, Any]) -> LayerGraph:
     torch = import_torch()
     torch.set_num_threads(trial.runtime.threads)
     model, dims = trial.model, trial.dims
-    of_library = models.parse(model.source)[0] in models.LIBRARIES
-    if options and not (of_library and not options["overrides"]):
+    if options and not (models.find_library(model) and not options["overrides"]):
         inspection = inspect_model(trial, options["sizes"], options["overrides"])
         model = replace(model, inputs=inspection.inputs)
         dims = Dims(inspection.batch or dims.batch, *(options["sizes"] or [inspection.size])[0])
     elif options:
         size = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
         dims = Dims(dims.batch, *(options["sizes"] or [size])[0])
-    if of_library and not (model.weights or model.pretrained):
+    if models.find_library(model) and not (model.weights or model.pretrained):
         try:
             with torch.device("meta"):
                 return _read_calls(torch, models.build(model, dims), model, dims)

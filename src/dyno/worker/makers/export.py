@@ -22,7 +22,7 @@ from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import REFUSALS, arguments, has_batch, tensors
 from dyno.worker.makers.control_flow import batch_limit, check_control_flow, follow_batch, traced_values
 from dyno.worker.makers.verify import Case, ExportSource, RefusedGraph, UndecidedGraph, WrongGraph, doubtful, verified
-from dyno.worker.nets import file_facts, models
+from dyno.worker.nets import file_facts, libraries, models
 from dyno.worker.onnx_graph.file import artifact, import_onnx, prepare_given, read_io, read_model
 from dyno.worker.onnx_graph.fold import has_close_outputs
 from dyno.worker.onnx_graph.graph_facts import graphs_in
@@ -227,7 +227,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
     check_known("exporter", str(exporter), EXPORTERS)
     exporters: tuple[str, ...] = EXPORTERS[1:] if exporter == EXPORTERS[0] else (str(exporter),)
     torch.set_num_threads(recipe.runtime.threads)
-    detects = models.is_torchvision_detector(recipe.model)
+    detects = libraries.is_torchvision_detector(recipe.model)
     if detects:
         exporters = _of_detector(recipe, exporters)
     module = models.load(recipe.model, recipe.dims)
@@ -312,7 +312,7 @@ def _of_detector(recipe: Recipe, exporters: tuple[str, ...]) -> tuple[str, ...]:
     A trace fixes only the number of images, which is one. Raises a `UserError` for another batch.
     """
     if recipe.dims.batch != 1:
-        raise UserError(f"{models.TAKES_ONE_IMAGE}; export with a fixed batch (--batch 1)")
+        raise UserError(f"{libraries.TAKES_ONE_IMAGE}; export with a fixed batch (--batch 1)")
     return exporters if "exporter" in recipe.options else ("torchscript",)
 
 

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dyno.worker.inspection import Purpose
-from dyno.worker.spec import ModelSpec, Preprocess, UserError
+from dyno.worker.nets.model_source import ImageConfig, ModelSource, check_unchanged
+from dyno.worker.spec import Dims, ModelSpec, UserError
 from dyno.worker.tasks import find_task as find_task
 
 # Darknet's .cfg files: sections of options, line by line.
@@ -364,33 +365,44 @@ def is_supported(model: ModelSpec) -> bool:
     return stored
 
 
-def build(model: ModelSpec, path: str, state: Mapping[str, Any] | None = None, *, free_batch: bool = False) -> Any:
-    """Build the network of a .cfg with random weights, or those of a .weights file; others are applied to it later."""
-    network = _build_network(path)
-    about: Purpose = network.purpose
-    if model.channels != network.channels:
-        raise UserError(f"{path} takes images of {network.channels} channels; give --channels {network.channels}")
-    if model.classes is not None and about.classes and model.classes != about.classes:
-        raise UserError(f"{path} has {about.classes} classes, not {model.classes}; change classes and filters there")
-    if model.pretrained:
-        raise UserError(f"{path} has no published weights here; give them with --weights FILE.weights")
-    if is_supported(model):
-        load_weights(network.layers, model.weights, network.lines, path)
-    return network
+class Darknet(ModelSource):
+    """`darknet:FILE.cfg`: the network of a .cfg with random weights, those of a .weights file, or a checkpoint's."""
+
+    name = "darknet"
+    form = "darknet:FILE.cfg"
+    takes_image = True
+    says_purpose = True
+
+    def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
+        check_unchanged(rest, model.source_sha256, "model file")
+        network = _build_network(rest)
+        about: Purpose = network.purpose
+        if model.channels != network.channels:
+            raise UserError(f"{rest} takes images of {network.channels} channels; give --channels {network.channels}")
+        if model.classes is not None and about.classes and model.classes != about.classes:
+            raise UserError(
+                f"{rest} has {about.classes} classes, not {model.classes}; change classes and filters there"
+            )
+        if model.pretrained:
+            raise UserError(f"{rest} has no published weights here; give them with --weights FILE.weights")
+        if is_supported(model):
+            load_weights(network.layers, model.weights, network.lines, rest)
+        return network
+
+    def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
+        """Return the preprocessing of images (None without a yolo layer), and the size in its [net]."""
+        head, *sections = read_cfg(rest)
+        boxes = any(section.kind == "yolo" for section in sections)
+        size = head.number("height", 416, 1, LARGEST), head.number("width", 416, 1, LARGEST)
+        return find_task("detect").preprocess(model.channels) if boxes else None, size
+
+    def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
+        """Return the task, the classes and the stride; no task if the network has no boxes."""
+        purpose: Purpose = module.purpose
+        return purpose
 
 
-def facts(module: Any) -> Purpose:
-    """Return the task, the classes and the stride; no task if the network has no boxes."""
-    purpose: Purpose = module.purpose
-    return purpose
-
-
-def image_config(model: ModelSpec, path: str) -> tuple[Preprocess | None, tuple[int, int]]:
-    """Return the preprocessing of images (None without a yolo layer), and the height and width in its [net]."""
-    head, *sections = read_cfg(path)
-    boxes = any(section.kind == "yolo" for section in sections)
-    size = head.number("height", 416, 1, LARGEST), head.number("width", 416, 1, LARGEST)
-    return find_task("detect").preprocess(model.channels) if boxes else None, size
+DARKNET = Darknet()
 
 
 def _build_network(path: str) -> Any:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ import numpy as np
 from dyno.worker.extras import load_library
 from dyno.worker.facts.files import RANDOM
 from dyno.worker.inputs.specs import size_before_crop
-from dyno.worker.spec import NETWORK_FOLDER, ModelSpec, Preprocess, UserError, numbered
+from dyno.worker.inspection import Purpose
+from dyno.worker.nets.model_source import BuildCode, ImageConfig, ModelSource
+from dyno.worker.sessions.torch_support import eager
+from dyno.worker.spec import NETWORK_FOLDER, Dims, ModelSpec, Preprocess, UserError, numbered
 
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -76,132 +81,12 @@ def describe_random(model: ModelSpec) -> str:
     return f"{RANDOM}: its folder has no {files}; save the model there, or fetch the hub's with --pretrained"
 
 
-def build(model: ModelSpec, folder: str) -> Any:
-    """Build the network that config.json names, with the folder's weights or random ones.
-
-    Raises `Unavailable` without the library, and `UserError` for a network that it lacks or weights that don't fit.
-    """
-    transformers, config = _import_library(), _read_config(folder)
-    if model.classes is not None:
-        config.num_labels = model.classes
-    if model.channels != getattr(config, "num_channels", model.channels):
-        raise UserError(f"{model.name} has {config.num_channels} input channels; give --channels {config.num_channels}")
-    kind = getattr(transformers, _name_class(config), None)
-    if kind is None:
-        raise UserError(f"{model.name} is a {_name_class(config)}, which transformers {transformers.__version__} lacks")
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # a cache of keys and values would be an output
-    if not model.pretrained:
-        return kind(config)
-    options = {"config": config, "local_files_only": True, "dtype": "float32", "output_loading_info": True}
-    try:
-        network, report = kind.from_pretrained(folder, **options)
-    except (OSError, ValueError, RuntimeError, ImportError) as e:
-        reason = (str(e) or type(e).__name__).strip().splitlines()[0]
-        raise UserError(f"the weights of {folder} can't be loaded: {reason}") from e
-    if missing := sorted(report["missing_keys"]):
-        lacks = f"{numbered(len(missing), 'tensor')} of its {kind.__name__}, e.g. {missing[0]}"
-        raise UserError(
-            f"{folder} has no weights for {lacks}, so they would be random; "
-            "save the trained model again, or correct architectures in config.json"
-        )
-    return network
-
-
-def write_call(network: Any) -> str:
-    """Return the expression that builds the network, without weights, from its configuration CONFIG."""
-    return f"transformers.{type(network).__name__}(transformers.{type(network.config).__name__}.from_dict(CONFIG))"
-
-
-def examples(model: ModelSpec, folder: str) -> Any:
-    """Return inputs by name for a network of text, with images or without, or of sound, of one row; None for images."""
-    torch = __import__("torch")
-    transformers, config = _import_library(), _read_config(folder)
-    takes = str(getattr(getattr(transformers, _name_class(config), None), "main_input_name", ""))
-    drawn = torch.Generator().manual_seed(model.seed)
-    if takes == "input_ids":
-        text = config.get_text_config()
-        length = min(TOKENS, int(getattr(text, "max_position_embeddings", 0) or TOKENS))
-        ids = torch.randint(int(text.vocab_size), (1, length), generator=drawn)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        seen = getattr(config, "vision_config", None)
-        if size := seen and (image_config(folder)[1] or _read_pair(getattr(seen, "image_size", None))):
-            inputs["pixel_values"] = torch.randn(1, model.channels, *size, generator=drawn)
-        return inputs
-    if takes == "input_values":
-        return {"input_values": torch.randn(1, SAMPLES, generator=drawn)}
-    if takes == FRAMES and hasattr(config, "num_mel_bins"):
-        frames = 2 * int(getattr(config, "max_source_positions", TOKENS))
-        return {FRAMES: torch.randn(1, int(config.num_mel_bins), frames, generator=drawn)}
-    return None
-
-
-def check_images(folder: str, letterboxed: bool = False) -> tuple[str, str]:
-    """Return how the folder's processor prepares images where Dyno can't do it alike, and why that wasn't checked.
-
-    Each is "" elsewhere. Both are given a gradient image, and their pixels compared within a tolerance. Where Dyno
-    letterboxes a detector's images, the second is what the processor does instead.
-    """
-    preprocess, size = image_config(folder)
-    if _read_processor(folder).get("do_flip_channel_order"):
-        return "with red and blue swapped (do_flip_channel_order)", ""
-    if preprocess is None or size is None or len(preprocess.mean) != 3:
-        return "", ""
-    (width, height), (crop_height, crop_width) = PROBE, size
-    image = np.full((height, width, 3), GREY, np.uint8)
-    image[..., 0], image[..., 1] = np.linspace(0, 255, width), np.linspace(0, 255, height)[:, None]
-    try:
-        processor = _import_library().AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-        found = np.asarray(processor(image, return_tensors="np")["pixel_values"])
-    except Exception as e:  # it needs its own code, another version of the library, or other inputs beside images
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        reason = OWN_CODE if "auto_map" in _read_processor(folder) else reason
-        return "", f"couldn't be run to check that ({reason})" if letterboxed else reason
-    sides = size_before_crop(PROBE, (crop_width, crop_height), preprocess)
-    crops = zip((crop_width, crop_height), sides, strict=True)
-    across, down = ((np.arange(n) + 0.5 + (side - n) / 2) / side for n, side in crops)
-    expected = np.broadcast_arrays(across, down[:, None], np.float64(GREY / 255))
-    mean, std = (np.reshape(values, (3, 1, 1)) for values in (preprocess.mean, preprocess.std))
-    is_alike = found.shape == (1, 3, crop_height, crop_width) and (
-        np.abs(found[0] * std + mean - np.stack(expected)).max() < CLOSE + SHIFT / min(sides)
-    )
-    if not is_alike:
-        return "prepared by other steps than resize, centre crop and normalisation", ""
-    return "", STRETCHES if letterboxed else ""
-
-
 def _read_processor(folder: str) -> dict[str, Any]:
     path = Path(folder, PROCESSOR)
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
     except (ValueError, TypeError) as e:
         raise UserError(f"{path} can't be read: {e}") from e
-
-
-def image_config(folder: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
-    """Return how the folder's processor prepares images, and their height and width; None where it doesn't say."""
-    given, size = _read_processor(folder), _read_pair(getattr(_read_config(folder), "image_size", None))
-    if not given:
-        return None, size
-    resized = given.get("size") or {}
-    resized = {"height": resized, "width": resized} if isinstance(resized, int) else resized
-    shortest = resized.get("shortest_edge")
-    cropped = _read_pair(given.get("crop_size")) if given.get("do_center_crop") else None
-    whole = _read_pair(resized)
-    size = cropped or whole or ((shortest, shortest) if shortest else size)
-    normalises = given.get("do_normalize", True) and given.get("image_mean") and given.get("image_std")
-    mean, std = (given["image_mean"], given["image_std"]) if normalises else ([0.0] * 3, [1.0] * 3)
-    # Its processor computes (pixel x factor - mean) / std, Dyno (pixel / 255 - mean) / std.
-    factor = float(given.get("rescale_factor") or 1 / 255) if given.get("do_rescale", True) else 1.0
-    mean, std = ([value / (255 * factor) for value in values] for values in (mean, std))
-    squash = bool(cropped and whole and cropped != whole)
-    resize = (
-        whole[0] / cropped[0] if squash and cropped and whole else shortest / min(size) if shortest and size else 0.0
-    )
-    if shortest and given.get("crop_pct"):
-        resize = 1 / given["crop_pct"] if shortest < UNCROPPED else 0.0
-    how = INTERPOLATIONS.get(given.get("resample", 2), "bilinear")
-    return Preprocess(tuple(map(float, mean)), tuple(map(float, std)), float(resize), how, squash=squash), size
 
 
 def _read_pair(value: Any) -> tuple[int, int] | None:
@@ -235,3 +120,140 @@ def _read_config(folder: str) -> Any:
 
 def _name_class(config: Any) -> str:
     return str((config.architectures or [f"{type(config).__name__.removesuffix('Config')}Model"])[0])
+
+
+class HuggingFace(ModelSource):
+    """`hf:FOLDER`, a folder of transformers."""
+
+    name = NETWORK_FOLDER
+    form = "hf:ORG/NAME or hf:FOLDER"
+    stores_preprocess = True
+
+    def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
+        """Build the network that config.json names, with the folder's weights or random ones.
+
+        Raises `Unavailable` without the library, and `UserError` for a network that it lacks or weights that don't fit.
+        """
+        torch, transformers, config = load_library("torch"), _import_library(), _read_config(rest)
+        if model.classes is not None:
+            config.num_labels = model.classes
+        if model.channels != getattr(config, "num_channels", model.channels):
+            raise UserError(
+                f"{model.name} has {config.num_channels} input channels; give --channels {config.num_channels}"
+            )
+        kind = getattr(transformers, _name_class(config), None)
+        if kind is None:
+            raise UserError(
+                f"{model.name} is a {_name_class(config)}, which transformers {transformers.__version__} lacks"
+            )
+        if hasattr(config, "use_cache"):
+            config.use_cache = False  # a cache of keys and values would be an output
+        if not model.pretrained:
+            return eager(torch, kind(config))
+        options = {"config": config, "local_files_only": True, "dtype": "float32", "output_loading_info": True}
+        try:
+            network, report = kind.from_pretrained(rest, **options)
+        except (OSError, ValueError, RuntimeError, ImportError) as e:
+            reason = (str(e) or type(e).__name__).strip().splitlines()[0]
+            raise UserError(f"the weights of {rest} can't be loaded: {reason}") from e
+        if missing := sorted(report["missing_keys"]):
+            lacks = f"{numbered(len(missing), 'tensor')} of its {kind.__name__}, e.g. {missing[0]}"
+            raise UserError(
+                f"{rest} has no weights for {lacks}, so they would be random; "
+                "save the trained model again, or correct architectures in config.json"
+            )
+        return eager(torch, network)
+
+    def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
+        """Return how the folder's processor prepares images, and their height and width; None where it doesn't say."""
+        given, size = _read_processor(rest), _read_pair(getattr(_read_config(rest), "image_size", None))
+        if not given:
+            return None, size
+        resized = given.get("size") or {}
+        resized = {"height": resized, "width": resized} if isinstance(resized, int) else resized
+        shortest = resized.get("shortest_edge")
+        cropped = _read_pair(given.get("crop_size")) if given.get("do_center_crop") else None
+        whole = _read_pair(resized)
+        size = cropped or whole or ((shortest, shortest) if shortest else size)
+        normalises = given.get("do_normalize", True) and given.get("image_mean") and given.get("image_std")
+        mean, std = (given["image_mean"], given["image_std"]) if normalises else ([0.0] * 3, [1.0] * 3)
+        # Its processor computes (pixel x factor - mean) / std, Dyno (pixel / 255 - mean) / std.
+        factor = float(given.get("rescale_factor") or 1 / 255) if given.get("do_rescale", True) else 1.0
+        mean, std = ([value / (255 * factor) for value in values] for values in (mean, std))
+        squash = bool(cropped and whole and cropped != whole)
+        resize = shortest / min(size) if shortest and size else 0.0
+        if squash and cropped and whole:
+            resize = whole[0] / cropped[0]
+        if shortest and given.get("crop_pct"):
+            resize = 1 / given["crop_pct"] if shortest < UNCROPPED else 0.0
+        how = INTERPOLATIONS.get(given.get("resample", 2), "bilinear")
+        return Preprocess(tuple(map(float, mean)), tuple(map(float, std)), float(resize), how, squash=squash), size
+
+    def check_images(self, model: ModelSpec, rest: str, letterboxed: bool) -> tuple[str, str]:
+        """Return how the folder's processor prepares images where Dyno can't do it alike, and why that wasn't checked.
+
+        Each is "" elsewhere. Both are given a gradient image, and their pixels compared within a tolerance. Where Dyno
+        letterboxes a detector's images, the second is what the processor does instead.
+        """
+        preprocess, size = self.read_image_config(model, rest)
+        if _read_processor(rest).get("do_flip_channel_order"):
+            return "with red and blue swapped (do_flip_channel_order)", ""
+        if preprocess is None or size is None or len(preprocess.mean) != 3:
+            return "", ""
+        (width, height), (crop_height, crop_width) = PROBE, size
+        image = np.full((height, width, 3), GREY, np.uint8)
+        image[..., 0], image[..., 1] = np.linspace(0, 255, width), np.linspace(0, 255, height)[:, None]
+        try:
+            processor = _import_library().AutoImageProcessor.from_pretrained(rest, local_files_only=True)
+            found = np.asarray(processor(image, return_tensors="np")["pixel_values"])
+        except Exception as e:  # it needs its own code, another version of the library, or other inputs beside images
+            reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+            reason = OWN_CODE if "auto_map" in _read_processor(rest) else reason
+            return "", f"couldn't be run to check that ({reason})" if letterboxed else reason
+        sides = size_before_crop(PROBE, (crop_width, crop_height), preprocess)
+        crops = zip((crop_width, crop_height), sides, strict=True)
+        across, down = ((np.arange(n) + 0.5 + (side - n) / 2) / side for n, side in crops)
+        expected = np.broadcast_arrays(across, down[:, None], np.float64(GREY / 255))
+        mean, std = (np.reshape(values, (3, 1, 1)) for values in (preprocess.mean, preprocess.std))
+        is_alike = found.shape == (1, 3, crop_height, crop_width) and (
+            np.abs(found[0] * std + mean - np.stack(expected)).max() < CLOSE + SHIFT / min(sides)
+        )
+        if not is_alike:
+            return "prepared by other steps than resize, centre crop and normalisation", ""
+        return "", STRETCHES if letterboxed else ""
+
+    def make_examples(self, model: ModelSpec, rest: str) -> Any:
+        """Return inputs of one row by name for a network of text, with images or without, or of sound; else None."""
+        torch = load_library("torch")
+        transformers, config = _import_library(), _read_config(rest)
+        takes = str(getattr(getattr(transformers, _name_class(config), None), "main_input_name", ""))
+        drawn = torch.Generator().manual_seed(model.seed)
+        if takes == "input_ids":
+            text = config.get_text_config()
+            length = min(TOKENS, int(getattr(text, "max_position_embeddings", 0) or TOKENS))
+            ids = torch.randint(int(text.vocab_size), (1, length), generator=drawn)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            seen = getattr(config, "vision_config", None)
+            if size := seen and (
+                self.read_image_config(model, rest)[1] or _read_pair(getattr(seen, "image_size", None))
+            ):
+                inputs["pixel_values"] = torch.randn(1, model.channels, *size, generator=drawn)
+            return inputs
+        if takes == "input_values":
+            return {"input_values": torch.randn(1, SAMPLES, generator=drawn)}
+        if takes == FRAMES and hasattr(config, "num_mel_bins"):
+            frames = 2 * int(getattr(config, "max_source_positions", TOKENS))
+            return {FRAMES: torch.randn(1, int(config.num_mel_bins), frames, generator=drawn)}
+        return None
+
+    def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
+        return replace(super().read_purpose(model, rest, module), preprocess=self.read_image_config(model, rest)[0])
+
+    def write_code(self, model: ModelSpec, rest: str, network: Any, dims: Dims, classes: int | None) -> BuildCode:
+        kinds = type(network).__name__, type(network.config).__name__
+        body = f"return transformers.{kinds[0]}(transformers.{kinds[1]}.from_dict(CONFIG))"
+        constants = {"CONFIG": network.config.to_diff_dict()}
+        return BuildCode(("transformers",), "import transformers\n", body, constants)
+
+
+HUGGING_FACE = HuggingFace()

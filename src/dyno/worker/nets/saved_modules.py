@@ -8,13 +8,18 @@ import json
 import re
 import warnings
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dyno.worker.inputs.modules import ModuleInputs
-from dyno.worker.spec import InputSpec, Unavailable, UserError, from_json
+from dyno.worker.inspection import Purpose
+from dyno.worker.nets import file_facts
+from dyno.worker.nets.model_source import ImageConfig, ModelSource, check_unchanged
+from dyno.worker.spec import Dims, InputSpec, ModelSpec, Unavailable, UserError, from_json
 
 PROGRAM = ".pt2"  # the ending of a program of torch.export; others are TorchScript
+SHA256 = 64  # hexadecimal digits
 INPUTS = "dyno_inputs.json"  # a file inside both formats: the inputs as JSON, where Dyno stored the module
 OPERATOR = re.compile(rb'"torch\.ops\.(\w+)\.(\w+)')  # the target of a node
 
@@ -22,6 +27,35 @@ OPERATOR = re.compile(rb'"torch\.ops\.(\w+)\.(\w+)')  # the target of a node
 def load(path: str) -> Any:
     """Load the module; raise a `UserError` for a file that is missing or that this PyTorch can't read."""
     return runnable(_load_program(path)) if path.endswith(PROGRAM) else _load_script(path)
+
+
+class Saved(ModelSource):
+    """`saved:PATH`, a program of torch.export or TorchScript."""
+
+    name = "saved"
+    form = "saved:PATH"
+    stores_preprocess = True
+
+    def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
+        if len(model.source_sha256) == SHA256:  # else it is the name of a folder in the cache
+            check_unchanged(rest, model.source_sha256, "saved module")
+        return load(rest)
+
+    def has_weights(self, rest: str) -> bool:
+        return True
+
+    def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
+        return None, file_facts.find_size(file_facts.read_attached(rest))
+
+    def make_examples(self, model: ModelSpec, rest: str) -> Any:
+        return examples(rest)
+
+    def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
+        attached = file_facts.read_attached(rest)
+        return file_facts.read_purpose(attached) if attached else super().read_purpose(model, rest, module)
+
+
+SAVED = Saved()
 
 
 def runnable(value: Any) -> Any:

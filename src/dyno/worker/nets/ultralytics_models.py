@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.extras import load_library
-from dyno.worker.inspection import Purpose, order_class_names
+from dyno.worker.inspection import Purpose
 from dyno.worker.nets import checkpoint as nets_checkpoint
 from dyno.worker.nets.checkpoint import apply
-from dyno.worker.spec import ModelSpec, Preprocess, UserError, shorten
+from dyno.worker.nets.model_source import BuildCode, ImageConfig, ModelSource, check_unchanged, name_classes
+from dyno.worker.spec import Dims, ModelSpec, UserError, shorten
 from dyno.worker.tasks import find_task as find_task
 
 QUIET = {
@@ -41,6 +42,10 @@ CHECKPOINTS = (".pt", ".pth")  # of a user's own (best.pt), read without running
 MAX_SIDE = 8192  # pixels of a side that a checkpoint may name as its training size
 MAX_VALUES = 10_000  # values in an architecture
 ACTIVATION = re.compile(r"(?:torch\.)?nn\.([A-Z]\w*)\([\w., =-]*\)")  # which the library evaluates as code
+RAW = """network = tasks.{kind}(CONFIG, ch={channels}, nc={classes}, verbose=False)
+    network.model[-1].export = True
+    network.model[-1].dynamic = False
+    return network"""
 
 
 def library() -> Any:
@@ -52,57 +57,74 @@ def library() -> Any:
         return load_library("ultralytics.nn.tasks")
 
 
-def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *, free_batch: bool = False) -> Any:
-    """Build the network of NAME.yaml with random weights, or of a checkpoint PATH.pt, with its raw outputs alone.
+class Ultralytics(ModelSource):
+    """`ultralytics:NAME.yaml` with random weights, or a checkpoint `ultralytics:FILE.pt`, with raw outputs alone."""
 
-    `state` are the weights that will be loaded into it: they decide the number of classes and keypoints where `model`
-    doesn't. With `free_batch` it can be exported for every batch. Raises `UserError` for a network that doesn't exist,
-    weights that don't fit, or a YOLO that isn't supported.
-    """
-    tasks = library()
-    if model.pretrained:
-        raise UserError(
-            f"{model.source} has no published weights here; get the file yourself and give it as ultralytics:FILE.pt"
+    name = "ultralytics"
+    form = "ultralytics:NAME.yaml"
+    takes_image = True
+    says_purpose = True
+
+    def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
+        """Build the network; the `state` decides the number of classes and keypoints where `model` doesn't.
+
+        Without a batch in `dims` it can be exported for every batch. Raises `UserError` for a network that doesn't
+        exist, weights that don't fit, or a YOLO that isn't supported.
+        """
+        check_unchanged(rest, model.source_sha256, "model file")
+        tasks, source = library(), model.source
+        if model.pretrained:
+            raise UserError(f"{source} has no published weights here; get the file yourself and give it as "
+                            "ultralytics:FILE.pt")  # fmt: skip
+        module = (
+            _from_checkpoint(tasks, model, rest) if self.has_weights(rest) else _from_yaml(tasks, model, rest, state)
         )
-    module = (
-        _from_checkpoint(tasks, model, name) if name.endswith(CHECKPOINTS) else _from_yaml(tasks, model, name, state)
-    )
-    head = module.model[-1]
-    end_to_end = getattr(head, "one2one_cv2", None) is not None  # a second head without suppression, always computed
-    if type(head).__name__ not in HEADS or end_to_end:
-        kind = "finds objects end to end" if end_to_end else f"ends in {type(head).__name__}"
-        raise UserError(
-            f"{model.source} {kind}, which can't be read here; take a YOLOv8 or YOLO11 ({', '.join(HEADS.values())})"
+        head = module.model[-1]
+        end_to_end = getattr(head, "one2one_cv2", None) is not None  # a second head, without suppression
+        if type(head).__name__ not in HEADS or end_to_end:
+            kind = "finds objects end to end" if end_to_end else f"ends in {type(head).__name__}"
+            known = ", ".join(HEADS.values())
+            raise UserError(f"{source} {kind}, which can't be read here; take a YOLOv8 or YOLO11 ({known})")
+        head.export = True  # the library's own switch for raw outputs alone
+        # Else it compares shapes to keep its anchors, which fixes the batch in an exported graph.
+        head.dynamic = dims is not None and not dims.batch
+        return module
+
+    def has_weights(self, rest: str) -> bool:
+        return rest.endswith(CHECKPOINTS)
+
+    def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
+        """Return the preprocessing of images, and the size that it is trained for, which a checkpoint names.
+
+        Raises a `UserError` for an unsupported task.
+        """
+        tasks = library()
+        stored = read_checkpoint(rest) if self.has_weights(rest) else None
+        config = stored.config if stored else _read_config(tasks, model.source, rest)
+        task = find_task(_find_task(tasks, model.source, config))
+        return task.preprocess(model.channels), (stored.size, stored.size) if stored and stored.size else task.size
+
+    def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
+        """Return a network's task, classes, keypoints' shape (() for none) and stride."""
+        head = module.model[-1]
+        task = HEADS[type(head).__name__]
+        whole = hasattr(head, "linear")  # a head that sees the whole image, whatever its size
+        return Purpose(
+            task=task,
+            classes=int(head.linear.out_features if whole else head.nc),
+            class_names=name_classes(module),
+            keypoints=tuple(int(n) for n in getattr(head, "kpt_shape", ())),
+            stride=1 if whole else int(max(module.stride)),
         )
-    head.export = True  # the library's own switch for raw outputs alone
-    head.dynamic = free_batch  # else it compares shapes to keep its anchors, which fixes the batch in an exported graph
-    return module
+
+    def write_code(self, model: ModelSpec, rest: str, network: Any, dims: Dims, classes: int | None) -> BuildCode:
+        config, kind = network.yaml, type(network).__name__
+        channels = config.get("ch") or config.get("channels") or model.channels
+        body = RAW.format(kind=kind, channels=channels, classes=config.get("nc"))
+        return BuildCode(("ultralytics",), "from ultralytics.nn import tasks\n", body, {"CONFIG": config})
 
 
-def facts(module: Any) -> Purpose:
-    """Return a network's task, classes, keypoints' shape (() for none) and stride."""
-    head = module.model[-1]
-    task = HEADS[type(head).__name__]
-    whole = hasattr(head, "linear")  # a head that sees the whole image, whatever its size
-    return Purpose(
-        task=task,
-        classes=int(head.linear.out_features if whole else head.nc),
-        class_names=order_class_names(getattr(module, "names", ())),
-        keypoints=tuple(int(n) for n in getattr(head, "kpt_shape", ())),
-        stride=1 if whole else int(max(module.stride)),
-    )
-
-
-def image_config(model: ModelSpec, name: str) -> tuple[Preprocess, tuple[int, int]]:
-    """Return the preprocessing of images for the network, and the height and width that it is trained for.
-
-    A checkpoint says on which size it was. Raises a `UserError` for an unsupported task.
-    """
-    tasks = library()
-    stored = read_checkpoint(name) if name.endswith(CHECKPOINTS) else None
-    config = stored.config if stored else _read_config(tasks, model.source, name)
-    task = find_task(_find_task(tasks, model.source, config))
-    return task.preprocess(model.channels), (stored.size, stored.size) if stored and stored.size else task.size
+ULTRALYTICS = Ultralytics()
 
 
 def _find_task(tasks: Any, source: str, config: dict[str, Any]) -> str:

@@ -10,19 +10,19 @@ from typing import Any
 
 from dyno.worker.backends.torch_ao import CONFIGS
 from dyno.worker.inputs import input_data
-from dyno.worker.nets import huggingface, models, saved_modules
+from dyno.worker.nets import models, saved_modules
 from dyno.worker.nets.checkpoint import by_own_names, head_classes, read_checkpoint
 from dyno.worker.registry import find
 from dyno.worker.sessions.torch_support import import_torch
 from dyno.worker.snippets import Script, ScriptPart, inputs_of
 from dyno.worker.snippets.graph_files import locate_file
-from dyno.worker.spec import NETWORK_FOLDER, Artifact, ModelSpec, Option, Trial, UserError
+from dyno.worker.spec import Artifact, ModelSpec, Option, Trial, UserError
 
 LIBRARY = '''
 
 def build():
     """The network, before its weights are loaded."""
-    return {call}
+    {body}
 '''
 OWN = '''
 
@@ -34,15 +34,6 @@ def build():
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module.{function}({options})
-'''
-YOLO = '''
-
-def build():
-    """The network, before its weights are loaded, with its raw outputs."""
-    network = tasks.{kind}(CONFIG, ch={channels}, nc={classes}, verbose=False)
-    network.model[-1].export = True
-    network.model[-1].dynamic = False
-    return network
 '''
 COMPILING = ("compile", "torchao")
 STORED = ("saved", "darknet")  # sources whose script has the module's file in place of its weights
@@ -164,7 +155,7 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
         )
     build = _write_build_code(trial, network, about, folder)
     kind = models.parse(trial.model.source)[0]
-    saved, own = kind in STORED, kind in ("python", "module")
+    saved, own = kind in STORED, kind in models.FUNCTIONS
     if not saved:
         torch.save(network.state_dict(), folder / "state.pt")
     options = find(trial.backend).checked(trial)  # type: ignore[attr-defined]
@@ -217,28 +208,12 @@ def _collect_settings(trial: Trial, options: dict[str, Option]) -> dict[str, Any
 
 def _write_build_code(trial: Trial, network: Any, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the part that builds the network."""
-    model, (kind, name) = trial.model, models.parse(trial.model.source)
-    classes = _count_classes(model, network)
-    if kind == "torchvision":
-        options = {**({} if classes is None else {"num_classes": classes}), **_branch_options(network)}
-        options |= models.torchvision_options(name, trial.dims)
-        call = f"torchvision.models.get_model({name!r}, weights=None{_format_options(options)})"
-        return ScriptPart(("torchvision",), "import torchvision\n", {}, LIBRARY.format(call=call))
-    if kind == "timm":
-        options = models.timm_options(model, name, trial.dims, classes)
-        call = f"timm.create_model({name!r}{_format_options(options)})"
-        return ScriptPart(("timm",), "import timm\n", {}, LIBRARY.format(call=call))
-    if kind == "ultralytics":
-        config, channels = network.yaml, network.yaml.get("ch") or network.yaml.get("channels") or model.channels
-        code = YOLO.format(kind=type(network).__name__, channels=channels, classes=config.get("nc"))
-        return ScriptPart(("ultralytics",), "from ultralytics.nn import tasks\n", {"CONFIG": config}, code)
-    if kind == NETWORK_FOLDER:
-        code = LIBRARY.format(call=huggingface.write_call(network))
-        constants = {"CONFIG": network.config.to_diff_dict()}
-        return ScriptPart(("transformers",), "import transformers\n", constants, code)
-    if kind == "darknet":
+    model, (source, rest) = trial.model, models.find_source(trial.model)
+    if part := source.write_code(model, rest, network, trial.dims, _count_classes(model, network)):
+        return ScriptPart(part.needs, part.imports, dict(part.constants), LIBRARY.format(body=part.body))
+    if source.name == "darknet":
         return _export_network(network, trial, folder)
-    return _store_saved_module(name, folder) if kind == "saved" else _user_function(model, about, folder)
+    return _store_saved_module(rest, folder) if source.name == "saved" else _user_function(model, about, folder)
 
 
 def _store_saved_module(path: str, folder: Path) -> ScriptPart:
@@ -265,19 +240,6 @@ def _write_program_code() -> ScriptPart:
     return ScriptPart((), "", {}, SAVED.format(call=call))
 
 
-def _branch_options(network: Any) -> dict[str, Any]:
-    """Return options with defaults that torchvision derives from pretrained weights.
-
-    They are auxiliary outputs and input scaling.
-    """
-    options: dict[str, Any] = {
-        name: bool(getattr(network, name)) for name in ("aux_logits", "transform_input") if hasattr(network, name)
-    }
-    if hasattr(network, "aux_classifier"):
-        options["aux_loss"] = network.aux_classifier is not None
-    return options
-
-
 def _user_function(model: ModelSpec, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code for the user's function: a copy of its file beside the script, or an import of its module."""
     location, _, function = model.source.partition("(")[0].rpartition(":")
@@ -290,7 +252,7 @@ def _user_function(model: ModelSpec, about: dict[str, Any], folder: Path) -> Scr
     path = _source_file(location)
     if path is None:
         imported = f"from {location} import {function.split('.')[0]}\n"
-        return ScriptPart((location.split(".")[0],), imported, {}, LIBRARY.format(call=f"{function}({options})"))
+        return ScriptPart((location.split(".")[0],), imported, {}, LIBRARY.format(body=f"return {function}({options})"))
     shutil.copyfile(path, folder / "model.py")
     copy = f"{Path(about['script']).stem}_model.py"
     code = OWN.format(folder=str(path.parent), copy=copy, function=function, options=options)
@@ -314,10 +276,6 @@ def _count_classes(model: ModelSpec, network: Any) -> int | None:
         return model.classes
     bare = models.build(replace(model, weights="", weights_sha256="", pretrained=False))
     return head_classes(bare, by_own_names(bare, read_checkpoint(model.weights), model.weights))
-
-
-def _format_options(options: dict[str, Any]) -> str:
-    return "".join(f", {key}={value!r}" for key, value in options.items())
 
 
 PYTORCH_SCRIPT = Script("pytorch", module)

@@ -1,0 +1,232 @@
+"""Networks of torchvision and timm, by the names that the libraries give them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from dyno.worker import tasks
+from dyno.worker.extras import load_library
+from dyno.worker.nets import random_weights
+from dyno.worker.nets.model_source import BuildCode, ImageConfig, ModelSource
+from dyno.worker.sessions.torch_support import one_thread
+from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
+
+NEAR = 0.75  # similarity at which a name is suggested; among a thousand names something is always half alike
+
+
+# torchvision's detectors: they normalise, resize and suppress inside; the number of boxes differs per image.
+
+TAKES_ONE_IMAGE = "torchvision's detectors give each image another number of boxes, so they run one image at a time"
+SMALL_DETECTOR = 320, 320  # pixels, where no size is asked for
+SPREAD = 1.0  # standard deviation of random scores before the sigmoid or softmax: most are low, and some are sure
+
+
+class Torchvision(ModelSource):
+    """`torchvision:NAME`, a network of `torchvision.models`."""
+
+    name = "torchvision"
+    form = "torchvision:NAME"
+    library = "torchvision"
+    takes_image = True
+
+    def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
+        library = _find_library("torchvision", rest).models
+        if model.channels != 3:
+            has = f"{model.source} has 3 input channels, not {model.channels}"
+            raise UserError(f"{has}; write a function, give it as FILE.py:FUNCTION")
+        options: dict[str, Any] = {} if model.classes is None else {"num_classes": model.classes}
+        if "init_weights" in inspect.signature(library.get_model_builder(rest)).parameters:
+            options["init_weights"] = True  # the default, but without its warning
+        options |= _choose_torchvision_options(rest, dims)
+        weights = "DEFAULT" if model.pretrained else None
+        return _load_published(model, lambda: library.get_model(rest, weights=weights, **options))
+
+    def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
+        torchvision = _find_library("torchvision", rest)
+        if rest in list_detectors(torchvision):
+            return tasks.find_task("detect").preprocess(3), read_detector_size(torchvision, rest)
+        weights = torchvision.models.get_model_weights(rest)
+        transforms: Any = weights.DEFAULT.transforms() if len(weights) else None
+        if not hasattr(transforms, "mean") or not hasattr(transforms, "crop_size"):
+            return None, None  # segmentation models resize inside
+        crop = transforms.crop_size[0]
+        size = (crop, crop) if len(transforms.crop_size) == 1 else tuple(transforms.crop_size)
+        resize = transforms.resize_size[0] / crop
+        return Preprocess(tuple(transforms.mean), tuple(transforms.std), resize, transforms.interpolation.value), size
+
+    def init_random(self, model: ModelSpec, rest: str, module: Any, dims: Dims | None) -> None:
+        if not is_torchvision_detector(model):
+            super().init_random(model, rest, module, dims)
+            return
+        init_detector(load_library("torch"), module, *((dims.height, dims.width) if dims else SMALL_DETECTOR))
+
+    def write_code(self, model: ModelSpec, rest: str, network: Any, dims: Dims, classes: int | None) -> BuildCode:
+        options = {**({} if classes is None else {"num_classes": classes}), **_list_branch_options(network)}
+        options |= _choose_torchvision_options(rest, dims)
+        call = f"torchvision.models.get_model({rest!r}, weights=None{_format_options(options)})"
+        return BuildCode(("torchvision",), "import torchvision\n", f"return {call}")
+
+
+TORCHVISION = Torchvision()
+
+
+class Timm(ModelSource):
+    """`timm:NAME`, a network of timm."""
+
+    name = "timm"
+    form = "timm:NAME"
+    library = "timm"
+    takes_image = True
+
+    def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
+        timm = _find_library("timm", rest)
+        options = _choose_timm_options(model, rest, dims, model.classes)
+        try:
+            return _load_published(model, lambda: timm.create_model(rest, pretrained=model.pretrained, **options))
+        except TypeError as e:
+            raise UserError(f"{model.source} can't be built with {options}: {e}") from e
+
+    def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
+        config = _find_library("timm", rest).get_pretrained_cfg(rest)
+        if config is None:
+            return None, None
+        settings = load_library("timm.data").resolve_data_config(pretrained_cfg=dataclasses.asdict(config))
+        resize = 0.0 if settings["crop_mode"] == "squash" else 1 / settings["crop_pct"]
+        height, width = settings["input_size"][1:]
+        mean, std = tuple(settings["mean"]), tuple(settings["std"])
+        return Preprocess(mean, std, resize, settings["interpolation"]), (height, width)
+
+    def write_code(self, model: ModelSpec, rest: str, network: Any, dims: Dims, classes: int | None) -> BuildCode:
+        options = _choose_timm_options(model, rest, dims, classes)
+        return BuildCode(("timm",), "import timm\n", f"return timm.create_model({rest!r}{_format_options(options)})")
+
+
+TIMM = Timm()
+
+
+def _choose_torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
+    """Return the options of `torchvision.models.get_model`: a backbone without weights, and a detector's size."""
+    torchvision = load_library("torchvision")
+    builder = torchvision.models.get_model_builder(name)
+    options: dict[str, Any] = {}
+    if "weights_backbone" in inspect.signature(builder).parameters:
+        options["weights_backbone"] = None
+    # Without a size a detector works at 800 pixels, whatever its input; SSDs have a fixed one.
+    if dims is not None and name in list_detectors(torchvision) and not name.startswith("ssd"):
+        options |= {"min_size": min(dims.height, dims.width), "max_size": max(dims.height, dims.width)}
+    return options
+
+
+def _list_branch_options(network: Any) -> dict[str, Any]:
+    """Return options with defaults that torchvision derives from pretrained weights.
+
+    They are auxiliary outputs and input scaling.
+    """
+    options: dict[str, Any] = {
+        name: bool(getattr(network, name)) for name in ("aux_logits", "transform_input") if hasattr(network, name)
+    }
+    if hasattr(network, "aux_classifier"):
+        options["aux_loss"] = network.aux_classifier is not None
+    return options
+
+
+def _choose_timm_options(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> dict[str, Any]:
+    """Return the options of `timm.create_model`: channels, classes, and the size of a model built for one size."""
+    options: dict[str, Any] = {"in_chans": model.channels}
+    if classes is not None:
+        options["num_classes"] = classes
+    config = load_library("timm").get_pretrained_cfg(name)
+    size = (dims.height, dims.width) if dims else None
+    if config and config.fixed_input_size and size and size != tuple(config.input_size[1:]):
+        options["img_size"] = size
+    return options
+
+
+def _format_options(options: Mapping[str, Any]) -> str:
+    return "".join(f", {key}={value!r}" for key, value in options.items())
+
+
+def _load_published(model: ModelSpec, create: Callable[[], Any]) -> Any:
+    try:
+        return create()
+    except Exception as e:
+        if not model.pretrained:
+            raise
+        # urllib, requests, httpx and the hub each have their own family of errors for "no network", and a weights
+        # entry that is missing or doesn't fit is a ValueError or a RuntimeError: all of them end the same way.
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        raise UserError(
+            f"the published weights of {model.source} can't be loaded: {reason}; give a checkpoint with --weights"
+        ) from e
+
+
+def _find_library(library: str, name: str) -> Any:
+    """Return torchvision or timm; raise a `UserError` with the nearest name unless it has a model of that name."""
+    imported, module = load_library(library), {"torchvision": "torchvision.models", "timm": "timm"}[library]
+    names = load_library(module).list_models()
+    if not (name in names or (library == "timm" and imported.is_model(name))):
+        near = difflib.get_close_matches(name, names, 1, NEAR)
+        listed = f'list them with: python -c "import {module} as m; print(*m.list_models())"'
+        hint = f"did you mean {library}:{near[0]}?" if near else listed
+        raise UserError(f"{library} has no model {name!r}; {hint}")
+    return imported
+
+
+def is_torchvision_detector(model: ModelSpec) -> bool:
+    """Return whether the source names one of torchvision's detectors."""
+    kind, _, name = model.source.partition(":")
+    return kind == "torchvision" and not model.file and name in list_detectors(load_library("torchvision"))
+
+
+def list_detectors(torchvision: Any) -> list[str]:
+    """Return the detectors' names for `torchvision.models.get_model`."""
+    listed: list[str] = torchvision.models.list_models(torchvision.models.detection)
+    return listed
+
+
+def read_detector_size(torchvision: Any, name: str) -> tuple[int, int]:
+    """Return the height and width at which the network works by itself, for square images."""
+    with torchvision.torch.device("meta"):
+        transform = torchvision.models.get_model(name, weights=None, weights_backbone=None).transform
+    width, height = transform.fixed_size or (transform.min_size[-1],) * 2
+    return height, width
+
+
+def init_detector(torch: Any, module: Any, height: int, width: int) -> None:
+    """Set random weights that find objects, in place: with a library's initial ones no score is above its threshold.
+
+    The backbone gets statistics of noise, and each layer that scores is scaled by the power of two that brings its
+    results for noise nearest to a standard deviation of 1.
+    """
+    random_weights.undo_zero_init(torch, module)
+    random_weights.init_batch_norm(torch, module.backbone, 3, (height, width))
+    measured: dict[Any, float] = {}
+
+    def measure_deviation(
+        layer: Any, _: Any, out: Any
+    ) -> None:  # a head that serves several scales is held to the widest
+        measured[layer] = max(measured.get(layer, 0.0), float(out.double().std()))
+
+    image = (0.5 + random_weights.noise(torch, 3, height, width)[:1].float() / 4).clamp(0, 1)
+    with ExitStack() as hooks, torch.no_grad(), one_thread(torch):
+        for layer in _find_scoring_layers(torch, module):
+            hooks.enter_context(layer.register_forward_hook(measure_deviation))
+        module.eval()(image)
+    with torch.no_grad():
+        for layer, deviation in measured.items():
+            layer.weight.mul_(2.0 ** round(torch.tensor(SPREAD / max(deviation, 1e-9)).log2().item()))
+
+
+def _find_scoring_layers(torch: Any, module: Any) -> list[Any]:
+    """Return the layers whose results are the scores of classes."""
+    if hasattr(module, "roi_heads"):
+        return [module.roi_heads.box_predictor.cls_score]
+    head = module.head.classification_head
+    if hasattr(head, "cls_logits"):
+        return [head.cls_logits]
+    return [part[-1] if isinstance(part, torch.nn.Sequential) else part for part in head.module_list]
