@@ -392,7 +392,7 @@ def test_a_number_that_no_table_holds_hides_no_other_row(call: Any, golden: Path
         path.write_text(json.dumps(job))
     code, out, err = call("show", "golden", "--format", "csv")
     assert code == 0 and out.count("\n") == rows - 1
-    assert "'batch'" in err and "is left out" in err
+    assert "Job.trial.dims.batch" in err and "is left out" in err
     code, out, _ = call("runs", "list", ".")
     assert code == 0 and "golden" in out and "whole" in out
 

@@ -19,7 +19,7 @@ from dyno.api import Result
 from dyno.formatting import show
 from dyno.study.interpreters import missing
 from dyno.worker.inputs import input_data, specs
-from dyno.worker.spec import Tensor, Trial, from_json
+from dyno.worker.spec import Tensor, Trial
 from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -139,7 +139,7 @@ def run_alone(script: Path, fed: dict[str, np.ndarray], pictures: list[Path], sc
 def test_a_script_answers_as_its_trial_did(run: Result, photos: Path, which: str, tmp_path: Path) -> None:
     taken = run.export(which, tmp_path / "best")
     found = run.records.trial(taken.trial)
-    trial, stored = from_json(Trial, found.job["trial"]), found.outputs()
+    trial, stored = found.spec, found.outputs()
     pictures = sorted(photos.rglob("*.png"))
     made = run_alone(taken.script, feeds(trial, 5), pictures, tmp_path)
     assert stored and len(stored["output"]) == 10
@@ -164,7 +164,7 @@ def test_what_was_compiled_is_taken(which: str, photos: Path, tmp_path: Path) ->
     result = ran(study, tmp_path / "run")
     taken = result.export(which, tmp_path / "best")
     found = result.records.trial(taken.trial)
-    made = run_alone(taken.script, feeds(from_json(Trial, found.job["trial"]), 10), [], tmp_path)
+    made = run_alone(taken.script, feeds(found.spec, 10), [], tmp_path)
     np.testing.assert_allclose(made["output:output"], found.outputs()["output"], rtol=1e-4, atol=1e-5)
 
 
@@ -244,7 +244,7 @@ def test_a_module_of_a_library_is_built_again(model: str, size: str, tmp_path: P
     result = ran(Study(models=(model,), backends=("pytorch",), sizes=(size,), compared=2), tmp_path / "run")
     taken = result.export(out=tmp_path / "best")
     found = result.records.trial(taken.trial)
-    made = run_alone(taken.script, feeds(from_json(Trial, found.job["trial"]), 2), [], tmp_path)
+    made = run_alone(taken.script, feeds(found.spec, 2), [], tmp_path)
     for name, values in found.outputs().items():
         np.testing.assert_allclose(made[f"output:{name}"], values, rtol=1e-4, atol=1e-5)
 
@@ -263,7 +263,7 @@ def test_what_a_function_wrapped_is_built_again(tmp_path: Path) -> None:
         study = Study(models=(f"{tmp_path}/nets.py:{name}",), backends=("pytorch",), sizes=("8",), compared=2)
         taken = (result := ran(study, tmp_path / name)).export(out=tmp_path / f"best-{name}")
         found = result.records.trial(taken.trial)
-        made = run_alone(taken.script, feeds(from_json(Trial, found.job["trial"]), 2), [], tmp_path)
+        made = run_alone(taken.script, feeds(found.spec, 2), [], tmp_path)
         for output, values in found.outputs().items():
             np.testing.assert_allclose(made[f"output:{output}"], values, rtol=1e-4, atol=1e-5)
 
@@ -278,7 +278,7 @@ def test_a_module_with_described_inputs_is_called_as_it_was(where: str, tmp_path
     result = ran(Study(models=(model,), backends=("pytorch",), compared=4), tmp_path / "run")
     taken = result.export(out=tmp_path / "best")
     found = result.records.trial(taken.trial)
-    trial, stored = from_json(Trial, found.job["trial"]), found.outputs()
+    trial, stored = found.spec, found.outputs()
     batches = -(-4 // trial.dims.batch)
     made = run_alone(taken.script, feeds(trial, batches), [], tmp_path)
     for output, values in stored.items():

@@ -103,7 +103,7 @@ def _describe_accuracy(trial: TrialResult) -> Iterator[str]:
 
     measured = metrics.measured(trial)
     if not measured and not findings.list_unscored(trial):
-        yield f"{UNMEASURED}: the images of {trial.spec['data']['name']} have no labels"
+        yield f"{UNMEASURED}: the images of {trial.spec.data.name} have no labels"
     for place, (metric, score) in enumerate(measured):
         images = "" if place else f" on {images_tested(score.images, accuracy.set_aside(trial))}"
         yield f"{metric.label}{f' of {score.of}' if score.of else ''} {_format_percent(score.interval)}{images}"

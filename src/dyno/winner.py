@@ -19,7 +19,7 @@ from dyno.runner.execute import Files
 from dyno.store import copy, sha256_of
 from dyno.worker import registry
 from dyno.worker.record import Record
-from dyno.worker.spec import Artifact, Job, Trial, UserError, from_json
+from dyno.worker.spec import Artifact, Job, Trial, UserError
 
 STATE = ".pt"
 MARK = "Written by `dyno export`"  # of scripts
@@ -49,7 +49,7 @@ def export_winner(run: RunData, choice: str = "", out: Path | None = None) -> Ex
     """
     results = run.records
     chosen = _choose_trial(run, choice)
-    trial = from_json(Trial, chosen.job["trial"])
+    trial = chosen.spec
     artifact, notes = measured_file(chosen, trial)
     file = _choose_path(out or Path(_format_name(chosen)), Path(artifact.path).suffix if artifact else STATE)
     script = file.with_suffix(".py")

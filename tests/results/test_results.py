@@ -15,7 +15,7 @@ from dyno.results.correctness import find_references, incomparable
 from dyno.results.files import read_npz, read_numbers
 from dyno.results.notes import AnchorDevice, AnchorDevices, devices, of_rounds
 from dyno.results.trial_result import Results, load_run
-from dyno.worker.spec import Job, UserError, from_json
+from dyno.worker.spec import UserError
 from refusals import refuses
 from synthetic import Way
 
@@ -38,8 +38,7 @@ def test_trials_come_in_order_with_rounds_and_arrays(run: Path) -> None:
     assert len(results) == 3 and results[-1] is [*results][2] and results[1:] == results.trials[1:]
     assert repr(trial) == f"TrialResult({trial.id!r}, 'digits pytorch fp32 b1 64', 'ok')"
     assert repr(results) == f"Results({str(run)!r}, 3 trials)"
-    asked = from_json(Job, trial.job).trial
-    assert asked is not None and (asked.id, asked.label) == (trial.id, trial.label)
+    assert (trial.spec.id, trial.spec.label) == (trial.id, trial.label)
     assert [r.number for r in trial.rounds] == [0, 1, 2]
     assert trial.samples("latency", "model").shape == (60,)
     assert len(trial.medians("all")) == 3
@@ -147,7 +146,7 @@ def test_a_size_that_is_true_is_no_number(run: Path, key: str) -> None:
     job["trial"]["dims"][key] = True
     path.write_text(json.dumps(job))
     results = load_run(run)
-    assert any(f"{path} is damaged ('{key}' is of another type" in problem for problem in results.problems)
+    assert any(f"{path} is damaged (Job.trial.dims.{key} is " in problem for problem in results.problems)
     assert all(isinstance(t.batch, int) and t.size != "True" for t in results)
 
 

@@ -17,7 +17,7 @@ from dyno.results.self_test import ProcessPair, SelfTest, StoredSelfTest, TestRo
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.job import Facts, Turns
 from dyno.worker.record import Record
-from dyno.worker.spec import to_json
+from dyno.worker.spec import Dims, ModelSpec, Plan, Trial, to_json
 
 SLOWED = (0.0, 0.01, 0.02, 0.05)
 
@@ -130,11 +130,10 @@ def test_a_run_that_measures_for_less_sees_less() -> None:
 def test_a_run_says_what_it_sees_in_words() -> None:
     def said(rounds: int, spread: float) -> str:
         results = Results(Path("run"), [], self_test=to_json(simulated(process=spread).summary()))
-        plan = {"plan": {"seconds": 0.9}, "runtime": {"device": "cpu"}, "model": {"name": "net"},
-                "dims": {"batch": 1, "height": 8, "width": 8}}  # fmt: skip
+        trial = Trial(ModelSpec("net", "torchvision"), "pytorch", "fp32", Dims(1, 8, 8), plan=Plan(seconds=0.9))
         record = Record("ok", facts=Facts(turns=Turns("x", 0)))
         good = [Round(Path("r"), n, record) for n in range(rounds)]
-        results.trials = [TrialResult("id", {"trial": plan}, good)]
+        results.trials = [TrialResult("id", trial, good)]
         return report_self_test.of_run(results)
 
     assert "differences of ≥ 1" in said(3, 0.003) and "(3 rounds in turns, 80 % power; self-test of" in said(3, 0.003)

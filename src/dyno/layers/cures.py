@@ -253,7 +253,7 @@ def try_cures(
     progress.other(f"trying {counting(len(variants), 'prescription')} for {title}, in {folder}: {wanted}")
     execute(own, folder, progress)
     data = trial_table.read_trials(folder)
-    trials = {_make_key(t.spec["backend"], t.precision, t.options): t for t in data.records}
+    trials = {_make_key(t.backend, t.precision, t.options): t for t in data.records}
     beside = trials.get(_make_key(b[0].name, b[1], b[0].options))
     if beside is None or not beside.good:
         show = f"dyno show {shlex.quote(str(folder))}"

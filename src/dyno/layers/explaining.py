@@ -32,7 +32,7 @@ from dyno.winner import measured_file
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.option_values import at_least
 from dyno.worker.record import refuse_links, write_text
-from dyno.worker.spec import Trial, UserError, from_json, to_json
+from dyno.worker.spec import UserError, to_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -226,7 +226,7 @@ def _of_run(
     apart = [k for k in ("model", "size", "batch") if getattr(found[0], k) != getattr(found[1], k)]
     if apart:
         raise UserError(f"{found[0].label} and {found[1].label} have another {' and '.join(apart)}; give their ids")
-    trials = [from_json(Trial, each.job["trial"]) for each in found]
+    trials = [each.spec for each in found]
     for trial in trials:
         profiling.check(forms.FormRequest("", Choice(trial.backend), trial.precision), trial.runtime.device)
     study = Study(models=(trials[0].model.source or trials[0].model.file,))

@@ -169,10 +169,10 @@ def _describe_pack(run: Path, name: str, with_names: bool) -> dict[str, Any]:
     """Return what the pack is of: the run's name, versions, and the hashes of models, data and the run's files."""
     models, data = {}, {}
     for t in load_run(run):
-        model, images = t.spec["model"], t.spec.get("data") or {}
-        models[model["source"]] = {key: model.get(key, "") for key in ("source", "source_sha256", "weights_sha256")}
-        if images.get("sha256"):
-            data[images["sha256"]] = {"name": images.get("name", ""), "sha256": images["sha256"]}
+        model, images = t.spec.model, t.spec.data
+        models[model.source] = {key: getattr(model, key) for key in ("source", "source_sha256", "weights_sha256")}
+        if images.sha256:
+            data[images.sha256] = {"name": images.name, "sha256": images.sha256}
     host = {"host": platform.node()} if with_names else {}
     about = {"format": opening.FORMAT, "schema": opening.SCHEMA, "dyno": __version__, "run": name, **host}
     return {**about, "models": [*models.values()], "data": [*data.values()], "files": hash_files(run)}

@@ -254,8 +254,7 @@ def _make_study(
     backends, unavailable = _choose_backends(table, theirs)
     images = str(table.get("data", ""))
     if images and images != BUILT_IN and not data:
-        every = [t.spec.get("data") or {} for t in theirs]
-        recorded = {(each["name"], each["sha256"]) for each in every if each.get("sha256")}
+        recorded = {(t.spec.data.name, t.spec.data.sha256) for t in theirs if t.spec.data.sha256}
         names = ", ".join(f"{shorten(name)} (sha256 {sha256[:SHOWN]}…)" for name, sha256 in sorted(recorded))
         raise UserError(f"the pack was measured on images: {names or images}; give their folder with --data")
     if data and (not images or images == BUILT_IN):
@@ -269,9 +268,9 @@ def _make_study(
 def _find_models(theirs: Results, sources: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
     """Return the source of each model here: a library's name, or the user's file of the same content."""
     hashes = dict[str, list[str]]()  # files of several folders may have one name
-    for model in (t.spec["model"] for t in theirs):
-        known = hashes.setdefault(_shorten_source(model["source"]), [])
-        known += [] if (sha256 := model.get("source_sha256", "")) in known else [sha256]
+    for model in (t.spec.model for t in theirs):
+        known = hashes.setdefault(_shorten_source(model.source), [])
+        known += [] if model.source_sha256 in known else [model.source_sha256]
     here = {path: _hash_source(path) for path in given}
     used, found = set(), []
     for source in sources:
@@ -349,7 +348,7 @@ def _check_data(study: Study, theirs: Results) -> None:
     """Raise `UserError` if the images here are others than those of the pack."""
     if not study.data:
         return
-    expected = {(t.spec.get("data") or {}).get("sha256", "") for t in theirs} - {""}
+    expected = {t.spec.data.sha256 for t in theirs} - {""}
     found = {entry.trial.data.sha256 for entry in expand(study)} - {""}
     if found != expected:
         shown = [join_names([f"sha256 {each[:SHOWN]}…" for each in sorted(each)]) for each in (found, expected)]
@@ -361,9 +360,7 @@ def _check_data(study: Study, theirs: Results) -> None:
 
 
 def _make_key(t: TrialResult) -> Key:
-    model = t.spec["model"]
-    name = model.get("source_sha256") or model["name"]
-    return name, t.size, str(t.batch), t.variant, t.precision
+    return t.spec.model.source_sha256 or t.given, t.size, str(t.batch), t.variant, t.precision
 
 
 def _compare_runs(theirs: RunData, ours: RunData, folder: Path, unavailable: Mapping[str, str]) -> Reproduction:

@@ -224,7 +224,7 @@ def pair_trials(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]
 
 
 def _name_trial(t: TrialResult) -> str:
-    return json.dumps([t.pair or t.configuration, t.group, t.spec["dims"].get("shapes")], sort_keys=True)
+    return json.dumps([t.pair or t.configuration, t.group, t.spec.dims.shapes], sort_keys=True)
 
 
 def _some_trials(run: Results) -> str:
@@ -274,8 +274,7 @@ def explain_refusal(a: TrialResult, b: TrialResult) -> str:
     weights = [t.facts.weights_sha256 for t in (a, b)]
     if not (all(weights) or a.side) and _identify_weights(a) != _identify_weights(b):
         return OTHER_WEIGHTS
-    specs = [t.spec.get("data") or {} for t in (a, b)]
-    data = [(d.get("sha256"), d.get("split") if d.get("sha256") else d.get("seed")) for d in specs]
+    data = [(d.sha256, d.split if d.sha256 else d.seed) for d in (a.spec.data, b.spec.data)]
     if data[0] != data[1]:
         aside = [accuracy.set_aside(t) for t in (a, b)]
         if a.good and b.good and aside[0] != aside[1] and accuracy.same_photographs(a, b):
@@ -292,10 +291,9 @@ def explain_refusal(a: TrialResult, b: TrialResult) -> str:
 
 def _identify_weights(t: TrialResult) -> str:
     """Return an identifier of the weights before a run: a checkpoint's or file's content, or how they are drawn."""
-    model = t.spec["model"]
-    content = model.get("source_sha256") if str(model.get("source")).startswith("file:") else ""
-    drawn = "pretrained" if model.get("pretrained") else f"seed {model.get('seed', 0)}"
-    return str(model.get("weights_sha256") or content or drawn)
+    model = t.spec.model
+    content = model.source_sha256 if model.file else ""
+    return model.weights_sha256 or content or ("pretrained" if model.pretrained else f"seed {model.seed}")
 
 
 def _compare_speeds(

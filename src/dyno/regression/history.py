@@ -99,12 +99,12 @@ def _make_key(row: Mapping[Any, Any]) -> tuple[str, ...]:
 
 def _read_facts(trial: TrialResult, row: Mapping[Any, Any], run: RunData, near: float) -> dict[str, str]:
     """Return the facts whose change may explain another latency, by name; `near` is the least core-to-core latency."""
-    model, environment = trial.spec["model"], run.records.environment
+    model, environment = trial.spec.model, run.records.environment
     commit = AT_COMMIT.fullmatch(str(row["model"]))
     facts = {
         "commit": commit[2] if commit else environment.get("commit"),
-        "code": str(model.get("source_sha256") or "")[:SHORT],
-        "weights": str(trial.facts.weights_sha256 or model.get("weights_sha256") or "")[:SHORT],
+        "code": model.source_sha256[:SHORT],
+        "weights": (trial.facts.weights_sha256 or model.weights_sha256)[:SHORT],
         "dyno": (environment.get("versions") or {}).get("inference-dyno", ""),
         **trial.versions,
         "threads": trial.facts.threads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from dyno.results.run_data import RunData
 from dyno.results.stats import ALONE, TURNS, Rule
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.job import AnsweredImages
+from dyno.worker.spec import DataSpec, Plan
 
 NUMBERS = re.compile(r"\d+([.,]\d+)*")
 LONGEST = 60  # characters of the name of a layer, which names all nodes that it was fused from
@@ -184,7 +185,7 @@ def list_terms(run: RunData) -> Terms:
     """Return terms and sentences: first how verdicts were decided, then the quantities measured and the method."""
     results = run.records
     trials = results.trials
-    plans = [t.spec.get("plan") or {} for t in trials]
+    plans = [t.spec.plan for t in trials]
     return [
         *_explain_decision(run, plans),
         ("level: a latency is of", _explain_level(results, plans)),
@@ -192,7 +193,7 @@ def list_terms(run: RunData) -> Terms:
         ("latency, all", "from host memory to host memory, copies included; one batch at a time"),
         *_gpu_method(trials),
         ("throughput", "batches queued so that copies and computing overlap, as far as the engine can"),
-        ("warm-up", f"until the median is steady, {_join_distinct(p.get('warmup_s') for p in plans)} s at most"),
+        ("warm-up", f"until the median is steady, {_join_distinct(p.warmup_s for p in plans)} s at most"),
         ("sampling ends", _explain_stopping(plans, trials)),
         ("inputs", _format_inputs(trials)),
         (
@@ -204,7 +205,7 @@ def list_terms(run: RunData) -> Terms:
     ]
 
 
-def _explain_decision(run: RunData, plans: list[dict[str, Any]]) -> Terms:
+def _explain_decision(run: RunData, plans: Sequence[Plan]) -> Terms:
     """Explain the verdicts on speed: the pairs, the interval, the margin, the family, and the looks."""
     rows = run.frame[run.frame["measured"] != ""]
     judged = rows[rows["p_value"].notna()]
@@ -214,7 +215,7 @@ def _explain_decision(run: RunData, plans: list[dict[str, Any]]) -> Terms:
         ("rounds", f"{rounds}, each in a fresh process, in shuffled order"),
         *_of_builds(run),
         *([("reference", _join_distinct(t.configuration for t in run.references.values()))] if pairs else []),
-        ("compared", _explain_pairs(pairs, _join_distinct(p["block_s"] for p in plans if p.get("blocks")))),
+        ("compared", _explain_pairs(pairs, _join_distinct(p.block_s for p in plans if p.blocks))),
         *([("interval", "; ".join(_explain_interval(how, pairs) for how in pairs))] if len(judged) else []),
         ("equivalent", f"the whole interval is within ±{100 * run.rule.margin:g} %"),
         ("family", _explain_family(judged.groupby("reference").size().max() if len(judged) else 0)),
@@ -267,13 +268,13 @@ def _explain_looks(rule: Rule, rounds: int) -> str:
     )
 
 
-def _explain_level(results: Results, plans: list[dict[str, Any]]) -> str:
+def _explain_level(results: Results, plans: Sequence[Plan]) -> str:
     """Describe the configuration that a latency is a claim about."""
     trials = results.trials
-    threads = _join_distinct(t.spec.get("runtime", {}).get("threads") for t in trials)
+    threads = _join_distinct(t.spec.runtime.threads for t in trials)
     devices = _join_distinct(t.device for t in trials)
     company = "alone from start to end"
-    if any(plan.get("blocks") for plan in plans):
+    if any(plan.blocks for plan in plans):
         company = "in blocks after those of other processes, whose caches it finds: a loop alone may be faster"
     return (
         f"a row's backend, options, precision, batch and size on {devices} of this machine as it was, with {threads} "
@@ -283,10 +284,8 @@ def _explain_level(results: Results, plans: list[dict[str, Any]]) -> str:
 
 
 def _format_inputs(trials: list[TrialResult]) -> str:
-    data_specs = [t.spec.get("data") or {} for t in trials]
-    data = [d for t in trials if (d := t.facts.data)] or [
-        AnsweredImages(str(d.get("name", "")), str(d.get("split", "")), int(d.get("count", 0))) for d in data_specs
-    ]
+    answered = [t.facts.data for t in trials if t.facts.data]
+    data: Sequence[AnsweredImages | DataSpec] = answered or [t.spec.data for t in trials]
     return _join_distinct(f"{d.name} ({d.split}, {d.count} images)" for d in data)
 
 
@@ -307,19 +306,19 @@ def _gpu_method(trials: list[TrialResult]) -> Terms:
     ]
 
 
-def _explain_stopping(plans: list[dict[str, Any]], trials: list[TrialResult]) -> str:
+def _explain_stopping(plans: Sequence[Plan], trials: list[TrialResult]) -> str:
     ended = Counter(
         STOPPED.get(m.stopped, m.stopped)
         for t in trials for r in t.good for m in r.record.measurements if m.stopped
     )  # fmt: skip
     counts = ", ".join(f"{n} × {reason}" for reason, n in ended.most_common())
-    interval = _join_distinct(f"{100 * p['interval']:g} %" for p in plans if "interval" in p)
-    seconds = _join_distinct(p.get("seconds") for p in plans)
+    interval = _join_distinct(f"{100 * p.interval:g} %" for p in plans)
+    seconds = _join_distinct(p.seconds for p in plans)
     limit = f"when the median is known to ±{interval} or after {seconds} s per boundary"
-    if plans and all(p.get("min_samples") == p.get("max_samples") for p in plans):
-        limit = f"after {_join_distinct(p.get('max_samples') for p in plans)} samples of each boundary, as requested"
-    if plans and all(p.get("blocks") for p in plans):
-        limit = f"after {_join_distinct(p['blocks'] for p in plans)} blocks per boundary, the same number for all"
+    if plans and all(p.min_samples == p.max_samples for p in plans):
+        limit = f"after {_join_distinct(p.max_samples for p in plans)} samples of each boundary, as requested"
+    if plans and all(p.blocks for p in plans):
+        limit = f"after {_join_distinct(p.blocks for p in plans)} blocks per boundary, the same number for all"
     return limit + (f"; seen: {counts}" if counts else "")
 
 

@@ -179,7 +179,7 @@ def of_run(results: Results) -> str:
     timed = [t for t in results if t.good]
     rounds = max((len(t.good) for t in timed), default=0)
     in_turns = any(r.turns for t in timed for r in t.good)
-    seconds = min((float((t.spec.get("plan") or {}).get("seconds", 0)) for t in timed), default=0.0)
+    seconds = min((t.spec.plan.seconds for t in timed), default=0.0)
     tested = f"self-test of {summary.date[:10]}, grade {summary.grade}"
     if rounds < 2:
         return f"This run can't tell a difference from noise: it has one round ({tested})."

@@ -16,7 +16,7 @@ import numpy as np
 
 from dyno.worker.facts.json_values import LARGEST, fits
 from dyno.worker.record import Record, check_schema, read_json, read_record
-from dyno.worker.spec import PRECISIONS, Artifact, UserError, check_known, from_json
+from dyno.worker.spec import PRECISIONS, Job, UserError, check_known, from_json
 
 # Reading npz files three times as fast as `numpy.load`, which parses every array's header as Python source.
 #
@@ -125,25 +125,14 @@ def _parse_header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
     return tuple(shape), fortran, dtype
 
 
-# What a stored job and models.json have to look like, as far as tables read them: a folder from elsewhere may hold
-# anything.
+# What the settings, the notes and models.json have to look like, as far as tables read them: a folder from elsewhere
+# may hold anything.
 
 NUMBER = (int, float)
-TRIAL = {
-    "model": {"name": str, "source": str, "task": str, "precision": str}, "backend": str, "precision": str,
-    "dims": {"batch": int, "height": int, "width": int}, "options": {"": (str, int, float, bool)},
-    "runtime": {"device": str, "name": str, "python": str}, "data": {"name": str, "sha256": str, "folder": str},
-    "plan": {
-        "boundaries": [str], "rounds": int, "builds": int, "blocks": int, "min_samples": int, "max_samples": int,
-        **dict.fromkeys(("warmup_s", "seconds", "interval", "timeout_s", "block_s"), NUMBER),
-    },
-    "recipe": {},
-}  # fmt: skip
 SETTINGS = {
     "budget": {"": NUMBER}, "limit": {"": str}, "reference": str, "equivalent": NUMBER, "rounds": int, "until": str,
     "sizes": [(str, int)],
 }  # fmt: skip
-JOB = {"trial": TRIAL, "round": int}
 PLACEMENT = {"place": str, "card": str, "lost": [str], "trials": [str]}
 TIMED = {"place": str, "card": str, "alone": [NUMBER], "beside": [NUMBER], "ratios": [NUMBER]}
 DEVICES_MEASURED = {"anchor": str, "side_by_side": bool, "equivalent": NUMBER, "devices": [TIMED]}
@@ -245,25 +234,21 @@ def read_settings(text: str) -> dict[str, Any]:
     return {} if wrong(table, SETTINGS) else table
 
 
-def read_job(path: Path, problems: list[str]) -> tuple[dict[str, Any] | None, Artifact | None]:
-    """Read the job as stored, and the file that it runs."""
-    stored = read_table(path, problems, JOB)
+def read_job(path: Path, problems: list[str]) -> Job | None:
+    """Read the job of a trial; None without one, and where it is damaged."""
+    stored = read_table(path, problems, {})
     if stored is None:
-        return None, None
-    job = _without_nulls(stored)
+        return None
     try:
-        ran = from_json(Artifact, job["artifact"]) if job.get("artifact") else None
-        trial = job["trial"]
-        _ = trial["model"]["name"], trial["backend"], trial["precision"]
-        check_known("precision", trial["precision"], PRECISIONS)
-        _ = trial["dims"]["batch"], trial["dims"]["height"], trial["dims"]["width"]
-    except (KeyError, TypeError):
-        problems.append(f"{path} describes no trial; it is left out")
-        return None, None
+        job = from_json(Job, _without_nulls(stored))
+        if job.trial is None:
+            problems.append(f"{path} describes no trial; it is left out")
+            return None
+        check_known("precision", job.trial.precision, PRECISIONS)
     except UserError as e:
         problems.append(f"{path} is damaged ({e}); it is left out")
-        return None, None
-    return job, ran
+        return None
+    return job
 
 
 def _without_nulls(data: dict[str, Any]) -> dict[str, Any]:

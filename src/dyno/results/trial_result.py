@@ -37,7 +37,7 @@ from dyno.worker import tasks
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import SAME_OUTPUTS, Facts
 from dyno.worker.record import LOCK, Record, lock_owner
-from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, Trial, UserError, usual_name
+from dyno.worker.spec import PRECISIONS, Artifact, Job, Trial, UserError, usual_name
 from dyno.worker.tasks import Task
 
 # Files of a run that are forms of one network, so that they belong into one table with one reference.
@@ -168,7 +168,7 @@ class TrialResult:
     """
 
     id: str
-    job: dict[str, Any]
+    spec: Trial
     rounds: list[Round] = field(default_factory=list)
     confirmations: list[Round] = field(default_factory=list)
     companions: list[Round] = field(default_factory=list)
@@ -183,11 +183,6 @@ class TrialResult:
         return f"TrialResult({self.id!r}, {self.label!r}, {self.status!r})"
 
     @property
-    def spec(self) -> dict[str, Any]:
-        trial: dict[str, Any] = self.job["trial"]
-        return trial
-
-    @property
     def model(self) -> str:
         """What tables call the model: the network, where several of its files are compared."""
         return self.form.network if self.form else self.given
@@ -195,48 +190,46 @@ class TrialResult:
     @property
     def given(self) -> str:
         """The model's own name, whatever it is compared with."""
-        return str(self.spec["model"]["name"])
+        return self.spec.model.name
 
     @property
     def backend(self) -> str:
-        return str(self.spec["backend"])
+        return self.spec.backend
 
     @property
     def precision(self) -> str:
-        return str(self.spec["precision"])
+        return self.spec.precision
 
     @property
     def task(self) -> Task:
         """What the network is for."""
-        return tasks.find_task(str(self.spec["model"].get("task", ModelSpec.task)))
+        return tasks.find_task(self.spec.model.task)
 
     @property
     def batch(self) -> int:
-        return int(self.spec["dims"]["batch"])
+        return self.spec.dims.batch
 
     @property
     def size(self) -> str:
-        height, width = self.spec["dims"]["height"], self.spec["dims"]["width"]
-        return str(height) if height == width else f"{height}x{width}"
+        return self.spec.dims.size
 
     @property
     def device(self) -> str:
-        return _read_device(self.job)
+        return self.spec.runtime.device
 
     @property
     def runtime(self) -> str:
-        return str(self.spec.get("runtime", {}).get("name", "main"))
+        return self.spec.runtime.name
 
     @property
     def options(self) -> dict[str, Any]:
         """The backend's options, and which file it is where several of one network are compared."""
-        options = self.spec.get("options") or {}
-        return {self.form.option: self.form.file, **options} if self.form else options
+        return {self.form.option: self.form.file, **self.spec.options} if self.form else self.spec.options
 
     @property
     def side(self) -> str:
         """`a` (the baseline) or `b` in a comparison, else ""."""
-        return str(self.spec.get("side") or "")
+        return self.spec.side
 
     @property
     def pair(self) -> str:
@@ -339,12 +332,12 @@ class TrialResult:
     @property
     def builds(self) -> int:
         """How many builds of its engine its rounds go through, 0 where every build would be the same file."""
-        return int((self.spec.get("plan") or {}).get("builds") or 0)
+        return self.spec.plan.builds
 
     @property
     def planned_rounds(self) -> int:
         """Number of planned rounds: the study's, or the one set for its backend (`@rounds=`)."""
-        return int((self.spec.get("plan") or {}).get("rounds") or 0)
+        return self.spec.plan.rounds
 
     @property
     def is_cut_short(self) -> bool:
@@ -492,7 +485,7 @@ class Results:
             return []
 
         def fails(t: TrialResult, *, own: bool) -> bool:
-            return t.status == "failed" and (t.precision == (t.spec["model"].get("precision") or "fp32")) is own
+            return t.status == "failed" and (t.precision == (t.spec.model.precision or "fp32")) is own
 
         stopped = {(t.model, t.backend, t.batch, t.size) for t in self if fails(t, own=True)}
         return [t for t in self if fails(t, own=False) and (t.model, t.backend, t.batch, t.size) not in stopped]
@@ -553,8 +546,7 @@ def _index_models(stored: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any
 
 
 def _read_trial(folder: Path, problems: list[str]) -> TrialResult | None:
-    job: dict[str, Any] | None = None
-    artifact: Artifact | None = None
+    job: Job | None = None
     rounds: dict[str, list[Round]] = {
         "r": [],
         "c": [],
@@ -565,24 +557,23 @@ def _read_trial(folder: Path, problems: list[str]) -> TrialResult | None:
         problems.append(f"{folder} can't be read (permission denied); it is left out")
     for path in sorted(folder.glob("[rcst][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
         if job is None:
-            job, artifact = read_job(path / "job.json", problems)
+            job = read_job(path / "job.json", problems)
         record = read_round(path, problems)
         if record:
             record, samples = measured(path, record)
             if record.status == "ok" and not samples and any(m.samples for m in record.measurements):
                 problems.append(f"{path / 'samples.npz'} is missing, and the latencies of that round with it")
-            rounds[path.name[0]].append(Round(path, record.round, record, _read_device(job), samples))
-    return TrialResult(folder.name, job, rounds["r"], rounds["c"], rounds["t"], rounds["s"], artifact) if job else None
-
-
-def _read_device(job: dict[str, Any] | None) -> str:
-    return str(((job or {}).get("trial") or {}).get("runtime", {}).get("device", "cpu"))
+            rounds[path.name[0]].append(
+                Round(path, record.round, record, job.runtime.device if job else "cpu", samples)
+            )
+    if job is None or job.trial is None:
+        return None
+    return TrialResult(folder.name, job.trial, rounds["r"], rounds["c"], rounds["t"], rounds["s"], job.artifact)
 
 
 def _make_sort_key(t: TrialResult) -> tuple[Any, ...]:
-    dims = t.spec["dims"]
-    place = t.form.place if t.form else 0
-    return (t.model, dims["height"], dims["width"], t.batch, place, *place_in_group(t))
+    dims, place = t.spec.dims, t.form.place if t.form else 0
+    return (t.model, dims.height, dims.width, t.batch, place, *place_in_group(t))
 
 
 def place_in_group(t: Trial | TrialResult) -> tuple[Any, ...]:

@@ -142,7 +142,7 @@ def list_outputs(run: RunData) -> dict[str, Outputs]:
 
 def _explain_missing(trial: TrialResult, other: TrialResult | None, run: RunData) -> str:
     """Return the reason why the outputs were not compared; "" for the reference itself."""
-    if str(trial.spec["model"]["source"]).startswith(ENDPOINT):
+    if trial.spec.model.source.startswith(ENDPOINT):
         return "what the server's model should answer isn't known here; give its file as MODEL"
     if other is None or other is trial:
         failed = (t for t in beside(run.records) if t.group == trial.group and not t.good)

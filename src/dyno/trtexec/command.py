@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from dyno.results.trial_result import TrialResult
-from dyno.worker.spec import UserError
+from dyno.worker.spec import Dims, UserError
 
 FP16, BF16, INT8, FP8 = "--fp16", "--bf16", "--int8", "--fp8"
 # Weakly typed builds: what each precision switches on. INT8 alone would leave FP32 as its only alternative.
@@ -47,25 +47,20 @@ def read_version(trial: TrialResult) -> str:
 
 def find_engine(trial: TrialResult) -> str:
     """Return the path of the engine that was run: the artifact's, else the file the user named."""
-    source = str(trial.spec["model"].get("source", ""))
-    named = source.removeprefix("file:") if source.startswith("file:") else ""
-    return trial.artifact.path if trial.artifact else named
+    return trial.artifact.path if trial.artifact else trial.spec.model.file
 
 
 def read_shapes(trial: TrialResult) -> dict[str, tuple[int, ...]]:
     """Return the shapes that were fed, by input; empty where the record has neither shapes nor a described file."""
-    dims = trial.spec["dims"]
-    given = {
-        name: tuple(int(dims[n] if isinstance(n, str) else n) for n in shape)
-        for name, shape in (dims.get("shapes") or {}).items()
-    }
+    dims = trial.spec.dims
+    given = {name: dims.resolve(shape) for name, shape in dims.shapes.items()}
     described = {t.name: t.shape for t in (trial.artifact.inputs if trial.artifact else ())}
     return {name: given.get(name) or _fill_shape(shape, dims) for name, shape in described.items()} or given
 
 
-def _fill_shape(shape: tuple[int | str, ...], dims: Mapping[str, Any]) -> tuple[int, ...]:
+def _fill_shape(shape: tuple[int | str, ...], dims: Dims) -> tuple[int, ...]:
     """Fill in free dimensions as a session does: batch first, height and width of images last."""
-    values = {0: dims["batch"]} | ({2: dims["height"], 3: dims["width"]} if len(shape) == 4 else {})
+    values = {0: dims.batch} | ({2: dims.height, 3: dims.width} if len(shape) == 4 else {})
     return tuple(int(n) if isinstance(n, int) else int(values.get(axis, 1)) for axis, n in enumerate(shape))
 
 
@@ -85,7 +80,7 @@ def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES)
     path = find_engine(trial)
     if not path:
         raise UserError(f"{trial.label}: the record names no engine file for trtexec to load; time an .engine file")
-    plan, ran = trial.spec.get("plan") or {}, trial.facts.options
+    plan, ran = trial.spec.plan, trial.facts.options
     arguments = [name_tool(trial), f"--loadEngine={path}"]
     if is_dynamic(trial):
         arguments.append(f"--shapes={make_spec(read_shapes(trial)) or 'INPUT:NxCxHxW'}")
@@ -95,8 +90,8 @@ def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES)
     if boundary == "model":
         arguments.append("--noDataTransfers")
     return [
-        *arguments, "--useSpinWait", f"--warmUp={1e3 * plan.get('warmup_s', 1.0):.0f}",
-        f"--duration={plan.get('seconds', 3.0):g}", f"--iterations={plan.get('min_samples', 30)}",
+        *arguments, "--useSpinWait", f"--warmUp={1e3 * plan.warmup_s:.0f}", f"--duration={plan.seconds:g}",
+        f"--iterations={plan.min_samples}",
         f"--percentile={PERCENTILES}", f"--exportTimes={times}",
     ]  # fmt: skip
 
@@ -112,13 +107,13 @@ def read_build(trial: TrialResult) -> list[str]:
     Where the types are in the graph, the ONNX file is the converted one, which lies in Dyno's cache: it gets the name
     of the file that `dyno export --precision PRECISION --target tensorrt` writes.
     """
-    made_by, model = trial.made_by, trial.spec["model"]
+    made_by, model = trial.made_by, trial.spec.model
     if not made_by.typed:
         return []
     version = read_version(trial) or next(iter(made_by.versions.values()), "")
     rtx, major = is_rtx(trial), int(version.partition(".")[0] or 10)
-    same = made_by.route != "graph" or trial.precision in ("fp32", "tf32", model.get("precision"))
-    source, converted = str(model.get("source", "")), f"{trial.model}.{'fp32' if same else trial.precision}.onnx"
+    same = made_by.route != "graph" or trial.precision in ("fp32", "tf32", model.precision)
+    source, converted = model.source, f"{trial.model}.{'fp32' if same else trial.precision}.onnx"
     onnx = source.removeprefix("file:") if same and source.endswith(".onnx") else converted
     profile = _choose_profile(trial, made_by.profiles)
     engine = PurePath(find_engine(trial) or "model.engine").name
@@ -154,6 +149,6 @@ def _choose_profile(trial: TrialResult, profiles: Sequence[Mapping[str, Any]]) -
     """Return the engine's first profile; none for a static ONNX file, for which trtexec takes no shapes."""
     if not profiles:
         return {}
-    parent = (trial.spec.get("recipe") or {}).get("parent") or {}
-    free = parent.get("dims", {}).get("batch") == 0
+    recipe = trial.spec.recipe
+    free = recipe is not None and recipe.parent is not None and not recipe.parent.dims.batch
     return profiles[0] if free or any(low != high for low, _, high in profiles[0].values()) else {}

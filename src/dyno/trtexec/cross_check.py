@@ -406,8 +406,7 @@ def is_engine(trial: TrialResult) -> bool:
 
 def list_boundaries(trial: TrialResult) -> list[str]:
     """Return the trial's boundaries that a trtexec run can repeat; `all` also gives its throughput."""
-    measured = trial.spec.get("plan", {}).get("boundaries") or ("model", "all")
-    return [b for b in ("model", "all") if b in measured] or ["all"]
+    return [b for b in ("model", "all") if b in trial.spec.plan.boundaries] or ["all"]
 
 
 def list_command_lines(trial: TrialResult) -> list[str]:
@@ -441,8 +440,7 @@ def measure(trial: TrialResult, boundary: str = "model") -> log.TrtexecReport:
     def print_waiting(owner: str) -> None:
         print(f"trtexec is waiting for process {owner}, another dyno on this GPU", file=sys.stderr)
 
-    plan = trial.spec.get("plan") or {}
-    measuring_s = float(plan.get("warmup_s", 1.0)) + float(plan.get("seconds", 3.0))
+    measuring_s = trial.spec.plan.warmup_s + trial.spec.plan.seconds
     with held(Runtime(device=trial.device), print_waiting), tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         arguments = command.read_timing(trial, boundary, str(folder / command.TIMES))
@@ -462,5 +460,5 @@ def measure(trial: TrialResult, boundary: str = "model") -> log.TrtexecReport:
             process.wait()
             telemetry.stop(folder / "telemetry.npz")
         report = log.parse_log(output.decode(errors="replace"), f"{arguments[0]}'s output")
-        timed = ended - float(plan.get("seconds", 3.0)), ended
+        timed = ended - trial.spec.plan.seconds, ended
         return replace(report, clock=find_clock(timeline.read_timeline(folder), timed))

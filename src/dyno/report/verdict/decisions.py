@@ -535,9 +535,9 @@ def list_untried(run: RunData) -> str:
     settings, trials = run.records.settings, list(run.records)
     if any(settings.get(name) for name in ("backends", "precisions", "baseline")):
         return ""
-    if any(t.spec["model"].get("precision", "") not in ("", "fp32") for t in trials):
+    if any(t.spec.model.precision not in ("", "fp32") for t in trials):
         return ""
-    values = "--data" if any(t.spec["dims"]["height"] for t in trials) else "--input with their range"
+    values = "--data" if any(t.spec.dims.height for t in trials) else "--input with their range"
     added = {"int8": f"--precision fp32,int8 and {values}", "bf16": "--precision fp32,bf16"}
     if not (settings.get("data") or settings.get("calibration")):
         added["int8"] = "--data" if values == "--data" else added["int8"]

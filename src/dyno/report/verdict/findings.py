@@ -267,7 +267,8 @@ def list_pixel_findings(results: Results) -> Iterator[Finding]:
 def describe_guess(t: TrialResult, results: Results) -> str:
     """Describe what is a guess in how the trial's images were prepared, and what to do; "" without a guess."""
     facts = results.models.get((t.given, t.size), {})
-    letterboxed = t.spec["model"]["preprocess"].get("letterbox")
+    preprocess = t.spec.model.preprocess
+    letterboxed = preprocess.letterbox
     if reason := facts.get("images_unchecked"):
         if letterboxed:
             return f"images were letterboxed, but the model's own processor {reason}; its accuracy may be higher there."
@@ -277,11 +278,10 @@ def describe_guess(t: TrialResult, results: Results) -> str:
         )
     if not facts.get("preprocess_guessed"):
         return ""
-    preprocess = t.spec["model"]["preprocess"]
-    mean, std = (_join_values(preprocess[name]) for name in ("mean", "std"))
-    none, one, byte = (_join_values([value] * len(preprocess["mean"])) for value in (0, 1, 0.003922))
+    mean, std = _join_values(preprocess.mean), _join_values(preprocess.std)
+    none, one, byte = (_join_values([value] * len(preprocess.mean)) for value in (0, 1, 0.003922))
     known = {"pixels in 0..1": (none, one), "pixels in 0..255": (none, byte)}
-    if len(preprocess["mean"]) == len(Preprocess().mean):
+    if len(preprocess.mean) == len(Preprocess().mean):
         known["ImageNet's"] = (_join_values(Preprocess().mean), _join_values(Preprocess().std))
     others = (f"{' and '.join(pair)} for {name}" for name, pair in known.items() if pair != (mean, std))
     how = "letterboxed and normalised" if letterboxed else "normalised"

@@ -269,7 +269,7 @@ def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: s
 def _find_waiting_models(results: Results) -> Iterator[Finding]:
     """Warn of the study's models that have no trial yet: a study that was stopped plans one model after the other."""
     sources = list(dict.fromkeys(map(str, results.settings.get("models", ()))))
-    begun = {str(t.spec["model"].get("source")) for t in results}
+    begun = {t.spec.model.source for t in results}
     waiting = [source for source in sources if source not in begun]
     count = len(sources) - len(begun)
     if not begun or count < 1 or any(t.side for t in results):

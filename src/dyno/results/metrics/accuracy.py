@@ -339,12 +339,12 @@ def open_photographs(trial: TrialResult) -> Photographs | None:
 
     None where the cache has it no more, or something else in its place.
     """
-    data = trial.spec.get("data") or {}
-    folder = Path(str(data.get("folder") or ""))
-    if not data.get("folder") or not (folder / "meta.json").is_file():
+    data = trial.spec.data
+    folder = Path(data.folder)
+    if not data.folder or not (folder / "meta.json").is_file():
         return None
     try:
-        if read_json(folder / "meta.json").get("sha256") != data.get("sha256"):
+        if read_json(folder / "meta.json").get("sha256") != data.sha256:
             return None
         names = read_json(folder / "names.json")["names"] if (folder / "names.json").is_file() else []
         pixels = np.load(folder / "images.npy", mmap_mode="r", allow_pickle=False)

@@ -89,8 +89,7 @@ def _choose_layout(
         places = _batch_places(array[0])
         if np.any(places):
             array[..., 0] -= places // PLACES
-    dims = trial.spec.get("dims") or {}
-    size = int(dims.get("height") or 0), int(dims.get("width") or 0)
+    size = trial.spec.dims.height, trial.spec.dims.width
     if not all(size):
         return None
     task, shapes = trial.task, {name: array.shape for name, array in arrays.items()}

@@ -243,7 +243,7 @@ def _image_of(annotation: Mapping[str, Any]) -> int:
 
 def truth_file(round_folder: Path, trial: TrialResult) -> Path | None:
     """Return the path of the ground truth of the trial's data in the run folder; None without a data set."""
-    sha = str((trial.spec.get("data") or {}).get("sha256") or "")
+    sha = trial.spec.data.sha256
     return round_folder.parents[2] / "truth" / f"{sha[:12]}.json" if sha else None
 
 
