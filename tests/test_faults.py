@@ -21,12 +21,13 @@ from dyno.jobs.launcher import environment
 from dyno.jobs.progress import Progress
 from dyno.report.export import export
 from dyno.results.files import read_npz
+from dyno.results.notes import NOTES
 from dyno.store import Cache, Run
 from dyno.study.study import Study
 from dyno.table import TEXT, Column, Table
 from dyno.worker import system
 from dyno.worker.record import Record, parse_json, read_record, refuse_links, write_json, write_text
-from dyno.worker.spec import Runtime, UserError, from_json
+from dyno.worker.spec import SCHEMA, Runtime, UserError, from_json
 from refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,9 +87,15 @@ def test_folders_of_a_run_that_are_links_are_refused(golden: Path, tmp_path: Pat
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-@pytest.mark.parametrize("content", [BRACKETS, '{"a":' * 100_000, "[]", "3", "nothing", "\udc80"])
-def test_json_that_is_no_object_is_told(content: str) -> None:
-    with pytest.raises(ValueError, match=r"\w"):
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (BRACKETS, "nested too deeply"), ('{"a":' * 100_000, "nested too deeply"), ("[]", "not a JSON object"),
+        ("3", "not a JSON object"), ("nothing", "Expecting value"), ("\udc80", "invalid start byte"),
+    ],
+)  # fmt: skip
+def test_json_that_is_no_object_is_told(content: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
         parse_json(content.encode("utf-8", "surrogateescape"))
 
 
@@ -108,10 +115,10 @@ def test_brackets_and_wrong_types_in_a_run_are_no_traceback(golden: Path, call: 
     assert code == 0 and out.startswith("resnet18, size 64, batch 1\n"), err
 
 
-@pytest.mark.parametrize("file", ["devices.json", "routes.json", "fewer-rounds.json"])
+@pytest.mark.parametrize("file", [*NOTES, "models.json", "self-test.json"])
 def test_a_damaged_note_is_told(golden: Path, call: Any, file: str) -> None:
-    for content, told in (("{", f"{file} can't be read ("), ('{"schema": 2, "trials": 3, "devices": 3, "attempts": 3}',
-                                                             f"{file} is damaged (")):  # fmt: skip
+    wrong = json.dumps({"schema": SCHEMA, **dict.fromkeys(("trials", "devices", "attempts", "models"), 3)})
+    for content, told in (("{", f"{file} can't be read ("), (wrong, f"{file} is damaged (")):
         (golden / file).write_text(content)
         code, out, err = call("show", golden)
         assert code == 0 and told in err and err.count("\n") == 1, err

@@ -360,7 +360,7 @@ def test_files_in_the_hub_s_cache_run_under_their_own_names(call: Any, tmp_path:
             call("run", place / f"{name}.onnx", *QUICK, "--no-turns", *words, code=0)
             results = dyno.load(out).records
             assert {trial.model for trial in results} == {name}
-            hashes.append({trial.spec["model"]["source_sha256"] for trial in results})
+            hashes.append({trial.spec.model.source_sha256 for trial in results})
             for trial in results:
                 np.testing.assert_allclose(trial.outputs()["y"], np.maximum(x @ weights, 0), 1e-4, 1e-5)
     assert hashes[0] == hashes[1] and hashes[2] == hashes[3], "the same content is the same model"

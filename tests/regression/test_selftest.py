@@ -142,10 +142,11 @@ def test_self_tests_that_measured_the_same_are_sessions() -> None:
     assert found.session_spread == pytest.approx(logs.std(ddof=1))
     assert "The 3 self-tests of this kind differ by 1.5 %" in " ".join(report_self_test.list_sentences(found))
     trials = [cast(TrialResult, SimpleNamespace(device="cpu"))]
-    early = Results(Path("run"), trials, self_test=to_json(SelfTest(first).summary()))
-    assert self_test.renew(early).self_test["sessions"] == 3
-    elsewhere = Results(Path("run"), trials, self_test={**early.self_test, "machine": {}, "sessions": 1})
-    assert self_test.renew(elsewhere).self_test["sessions"] == 1
+    early = Results(Path("run"), trials, self_test=SelfTest(first).summary())
+    renewed = self_test.renew(early).self_test
+    assert renewed is not None and renewed.sessions == 3
+    other = replace(renewed, machine={}, sessions=1)
+    assert self_test.renew(Results(Path("run"), trials, self_test=other)).self_test == other
     self_test.keep(replace(first, configuration="another net"))
     found, _ = self_test.find("cpu")
     assert found is not None and len(found.sessions) == 1

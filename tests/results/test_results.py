@@ -9,11 +9,12 @@ import pytest
 
 import dyno
 import synthetic
+from dyno.devices.one_host import summarise_rounds
 from dyno.report.verdict.findings import list_device_findings
 from dyno.results import remarks
 from dyno.results.correctness import find_references, incomparable
 from dyno.results.files import read_npz, read_numbers
-from dyno.results.notes import AnchorDevice, AnchorDevices, devices, of_rounds
+from dyno.results.notes import AnchorDevice, AnchorDevices, devices
 from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import UserError
 from refusals import refuses
@@ -311,7 +312,7 @@ def said(run: Path, what: AnchorDevices) -> str:
 def test_blocks_of_both_kinds_are_paired_by_where_they_lie() -> None:
     """A machine that slows down from block to block is in neither ratio, and a throttled block has no partner."""
     seconds = {0: 1.0, 1: 1.1, 2: 2.2, 3: 2.0, 4: 4.0, 5: 4.4, 6: 9.0}
-    one = of_rounds("cpu:0", "card", [(seconds, [1, 2, 2, 1, 1, 2, 1, 2]), ({0: 1.0}, [1, 2])])
+    one = summarise_rounds("cpu:0", "card", [(seconds, [1, 2, 2, 1, 1, 2, 1, 2]), ({0: 1.0}, [1, 2])])
     assert one.ratios == pytest.approx([1.1]) and len(one.alone) == len(one.beside) == 1
 
 

@@ -125,7 +125,7 @@ def test_the_fastest_build_is_taken(measured: Any, tmp_path: Path, monkeypatch: 
     run, _ = measured("taken", builds=4)
     fastest = {"a": 1, "b": 4}  # as they are drawn
     for trial in run.records:
-        kind = trial.spec["options"]["kind"]
+        kind = trial.spec.options["kind"]
         taken = export_winner(run, trial.id, tmp_path / kind)
         assert f"'build', {fastest[kind]}" in taken.file.read_text()
         assert taken.notes[0].startswith(f"build {fastest[kind]} of 4, the fastest")
@@ -133,9 +133,9 @@ def test_the_fastest_build_is_taken(measured: Any, tmp_path: Path, monkeypatch: 
 
 def test_a_build_that_is_named_is_one_build(measured: Any) -> None:
     run, _ = measured("named", builds=2, backends=(A, "drawn_engine:Engine@kind=b@latency_ms=0.1@build=3"))
-    builds = {t.spec["options"]["kind"]: [r.build for r in t.rounds] for t in run.records}
+    builds = {t.spec.options["kind"]: [r.build for r in t.rounds] for t in run.records}
     assert builds == {"a": [1, 2] * 4, "b": [0] * 8}
-    assert {t.spec["options"]["kind"]: t.builds for t in run.records} == {"a": 2, "b": 1}
+    assert {t.spec.options["kind"]: t.builds for t in run.records} == {"a": 2, "b": 1}
     assert "of one build" in " ".join(verdict.list_sentences(run))
 
 

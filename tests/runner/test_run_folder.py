@@ -10,6 +10,7 @@ import pytest
 
 import onnx_text
 from dyno import Study, load
+from dyno.results.notes import ModelFacts
 from dyno.results.trial_result import Form, forms
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
@@ -266,12 +267,12 @@ def test_two_files_of_one_network_are_one_table(call: Any, tmp_path: Path, monke
 
 
 def test_files_of_other_work_or_shapes_are_other_networks() -> None:
-    def row(flops: int = 0, inputs: Any = (["n", 3, 8, 8],), file: str = "") -> dict[str, Any]:
-        return {"flops": flops, "signature": [list(inputs), [["n", 5]]], "file": file}
+    def row(flops: int = 0, inputs: Any = (("n", 3, 8, 8),), file: str = "") -> ModelFacts:
+        return ModelFacts(flops=flops, signature=(inputs, (("n", 5),)), file=file)
 
-    one, fixed = row(1000), row(1005, ([4, 3, 8, 8],))
+    one, fixed = row(1000), row(1005, ((4, 3, 8, 8),))
     assert [*forms({("a", "8"): one, ("b", "8"): fixed})] == ["a", "b"]
-    for other in (row(1200), row(1000, ([1, 3, 8, 16],)), row(1000, ([1, 3, 8, 8], [1, 3, 8, 8])), {"flops": 1000}):
+    for other in (row(1200), row(1000, ((1, 3, 8, 16),)), row(1000, ((1, 3, 8, 8),) * 2), ModelFacts(flops=1000)):
         assert forms({("a", "8"): one, ("b", "8"): other}) == {}
     same = forms({("x/m.onnx", "8"): row(file="m.onnx"), ("y/m.onnx", "8"): row(file="m.onnx")})
     assert [*same.values()] == [Form("m", "x/m.onnx", 0), Form("m", "y/m.onnx", 1)]

@@ -411,7 +411,6 @@ def _warn_of_problems(runs: Sequence[RunData]) -> None:
 
 
 def _write_over_time(run: Path, file: str, trials: str, overrides: Overrides) -> None:
-    """Write the trials over time to the file, and say so."""
     from dyno.report.charts.over_time import save
 
     if not file:

@@ -180,7 +180,6 @@ def _list_options(declared: type | str) -> list[_Option]:
 
 
 def _strip_none(hint: Any) -> Any:
-    """Return a type without its None."""
     return next((kind for kind in typing.get_args(hint) if kind is not type(None)), hint)
 
 

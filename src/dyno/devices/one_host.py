@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from dyno.devices import blocks
 from dyno.devices.places import Place, confine_to, list_left
 from dyno.jobs import nvml
 from dyno.jobs.progress import Progress
-from dyno.results.files import DEVICES
-from dyno.results.notes import AnchorDevice, AnchorDevices, devices, of_rounds, percent_slower
+from dyno.results.blocks import within
+from dyno.results.notes import AnchorDevice, AnchorDevices, devices, percent_slower, store_devices
 from dyno.results.rounds import Round
 from dyno.results.trial_result import load_run
 from dyno.runner.device_lock import held
@@ -78,8 +81,28 @@ def read(folder: Path, places: Sequence[Place], rounds: int) -> list[AnchorDevic
     for place in places:
         medians = (_read_round(folder, place, number).block_medians("latency", "model") for number in range(rounds))
         counts = (own[place.name] for own in company)
-        found.append(of_rounds(place.name, place.card, list(zip(medians, counts, strict=True))))
+        found.append(summarise_rounds(place.name, place.card, list(zip(medians, counts, strict=True))))
     return found
+
+
+def summarise_rounds(
+    place: str, card: str, rounds: Sequence[tuple[Mapping[int, float], Sequence[int]]]
+) -> AnchorDevice:
+    """Build the device from processes that measured in turns.
+
+    Each has the median seconds of its blocks by number, and the number of devices that measured in each block, one or
+    all. Two consecutive blocks are one of each kind.
+    """
+    alone, beside, ratios = [], [], []
+    for medians, company in rounds:
+        own = {number // 2: seconds for number, seconds in medians.items() if company[number] == 1}
+        all_at_once = {number // 2: seconds for number, seconds in medians.items() if company[number] > 1}
+        logs = within(all_at_once, own)
+        if logs.size:  # else throttling left no pair
+            alone.append(float(np.median([*own.values()])))
+            beside.append(float(np.median([*all_at_once.values()])))
+            ratios.append(math.exp(float(np.median(logs))))
+    return AnchorDevice(place, card, tuple(alone), tuple(beside), tuple(ratios))
 
 
 def file_name(place: Place) -> str:
@@ -191,8 +214,7 @@ def measure_devices(study: Study, folder: Path, places: Sequence[Place], progres
     trial = plan_anchor(planned.trial, len(places)) if in_turns else planned.trial
     key = digest([trial.id, [[place.name, place.card] for place in places]])
     asked = f"{key} {study.equivalent:g}"
-    path = folder / DEVICES
-    if path.is_file() and read_json(path).get("key") == asked and (stored := devices(folder)):
+    if (stored := devices(folder)) and stored.key == asked:
         return StudyPlaces(places, _find_disturbed(stored, places))
     progress.other(f"{trial.label} on each device alone and on all at once, for what they do to each other")
     own_folder = folder / ANCHORS / key[:12]  # of these devices, and of this company
@@ -202,7 +224,7 @@ def measure_devices(study: Study, folder: Path, places: Sequence[Place], progres
             return _drop_places(rows, study, folder, places, progress)
     else:
         rows = _measure_apart(own, planned, own_folder, places, progress)
-    found = AnchorDevices(trial.label, tuple(rows), study.equivalent)
+    found = AnchorDevices(trial.label, tuple(rows), study.equivalent, key=asked)
     if found.disturbed:
         margin = max(percent_slower(one.value) for one in found.disturbed.values())
         hosts = _find_disturbed(found, places)
@@ -212,7 +234,7 @@ def measure_devices(study: Study, folder: Path, places: Sequence[Place], progres
             f"--equivalent {int(margin) + 1}"
         )
     found = replace(found, side_by_side=not found.disturbed)
-    write_json(path, {"schema": SCHEMA, "key": asked, **asdict(found)})
+    store_devices(folder, found)
     return StudyPlaces(places, _find_disturbed(found, places))
 
 
@@ -304,5 +326,4 @@ def _name_folder(folder: Path, place: Place, how: str) -> Path:
 
 
 def _read_medians(folder: Path) -> tuple[float, ...]:
-    """Return the medians of the rounds, in seconds."""
     return tuple(median for t in load_run(folder) for median in t.medians("model"))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dyno.devices import blocks, one_host, places
 from dyno.devices.blocks import Block
@@ -17,14 +16,13 @@ from dyno.devices.clusters import ray_cluster, slurm_cluster
 from dyno.devices.places import Place, RunningBlock
 from dyno.formatting import counting
 from dyno.jobs.progress import Progress
-from dyno.results.trial_result import PLACEMENTS
+from dyno.results.notes import Placement, list_placements, read_placement, store_placement
 from dyno.runner.execute import execute, prepare
 from dyno.runner.run_folder import archive, refuse_other
 from dyno.store import Run, check_own
 from dyno.study.plan import expand
 from dyno.study.study import Study
-from dyno.worker.record import read_json, write_json
-from dyno.worker.spec import SCHEMA, UserError, check_known, digest
+from dyno.worker.spec import UserError, check_known, digest
 
 MOST_LOSSES = 3  # of a block's processes, after which it is left unmeasured
 ELSEWHERE = "archive/elsewhere"  # rows of a device that a later command hadn't
@@ -123,8 +121,7 @@ class BlockScheduler:
         if not self.running:  # else a block that runs says why its place is lost
             places.list_left(self.places)
         # Of each place so far, so that none stays idle if blocks run one at a time.
-        notes = (read_json(path) for path in (self.run.folder / PLACEMENTS).glob("*.json"))
-        begun = Counter(str(note.get("place", "")) for note in notes)
+        begun = Counter(placement.place for placement in list_placements(self.run.folder))
         for place in sorted(self.places, key=lambda place: begun[place.name]):
             busy = {one.place.machine for _, one in self.running.values()}
             if place.gone or place.name in self.running or place.machine in busy.intersection(self.in_turn):
@@ -136,21 +133,21 @@ class BlockScheduler:
 
     def _begun_at(self, block: Block) -> str:
         """Return the place that the block belongs to, or "" if it can go anywhere."""
-        note = read_note(self.run, block)
-        return next((place.name for place in self.places if not place.gone and _is_same_place(place, note)), "")
+        begun = read_placement(self.run.folder, block.id)
+        return next((place.name for place in self.places if not place.gone and _is_same_place(place, begun)), "")
 
     def _begin_block(self, block: Block, place: Place) -> None:
         """Start the block's process, with the block's rows that the run folder has already."""
         folder = _name_folder(self.run, block)
-        note = read_note(self.run, block)
-        if note and not _is_same_place(place, note):
-            self._set_aside(block, str(note.get("place", "")))
+        begun = read_placement(self.run.folder, block.id)
+        if begun and not _is_same_place(place, begun):
+            self._set_aside(block, begun.place)
         for trial in block.trials:
             source, target = self.run.folder / "trials" / trial.id, folder / "trials" / trial.id
             if source.is_dir() and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 source.rename(target)
-        self._write_note(block, place, done="")
+        self._note_place(block, place, done="")
         self.progress.relay(place.name, f"{block.label}: {counting(len(block.trials), 'trial')}")
         one = blocks.start_process(folder, self.own, block.part, place, retry_failed=self.retry_failed)
         self.running[place.name] = block, one
@@ -180,7 +177,7 @@ class BlockScheduler:
                 lost += self._record_loss(block, one.place, reason)
             else:
                 self._take_results(block)
-                self._write_note(block, one.place, done=_hash_request(block, self.study))
+                self._note_place(block, one.place, done=_hash_request(block, self.study))
         return lost
 
     def _record_loss(self, block: Block, place: Place, reason: str) -> list[Block]:
@@ -198,7 +195,7 @@ class BlockScheduler:
         target = next((other for other in others if other.name not in self.running), others[0])
         self.progress.note(f"{block.label}: its process on {place.name} was {reason}; it goes to {target.name}")
         shutil.rmtree(_name_folder(self.run, block), ignore_errors=True)
-        self._write_note(block, target, done="")
+        self._note_place(block, target, done="")
         return [block]
 
     def _take_results(self, block: Block) -> None:
@@ -212,31 +209,17 @@ class BlockScheduler:
                     found.rename(target)
         shutil.rmtree(folder)
 
-    def _write_note(self, block: Block, place: Place, *, done: str) -> None:
-        earlier = read_note(self.run, block).get("lost", [])
-        lost = [*dict.fromkeys([*earlier, *self.losses.get(block.id, [])])]
-        note = {
-            "schema": SCHEMA, "block": block.label, "place": place.name, "card": place.card, "host": place.machine,
-            "trials": [trial.id for trial in block.trials], "lost": lost, "done": done,
-        }  # fmt: skip
-        write_json(_make_path(self.run, block), note)
+    def _note_place(self, block: Block, place: Place, *, done: str) -> None:
+        begun = read_placement(self.run.folder, block.id) or Placement()
+        lost = tuple(dict.fromkeys([*begun.lost, *self.losses.get(block.id, [])]))
+        trials = tuple(trial.id for trial in block.trials)
+        placement = Placement(block.label, place.name, place.card, place.machine, trials, lost, done)
+        store_placement(self.run.folder, block.id, placement)
 
 
-def _is_same_place(place: Place, note: Mapping[str, Any]) -> bool:
-    """Return whether the note names the place: the same name and card."""
-    return (place.name, place.card) == (note.get("place"), note.get("card"))
-
-
-def read_note(run: Run, block: Block) -> dict[str, Any]:
-    """Return the run folder's note of where the block was begun; empty before it is."""
-    path = _make_path(run, block)
-    return dict(read_json(path)) if path.is_file() else {}
-
-
-def _make_path(run: Run, block: Block) -> Path:
-    path = run.folder / PLACEMENTS / f"{block.id}.json"
-    path.parent.mkdir(exist_ok=True)
-    return path
+def _is_same_place(place: Place, begun: Placement | None) -> bool:
+    """Return whether a block was begun at the place: at the same name and card."""
+    return begun is not None and (place.name, place.card) == (begun.place, begun.card)
 
 
 def _name_folder(run: Run, block: Block) -> Path:
@@ -244,11 +227,11 @@ def _name_folder(run: Run, block: Block) -> Path:
 
 
 def _hash_request(block: Block, study: Study) -> str:
-    """Return the hash of a block's request."""
     return digest([sorted(trial.id for trial in block.trials), study.to_toml()])
 
 
 def _is_done(run: Run, block: Block, study: Study) -> bool:
     """Return whether the folder has all of the block already."""
     present = all((run.folder / "trials" / trial.id).is_dir() for trial in block.trials)
-    return present and read_note(run, block).get("done") == _hash_request(block, study)
+    begun = read_placement(run.folder, block.id)
+    return present and begun is not None and begun.done == _hash_request(block, study)

@@ -19,17 +19,18 @@ from dyno.packs import opening
 from dyno.packs.card import SUFFIX, card_paths, write_card
 from dyno.packs.opening import HEAD, RUN, STUDY, VERDICT
 from dyno.packs.verification import describe_verdict, hash_files, read_results
-from dyno.results.files import NOTES, read_npz, read_table
-from dyno.results.trial_result import PLACEMENTS, SELF_TEST, Results, load_run
+from dyno.results.files import read_npz, read_table
+from dyno.results.notes import MODELS, NOTES, PLACEMENTS
+from dyno.results.trial_result import SELF_TEST, Results, load_run
 from dyno.runner import self_test
 from dyno.runner.run_folder import earlier
 from dyno.store import check_writable
 from dyno.study.study import Study
 from dyno.worker.record import read_json, replacing, save_arrays, write_json, write_text
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, to_json
 
 # What the verdict is computed from; other files of a run folder are logs, and tables that can be made again.
-FILES = ("environment.json", "models.json", SELF_TEST, *NOTES)
+FILES = ("environment.json", MODELS, SELF_TEST, *NOTES)
 FOLDERS = ("trials", "truth", "peak", "idle", "anchors", "blocks", PLACEMENTS, "routes", "reference")
 NAMES = ("job.json", "record.json", "samples.npz", "outputs.npz", "telemetry.npz")  # of a job
 # Personal names: what a stranger need not know of the machine.
@@ -99,8 +100,10 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     folder = Path(run)
     results = self_test.attach(load_run(folder))
     folders = [folder.absolute(), folder.resolve(), Path.cwd(), Path.home()]
-    notes = (read_table(path, [], {"host": str}) or {} for path in sorted((folder / PLACEMENTS).glob("*.json")))
-    hosts = [note["host"] for note in notes if note.get("host")]  # on which blocks of the run were measured
+    notes = (read_table(path, []) or {} for path in sorted((folder / PLACEMENTS).glob("*.json")))
+    hosts = [
+        host for note in notes if isinstance(host := note.get("host"), str) and host
+    ]  # on which blocks of the run were measured
     redaction = Redaction(folders, hosts, names=with_names)
     name = redaction.redact_value(results.name)
     file = Path(out) if out else Path(f"{name}{SUFFIX}")
@@ -144,7 +147,7 @@ def _copy_run(folder: Path, copied: Path, results: Results, redaction: Redaction
         except ValueError as e:
             raise UserError(f"{path} is damaged ({e}); the same `dyno run` measures it again") from e
     if results.self_test:
-        write_json(copied / SELF_TEST, redaction.redact_value(results.self_test))
+        write_json(copied / SELF_TEST, redaction.redact_value(to_json(results.self_test)))
 
 
 def _copy_arrays(path: Path, target: Path, redaction: Redaction) -> None:

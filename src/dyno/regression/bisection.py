@@ -227,7 +227,6 @@ class BisectionSearch:
         return Bisection(tuple(self.steps), names[0], names[low], names[high], between, reason)
 
     def _compare_version(self, first: str, name: str) -> str:
-        """Compare the version with the first one and return the outcome."""
         if reason := self._check_version(name):
             return self._record_step(BisectionStep(name, SKIPPED, reason))
         choice = Choice.parse(self.backend)

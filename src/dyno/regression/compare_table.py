@@ -25,7 +25,6 @@ from dyno.results.metrics import accuracy, agreement
 from dyno.results.metrics.metric import Change, Metric, in_percent
 from dyno.results.ranking import cpu_contention
 from dyno.results.rounds import LATENCIES
-from dyno.results.self_test import read_summary
 from dyno.results.trial_result import Results, TrialResult, clock_of
 from dyno.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, missing, with_limits
 from dyno.worker.spec import UserError
@@ -149,7 +148,7 @@ def known_sessions(a: Results, b: Results) -> tuple[int, float]:
 
     (0, 0.0) where the runs don't name one machine: those of another say nothing.
     """
-    tests = [test for run in (a, b) if (test := read_summary(run.self_test)) is not None and test.machine]
+    tests = [run.self_test for run in (a, b) if run.self_test and run.self_test.machine]
     if len(tests) < 2 or tests[0].machine != tests[1].machine:
         return 0, 0.0
     return max((test.sessions, test.session_spread) for test in tests)

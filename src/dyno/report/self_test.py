@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from dyno.formatting import counting, significant
 from dyno.results import stats
 from dyno.results.ranking import make_rule
-from dyno.results.self_test import CURVE, GRADES, POWER, WORST, SelfTest, Verdicts, read_summary, visible
+from dyno.results.self_test import CURVE, GRADES, POWER, WORST, SelfTest, Verdicts, visible
 from dyno.results.trial_result import Results
 from dyno.table import COUNT, Column, Row, Table, limited, limits_of, missing
 
@@ -173,7 +173,7 @@ def _is_unlike(one: Verdicts) -> bool:
 
 def of_run(results: Results) -> str:
     """Describe the differences that a run can see, by the self-test that it keeps; "" where it keeps none."""
-    summary = read_summary(results.self_test)
+    summary = results.self_test
     if summary is None:
         return ""
     timed = [t for t in results if t.good]

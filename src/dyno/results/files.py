@@ -7,16 +7,15 @@ import stat
 import tomllib
 import zipfile
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from dyno.worker.facts.json_values import LARGEST, fits
 from dyno.worker.record import Record, check_schema, read_json, read_record
-from dyno.worker.spec import PRECISIONS, Job, UserError, check_known, from_json
+from dyno.worker.spec import PRECISIONS, Job, T, UserError, check_known, from_json
 
 # Reading npz files three times as fast as `numpy.load`, which parses every array's header as Python source.
 #
@@ -125,65 +124,6 @@ def _parse_header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
     return tuple(shape), fortran, dtype
 
 
-# What the settings, the notes and models.json have to look like, as far as tables read them: a folder from elsewhere
-# may hold anything.
-
-NUMBER = (int, float)
-SETTINGS = {
-    "budget": {"": NUMBER}, "limit": {"": str}, "reference": str, "equivalent": NUMBER, "rounds": int, "until": str,
-    "sizes": [(str, int)],
-}  # fmt: skip
-PLACEMENT = {"place": str, "card": str, "lost": [str], "trials": [str]}
-TIMED = {"place": str, "card": str, "alone": [NUMBER], "beside": [NUMBER], "ratios": [NUMBER]}
-DEVICES_MEASURED = {"anchor": str, "side_by_side": bool, "equivalent": NUMBER, "devices": [TIMED]}
-ROUTE_TRIED = {"route": str, "ratio": NUMBER, "outcome": str, "reason": str}
-ATTEMPT = {"key": str, "model": str, "configuration": str, "batch": int, "routes": [ROUTE_TRIED]}
-ROUTES_TRIED = {"attempts": [ATTEMPT]}
-DROPPED_TRIALS = {"trials": [str], "is_over": bool}
-# Notes of a run folder by their file: see `results.notes`.
-DEVICES, ROUTES, FEWER_ROUNDS = "devices.json", "routes.json", "fewer-rounds.json"
-NOTES: dict[str, dict[str, Any]] = {DEVICES: DEVICES_MEASURED, ROUTES: ROUTES_TRIED, FEWER_ROUNDS: DROPPED_TRIALS}
-MODELS = {
-    "models": [
-        {
-            "model": str,
-            "size": str,
-            "flops": NUMBER,
-            "parameters": NUMBER,
-            "file": str,
-            "preprocess_guessed": bool,
-            "size_guessed": bool,
-            "images_unchecked": str,
-        }
-    ]
-}
-
-
-def wrong(data: Any, shape: Any, where: str = "") -> str:
-    """Return the place where data has another type than its shape, or a number too large for a table; "" where it fits.
-
-    Null is allowed, as is any key that the shape doesn't name.
-
-    A shape is a type, a list with the shape of each item, or a table of shapes by key, "" for those of any key.
-    """
-    if data is None:
-        return ""
-    if isinstance(shape, dict):
-        if not isinstance(data, dict):
-            return where or "it"
-        for key, item in data.items():
-            expected = shape.get(key, shape.get(""))
-            if expected is not None and (place := wrong(item, expected, key)):
-                return place
-        return ""
-    if isinstance(shape, list):
-        if not isinstance(data, list) or None in data:
-            return where or "it"
-        return next((place for item in data if (place := wrong(item, shape[0], where))), "")
-    too_large = isinstance(data, int) and abs(data) >= LARGEST
-    return where or "it" if too_large or not fits(data, shape) else ""
-
-
 # One file of a run folder, read back; what is wrong with it becomes a line of `problems`, and the rest is shown.
 
 BLOCKS = "blocks"  # a study on several devices has the trials of a block in its own folder until the block ends
@@ -194,8 +134,8 @@ def trials_in(run: Path) -> list[Path]:
     return sorted([*(run / "trials").iterdir(), *run.glob(f"{BLOCKS}/*/trials/*")])
 
 
-def read_table(path: Path, problems: list[str], shape: dict[str, Any]) -> dict[str, Any] | None:
-    """Read the JSON object in the file, with values of the types in `shape`; None without one and if it is damaged."""
+def read_table(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    """Read the JSON object in the file, whatever it holds; None without one and where it can't be read."""
     try:
         data = read_json(path)
     except FileNotFoundError:
@@ -207,9 +147,6 @@ def read_table(path: Path, problems: list[str], shape: dict[str, Any]) -> dict[s
         check_schema(path, data)
     except UserError as e:
         problems.append(str(e))
-        return None
-    if place := wrong(data, shape):
-        problems.append(f"{path} is damaged ({place!r} is of another type than Dyno writes); it is left out")
         return None
     return data
 
@@ -225,25 +162,38 @@ def read_round(folder: Path, problems: list[str]) -> Record | None:
     return None
 
 
+@dataclass(frozen=True)
+class TypedSettings:
+    """The settings of a study.toml that tables read: a folder from elsewhere may hold values of any type."""
+
+    budget: dict[str, float] = field(default_factory=dict)
+    limit: dict[str, str] = field(default_factory=dict)
+    reference: str = ""
+    equivalent: float = 0.0
+    rounds: int = 0
+    until: str = ""
+    sizes: tuple[str | int, ...] = ()
+
+
 def read_settings(text: str) -> dict[str, Any]:
     """Parse a study.toml as a table; empty where it can't be read or isn't in Dyno's form."""
     try:
         table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError):
+        _read_fields(TypedSettings, table)
+    except (tomllib.TOMLDecodeError, RecursionError, UserError):
         return {}
-    return {} if wrong(table, SETTINGS) else table
+    return table
 
 
 def read_job(path: Path, problems: list[str]) -> Job | None:
     """Read the job of a trial; None without one, and where it is damaged."""
-    stored = read_table(path, problems, {})
-    if stored is None:
+    job = read_stored(path, Job, problems)
+    if job is None:
+        return None
+    if job.trial is None:
+        problems.append(f"{path} describes no trial; it is left out")
         return None
     try:
-        job = from_json(Job, _without_nulls(stored))
-        if job.trial is None:
-            problems.append(f"{path} describes no trial; it is left out")
-            return None
         check_known("precision", job.trial.precision, PRECISIONS)
     except UserError as e:
         problems.append(f"{path} is damaged ({e}); it is left out")
@@ -251,10 +201,34 @@ def read_job(path: Path, problems: list[str]) -> Job | None:
     return job
 
 
-def _without_nulls(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the object without keys whose value is null, at any depth: null means the same as a missing key."""
-    kept = {key: value for key, value in data.items() if value is not None}
-    return {key: _without_nulls(value) if isinstance(value, dict) else value for key, value in kept.items()}
+def read_stored(path: Path, kind: type[T], problems: list[str] | None = None) -> T | None:
+    """Read the JSON object in the file as that dataclass; None without one, and where it is damaged.
+
+    What isn't a field of the dataclass, such as `schema`, isn't read.
+    """
+    problems = [] if problems is None else problems
+    stored = read_table(path, problems)
+    if stored is None:
+        return None
+    try:
+        return _read_fields(kind, _without_nulls(stored))
+    except UserError as e:
+        problems.append(f"{path} is damaged ({e}); it is left out")
+        return None
+
+
+def _read_fields(kind: type[T], table: dict[str, Any]) -> T:
+    names = {f.name for f in fields(cast(Any, kind))}
+    return from_json(kind, {key: value for key, value in table.items() if key in names})
+
+
+def _without_nulls(data: Any) -> Any:
+    """Return the value without keys whose value is null, at any depth: null means the same as a missing key."""
+    if isinstance(data, list):
+        return [_without_nulls(item) for item in data]
+    if isinstance(data, dict):
+        return {key: _without_nulls(value) for key, value in data.items() if value is not None}
+    return data
 
 
 def measured(folder: Path, record: Record) -> tuple[Record, dict[str, np.ndarray] | None]:

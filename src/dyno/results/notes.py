@@ -1,26 +1,69 @@
-"""Notes that a run keeps beside its trials: devices, routes to ONNX that were tried, and trials with fewer rounds."""
+"""Notes that a run keeps beside its trials: its devices, routes tried, trials with fewer rounds, and placements."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dyno.results import stats
-from dyno.results.blocks import within
-from dyno.results.files import DEVICES, FEWER_ROUNDS, NOTES, ROUTES, read_table
+from dyno.results.files import read_stored
+from dyno.worker.facts.json_values import Sparse
 from dyno.worker.record import write_json
 from dyno.worker.spec import SCHEMA, to_json
 
 
-def _read(run: Path, name: str) -> dict[str, Any]:
-    """Read a note; empty without one, and where it is damaged, which `load_run` reports."""
-    return read_table(run / name, [], NOTES[name]) or {}
+def _store(path: Path, note: Any) -> None:
+    write_json(path, {"schema": SCHEMA, **to_json(note)})
+
+
+# What inspection found out about the models.
+
+MODELS = "models.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts(Sparse):
+    """What is known of a model at a size, where known.
+
+    They are the operations of one image, the parameters, a file's name and the shapes of its inputs and outputs,
+    whether the size and the normalisation of images are guesses, and why the preparation of images couldn't be checked.
+    """
+
+    model: str = ""
+    size: str = ""
+    flops: float = 0.0
+    parameters: float = 0.0
+    file: str = ""
+    signature: tuple[tuple[tuple[int | str, ...], ...], ...] = ()
+    preprocess_guessed: bool = False
+    size_guessed: bool = False
+    images_unchecked: str = ""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What models.json holds."""
+
+    models: tuple[ModelFacts, ...] = ()
+
+
+FactsBySize = dict[tuple[str, str], ModelFacts]
+
+
+def read_models(run: Path, problems: list[str] | None = None) -> FactsBySize:
+    """Read the facts of a run's models by name and size, in the order in which they were given."""
+    stored = read_stored(run / MODELS, Models, problems) or Models()
+    return {(facts.model, facts.size): facts for facts in stored.models}
+
+
+def store_models(run: Path, facts: Iterable[ModelFacts]) -> None:
+    """Write the facts into a run folder, beside what it has of other models and sizes."""
+    if current := {(one.model, one.size): one for one in facts}:
+        _store(run / MODELS, Models(tuple({**read_models(run), **current}.values())))
 
 
 # What the trial that all devices of a study repeat measured: how they differ, and what they do to each other.
@@ -33,22 +76,23 @@ class AnchorDevice:
     both in turns in one process, the `ratios` beside / alone.
     """
 
-    place: str
-    card: str
-    alone: tuple[float, ...]
-    beside: tuple[float, ...]
+    place: str = ""
+    card: str = ""
+    alone: tuple[float, ...] = ()
+    beside: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class AnchorDevices:
-    """The devices of a study, the trial that all repeated, the percent by which two speeds count as equal, and whether
-    blocks were measured side by side."""
+    """The devices of a study, the trial that all repeated, the percent by which two speeds count as equal, whether
+    blocks were measured side by side, and a hash of what was asked for."""
 
-    anchor: str
-    devices: tuple[AnchorDevice, ...]
+    anchor: str = ""
+    devices: tuple[AnchorDevice, ...] = ()
     equivalent: float = 100 * stats.Rule.margin
     side_by_side: bool = True
+    key: str = ""
 
     @property
     def speedups(self) -> dict[str, stats.Speedup]:
@@ -101,49 +145,23 @@ def center(device: AnchorDevice) -> float:
     return stats.center(device.alone).value
 
 
-def of_rounds(place: str, card: str, rounds: Sequence[tuple[Mapping[int, float], Sequence[int]]]) -> AnchorDevice:
-    """Build the device from processes that measured in turns.
-
-    Each has the median seconds of its blocks by number, and the number of devices that measured in each block, one or
-    all. Two consecutive blocks are one of each kind.
-    """
-    alone, beside, ratios = [], [], []
-    for medians, company in rounds:
-        own = {number // 2: seconds for number, seconds in medians.items() if company[number] == 1}
-        all_at_once = {number // 2: seconds for number, seconds in medians.items() if company[number] > 1}
-        logs = within(all_at_once, own)
-        if logs.size:  # else throttling left no pair
-            alone.append(float(np.median([*own.values()])))
-            beside.append(float(np.median([*all_at_once.values()])))
-            ratios.append(math.exp(float(np.median(logs))))
-    return AnchorDevice(place, card, tuple(alone), tuple(beside), tuple(ratios))
-
-
 def devices(run: Path) -> AnchorDevices | None:
     """Read the measurements of the anchor trial; None for a study on one device."""
-    stored = _read(run, DEVICES)
-    if not stored:
+    stored = read_stored(run / DEVICES, AnchorDevices)
+    if stored is None:
         return None
-    rows = [
-        AnchorDevice(
-            d.get("place") or "",
-            d.get("card") or "",
-            *(_filter_numbers(d.get(key)) for key in ("alone", "beside", "ratios")),
-        )
-        for d in stored.get("devices") or ()
-    ]
-    equivalent = stored.get("equivalent")
-    return AnchorDevices(
-        stored.get("anchor") or "",
-        tuple(rows),
-        AnchorDevices.equivalent if equivalent is None else max(0.0, equivalent),
-        bool(stored.get("side_by_side")),
-    )
+    rows = (AnchorDevice(d.place, d.card, *map(_filter_numbers, (d.alone, d.beside, d.ratios))) for d in stored.devices)
+    return replace(stored, devices=tuple(rows), equivalent=max(0.0, stored.equivalent))
 
 
-def _filter_numbers(stored: Sequence[float] | None) -> tuple[float, ...]:
+def store_devices(run: Path, found: AnchorDevices) -> None:
+    """Write the measurements of the anchor trial."""
+    _store(run / DEVICES, found)
+
+
+def _filter_numbers(stored: Sequence[float]) -> tuple[float, ...]:
     """Return the values that can be medians or ratios."""
-    return tuple(float(x) for x in stored or () if math.isfinite(x) and x > 0)
+    return tuple(float(x) for x in stored if math.isfinite(x) and x > 0)
 
 
 # Which routes to the ONNX file were tried beside the usual one, and what came of each.
@@ -180,38 +198,87 @@ class Attempt:
         return next((one for one in self.routes if one.outcome == KEPT), None)
 
 
+@dataclass(frozen=True)
+class Attempts:
+    """What routes.json holds."""
+
+    attempts: tuple[Attempt, ...] = ()
+
+
 def attempts(run: Path) -> tuple[Attempt, ...]:
     """Read the attempts in a run folder; empty where nothing was tried, and where the file is damaged."""
-    return tuple(map(_parse_attempt, _read(run, ROUTES).get("attempts") or ()))
+    return (read_stored(run / ROUTES, Attempts) or Attempts()).attempts
 
 
 def store(run: Path, attempts: tuple[Attempt, ...]) -> None:
     """Write the attempts into a run folder."""
-    write_json(run / ROUTES, {"schema": SCHEMA, "attempts": [to_json(one) for one in attempts]})
-
-
-def _parse_attempt(row: dict[str, Any]) -> Attempt:
-    routes = (
-        RouteAttempt(one.get("route", ""), one.get("ratio", 0.0), one.get("outcome", ""), one.get("reason", ""))
-        for one in row.get("routes", ())
-    )
-    key, model, configuration = (row.get(name, "") for name in ("key", "model", "configuration"))
-    return Attempt(key, model, configuration, row.get("batch", 0), tuple(routes))
+    _store(run / ROUTES, Attempts(attempts))
 
 
 # Which trials got no further rounds, because the time was short and a winner leads them clearly.
 
 
-def read_dropped(run: Path) -> frozenset[str]:
-    """Return the ids of the trials that further rounds left out; empty where all were measured."""
-    return frozenset(_read(run, FEWER_ROUNDS).get("trials") or ())
+@dataclass(frozen=True)
+class DroppedTrials:
+    """The ids of the trials that further rounds left out, and whether planned rounds were not begun, because they would
+    have taken longer than the study may."""
+
+    trials: tuple[str, ...] = ()
+    is_over: bool = False
 
 
-def is_time_over(run: Path) -> bool:
-    """Return whether planned rounds were not begun, because they would have taken longer than the study may."""
-    return bool(_read(run, FEWER_ROUNDS).get("is_over"))
+def read_dropped(run: Path) -> DroppedTrials:
+    """Read which trials were left out; none where all were measured."""
+    return read_stored(run / FEWER_ROUNDS, DroppedTrials) or DroppedTrials()
 
 
 def store_dropped(run: Path, ids: Collection[str], *, is_over: bool = False) -> None:
     """Write the ids of the trials that further rounds leave out, and whether time was over for all."""
-    write_json(run / FEWER_ROUNDS, {"schema": SCHEMA, "trials": sorted(ids), "is_over": is_over})
+    _store(run / FEWER_ROUNDS, DroppedTrials(tuple(sorted(ids)), is_over))
+
+
+# Where the blocks of a study were measured.
+
+PLACEMENTS = "placements"  # in a run folder
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a block was measured: the device by name (`cuda:1`), its card, its host, the block's trials, the places
+    whose process it lost, with the reasons, and, once it is `done`, a hash of what was asked for."""
+
+    block: str = ""
+    place: str = ""
+    card: str = ""
+    host: str = ""
+    trials: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    done: str = ""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a row of the block has to say of it."""
+        return [f"begun anew on {self.place}, as its process was lost on {lost}" for lost in self.lost]
+
+
+def list_placements(run: Path, problems: list[str] | None = None) -> list[Placement]:
+    """Read where the blocks of a run were begun; empty for a study on one device."""
+    found = (read_stored(path, Placement, problems) for path in sorted((run / PLACEMENTS).glob("*.json")))
+    return [placement for placement in found if placement]
+
+
+def read_placement(run: Path, block: str) -> Placement | None:
+    """Read where the block of that id was begun; None before it is."""
+    return read_stored(run / PLACEMENTS / f"{block}.json", Placement)
+
+
+def store_placement(run: Path, block: str, placement: Placement) -> None:
+    """Write where the block of that id is begun."""
+    (run / PLACEMENTS).mkdir(exist_ok=True)
+    _store(run / PLACEMENTS / f"{block}.json", placement)
+
+
+# The notes by their file.
+
+DEVICES, ROUTES, FEWER_ROUNDS = "devices.json", "routes.json", "fewer-rounds.json"
+NOTES: dict[str, type] = {DEVICES: AnchorDevices, ROUTES: Attempts, FEWER_ROUNDS: DroppedTrials}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -279,14 +279,6 @@ class SelfTestSummary:
     machine: dict[str, Any] = field(default_factory=dict)
     sessions: int = 1
     session_spread: float = 0.0
-
-
-def read_summary(content: Mapping[str, Any]) -> SelfTestSummary | None:
-    """Return the summary that a run keeps; None if it keeps none, or another Dyno's."""
-    try:
-        return from_json(SelfTestSummary, content)
-    except UserError:
-        return None
 
 
 def visible(

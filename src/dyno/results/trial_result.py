@@ -21,18 +21,10 @@ import numpy as np
 
 from dyno.formatting import NO_IMAGE
 from dyno.results import stats, timeline
-from dyno.results.files import (
-    MODELS,
-    NOTES,
-    PLACEMENT,
-    measured,
-    read_job,
-    read_round,
-    read_settings,
-    read_table,
-    trials_in,
-)
+from dyno.results.files import measured, read_job, read_round, read_settings, read_stored, read_table, trials_in
+from dyno.results.notes import NOTES, FactsBySize, ModelFacts, Placement, list_placements, read_models
 from dyno.results.rounds import GPU, HOST, Round
+from dyno.results.self_test import SelfTestSummary
 from dyno.worker import tasks
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import SAME_OUTPUTS, Facts
@@ -45,8 +37,6 @@ from dyno.worker.tasks import Task
 NAMED = 3  # files that the name of their network lists
 FILE = "file"  # the option that tells files apart
 SAME_WORK = 0.01  # relative difference of counted operations within which two files may be the same network
-
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -68,18 +58,18 @@ def sides(names: Mapping[str, str]) -> dict[str, Form]:
     return {side: Form(network, side.upper(), place, "side") for place, side in enumerate(sorted(names))}
 
 
-def forms(models: Mapping[tuple[str, str], Row]) -> dict[str, Form]:
+def forms(models: FactsBySize) -> dict[str, Form]:
     """Return the form of each file that has another of the same network beside it, by the model's name.
 
-    `models` are the rows of models.json by name and size, in the order in which the files were given. Files count as
+    `models` are those of models.json by name and size, in the order in which the files were given. Files count as
     one network when their inputs and outputs have the same number and shapes, under any names, and when the same number
     of operations was counted in each; their outputs decide whether they compute the same.
     """
     groups: list[list[str]] = []
-    sized: dict[str, dict[str, Row]] = {}
-    for (name, size), row in models.items():
-        if row.get("signature"):
-            sized.setdefault(name, {})[size] = row
+    sized: dict[str, dict[str, ModelFacts]] = {}
+    for (name, size), facts in models.items():
+        if facts.signature:
+            sized.setdefault(name, {})[size] = facts
     for name, rows in sized.items():
         same_network = next((group for group in groups if _is_alike(sized[group[0]], rows)), None)
         if same_network is None:
@@ -89,8 +79,8 @@ def forms(models: Mapping[tuple[str, str], Row]) -> dict[str, Form]:
     return {name: form for group in groups if len(group) > 1 for name, form in _make_forms(group, sized)}
 
 
-def _make_forms(group: list[str], sized: Mapping[str, Mapping[str, Row]]) -> list[tuple[str, Form]]:
-    files = {name: str(next(iter(sized[name].values())).get("file") or name) for name in group}
+def _make_forms(group: list[str], sized: Mapping[str, Mapping[str, ModelFacts]]) -> list[tuple[str, Form]]:
+    files = {name: next(iter(sized[name].values())).file or name for name in group}
     counted = Counter(files.values())
     shown = {name: file if counted[file] == 1 else name for name, file in files.items()}
     stems = {Path(file).stem for file in files.values()}
@@ -100,11 +90,11 @@ def _make_forms(group: list[str], sized: Mapping[str, Mapping[str, Row]]) -> lis
     return [(name, Form(network, shown[name], place)) for place, name in enumerate(group)]
 
 
-def _is_alike(a: Mapping[str, Row], b: Mapping[str, Row]) -> bool:
-    left, right = (next(iter(rows.values()))["signature"] for rows in (a, b))
+def _is_alike(a: Mapping[str, ModelFacts], b: Mapping[str, ModelFacts]) -> bool:
+    left, right = (next(iter(rows.values())).signature for rows in (a, b))
     try:
         fits = all(_can_fit(x, y) for x, y in zip(left, right, strict=True))
-    except (TypeError, ValueError):
+    except ValueError:
         return False
     return fits and all(_same_work(a[size], b[size]) for size in a.keys() & b.keys())
 
@@ -117,38 +107,8 @@ def _can_fit(a: Any, b: Any) -> bool:
     )
 
 
-def _same_work(a: Row, b: Row) -> bool:
-    left, right = float(a.get("flops") or 0), float(b.get("flops") or 0)
-    return not (left and right) or abs(left - right) <= SAME_WORK * max(left, right)
-
-
-# Where the blocks of a study were measured.
-
-PLACEMENTS = "placements"  # in a run folder
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A block's device by name (`cuda:1`), its card, and the places whose process it lost, with the reasons."""
-
-    place: str
-    card: str
-    lost: tuple[str, ...] = ()
-
-    @property
-    def warnings(self) -> list[str]:
-        """What a row of the block has to say of it."""
-        return [f"begun anew on {self.place}, as its process was lost on {lost}" for lost in self.lost]
-
-
-def placements(run: Path, problems: list[str]) -> dict[str, Placement]:
-    """Read the placement of each trial, by its id; empty for a study on one device."""
-    found: dict[str, Placement] = {}
-    for path in sorted((run / PLACEMENTS).glob("*.json")):
-        if note := read_table(path, problems, PLACEMENT):
-            one = Placement(note.get("place", ""), note.get("card", ""), tuple(note.get("lost", ())))
-            found |= dict.fromkeys(note.get("trials", ()), one)
-    return found
+def _same_work(a: ModelFacts, b: ModelFacts) -> bool:
+    return not (a.flops and b.flops) or abs(a.flops - b.flops) <= SAME_WORK * max(a.flops, b.flops)
 
 
 SELF_TEST = "self-test.json"  # in a run folder: the summary of the machine's self-test
@@ -160,7 +120,7 @@ SEVERITY = ("ok", UNFINISHED, "skipped", "failed", "timeout", "oom", "crashed")
 
 @dataclass(repr=False)
 class TrialResult:
-    """A trial and all of its rounds; `job` is the stored job.json.
+    """A trial and all of its rounds; `spec` is the trial as it was planned.
 
     `confirmations` are rounds after the trial was selected by its `rounds`; no statistic mixes the two. `companions`
     are further processes of the trial that others measured in turns with; only comparisons with those (`blocks`) use
@@ -437,7 +397,7 @@ class Results:
     """A run folder: its trials in a stable order, its environment, and what in it could not be read.
 
     `models` has what was counted of each model at each size (`flops` of one image, `parameters`), by name and size;
-    `peak` is the record of the device's peak, None without; `self_test` the summary of the machine's self-test, empty
+    `peak` is the record of the device's peak, None without; `self_test` the summary of the machine's self-test, None
     without; `owner` the number of the process that is measuring in the folder now, "" if none is.
     """
 
@@ -446,15 +406,19 @@ class Results:
     environment: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     study: str = ""
-    models: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    models: FactsBySize = field(default_factory=dict)
     peak: Record | None = None
-    self_test: dict[str, Any] = field(default_factory=dict)
+    self_test: SelfTestSummary | None = None
     owner: str = ""
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """study.toml as a table; empty when there is none, or it can't be read or isn't what Dyno writes."""
         return read_settings(self.study)
+
+    def model_facts(self, t: TrialResult) -> ModelFacts:
+        """Return what is known of the trial's model at its size."""
+        return self.models.get((t.given, t.size), ModelFacts())
 
     @property
     def name(self) -> str:
@@ -517,42 +481,35 @@ def load_run(run: Path) -> Results:
     if not trials:
         raise UserError(f"{run} has no trials yet; {MEASURING.format(owner) if owner else 'run the study first'}")
     study = run / "study.toml"
-    models = _index_models(read_table(run / "models.json", problems, MODELS) or {})
-    file_forms, placed = forms(models), placements(run, problems)
+    models = read_models(run, problems)
+    file_forms, placed = (
+        forms(models),
+        {id: placement for placement in list_placements(run, problems) for id in placement.trials},
+    )
     side_forms = sides({t.side: t.given for t in trials if t.side})
     for t in trials:
         t.run, t.form, t.placement = run, side_forms.get(t.side) or file_forms.get(t.given), placed.get(t.id)
     results = Results(
         folder=run,
         trials=sorted(trials, key=_make_sort_key),
-        environment=read_table(run / "environment.json", problems, {}) or {},
+        environment=read_table(run / "environment.json", problems) or {},
         problems=problems,
         study=study.read_text(encoding="utf-8", errors="replace") if study.is_file() else "",
         models=models,
         peak=read_round(run / "peak", problems),
-        self_test=read_table(run / SELF_TEST, problems, {}) or {},
+        self_test=read_stored(run / SELF_TEST, SelfTestSummary, problems),
         owner=owner,
     )
-    for name, shape in NOTES.items():  # read again where they are used
-        read_table(run / name, problems, shape)
+    for name, kind in NOTES.items():  # read again where they are used
+        read_stored(run / name, kind, problems)
     if results.study.strip() and not results.settings:
         problems.append(f"{study} is damaged, or isn't what Dyno writes; its settings are left out")
     return results
 
 
-def _index_models(stored: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    rows = [row for row in stored.get("models") or () if isinstance(row, dict)]
-    return {(str(row.get("model")), str(row.get("size"))): row for row in rows}
-
-
 def _read_trial(folder: Path, problems: list[str]) -> TrialResult | None:
     job: Job | None = None
-    rounds: dict[str, list[Round]] = {
-        "r": [],
-        "c": [],
-        "t": [],
-        "s": [],
-    }  # by their kind, the first letter of their folders
+    rounds: dict[str, list[Round]] = {kind: [] for kind in "rcts"}  # by the first letter of their folders
     if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
         problems.append(f"{folder} can't be read (permission denied); it is left out")
     for path in sorted(folder.glob("[rcst][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):

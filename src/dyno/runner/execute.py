@@ -20,8 +20,7 @@ from dyno.formatting import counting
 from dyno.jobs.launcher import LOGS, read_end
 from dyno.jobs.progress import Progress
 from dyno.results import correctness, remarks, timeline
-from dyno.results.files import FEWER_ROUNDS
-from dyno.results.notes import read_dropped, store_dropped
+from dyno.results.notes import FEWER_ROUNDS, read_dropped, store_dropped
 from dyno.runner import ensemble, search, self_test
 from dyno.runner.device_lock import launch_in_turn
 from dyno.runner.ensemble import model_key
@@ -271,7 +270,7 @@ class Rounds:
         from dyno.report.tables import trial_table
         from dyno.results import ranking
 
-        dropped, spent = read_dropped(self.run.folder), _sum_seconds(self.run, trials)
+        dropped, spent = frozenset(read_dropped(self.run.folder).trials), _sum_seconds(self.run, trials)
         others = dropped.difference(trial.id for trial in trials)
         is_late = number >= EVERY_TRIAL
         if spent * (number + 1) / number <= limit_s * (SHARE if is_late else 1):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno import __version__
+from dyno.results.notes import store_models
 from dyno.store import Run, gpu_identity, sha256_of
 from dyno.study.commits import find_head
 from dyno.study.plan import PlannedTrial, place_of, renamed
@@ -24,7 +25,6 @@ from dyno.worker.spec import (
     LOOKS,
     NETWORK_FILES,
     NETWORK_LIBRARIES,
-    SCHEMA,
     Job,
     ModelSpec,
     Trial,
@@ -72,7 +72,7 @@ def question(trial: Trial) -> str:
 
 
 def stored(folder: Path) -> list[StoredTrial]:
-    """Return the trials below a folder; unreadable ones are left out, and `analysis.records` reports them."""
+    """Return the trials below a folder; unreadable ones are left out, and `load_run` reports them."""
     trials = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         for job in sorted(path.glob("[rc][0-9]*/job.json")):
@@ -175,7 +175,8 @@ def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple
     machine = system.describe(DISTRIBUTIONS)
     machine["versions"] = {"inference-dyno": __version__, **machine["versions"]}
     write_json(run.folder / "environment.json", {**machine, **gpu, **commit})
-    _store_models(run, named)
+    known = (one for one in named if one.model_facts.set_fields())
+    store_models(run.folder, [replace(e.model_facts, model=e.trial.model.name, size=e.trial.dims.size) for e in known])
     return named, notes
 
 
@@ -340,22 +341,6 @@ def _move_folder(folder: Path, destination: Path) -> Path:
         target, number = destination / f"{folder.name}-{number}", number + 1
     folder.rename(target)
     return target
-
-
-def _store_models(run: Run, planned: list[PlannedTrial]) -> None:
-    """Store the counts from the inspection of each model, by size, which aren't part of a trial's id."""
-    path = run.folder / "models.json"
-    current = {
-        (entry.trial.model.name, entry.trial.dims.size): entry.model_facts for entry in planned if entry.model_facts
-    }
-    try:
-        rows = read_json(path)["models"]
-        earlier = {(row.pop("model"), row.pop("size")): row for row in rows}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        earlier = {}
-    if current:
-        rows = [{"model": model, "size": size, **facts} for (model, size), facts in {**earlier, **current}.items()]
-        write_json(path, {"schema": SCHEMA, "models": rows})
 
 
 # The default run folder of a study: under a readable name, and under another one where that is in use.

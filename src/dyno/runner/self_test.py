@@ -11,7 +11,7 @@ from typing import Any
 
 from dyno.jobs.nvml import find_gpu
 from dyno.report import self_test
-from dyno.results.self_test import SelfTest, StoredSelfTest, read
+from dyno.results.self_test import SelfTest, SelfTestSummary, StoredSelfTest, read
 from dyno.results.trial_result import SELF_TEST, Results
 from dyno.store import cache_dir
 from dyno.worker import system
@@ -96,26 +96,23 @@ def _describe_state(device: str) -> dict[str, Any]:
     }
 
 
-def summary(device: str) -> dict[str, Any]:
-    """Return the summary of the self-test that a run on this machine and device keeps; empty without a valid one."""
+def summary(device: str) -> SelfTestSummary | None:
+    """Return what a run on this machine and device keeps of the self-test; None without a valid one."""
     test, _ = find(device)
-    if test is None:
-        return {}
-    stored: dict[str, Any] = to_json(test.summary())
-    return stored
+    return test.summary() if test else None
 
 
 def keep_in(folder: Path, device: str) -> None:
     """Store the summary of this machine's self-test, if there is one, in the run folder."""
     if stored := summary(device):
-        write_json(folder / SELF_TEST, stored)
+        write_json(folder / SELF_TEST, to_json(stored))
 
 
 def renew(results: Results) -> Results:
     """Return the results with this machine's latest self-test, if theirs is an earlier one of it."""
     for device in {t.device for t in results}:
         here = summary(device)
-        if here and here["machine"] == results.self_test.get("machine"):
+        if here and results.self_test and here.machine == results.self_test.machine:
             results.self_test = here
     return results
 

@@ -6,10 +6,10 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from dyno.data import meta
 from dyno.results import correctness
+from dyno.results.notes import ModelFacts
 from dyno.study.defaults import check_kind, check_threads, check_weights
 from dyno.study.images import check_images, prepared, uncropped
 from dyno.study.interpreters import explain_missing, installed, placed, runtime_of
@@ -39,7 +39,6 @@ from dyno.worker.spec import (
     UserError,
     check_known,
     digest,
-    to_json,
 )
 
 # A trial that was planned, and a part of a plan.
@@ -52,7 +51,7 @@ class PlannedTrial:
     trial: Trial
     refusal: str = ""
     status: str = "skipped"  # of a trial that will not run
-    model_facts: dict[str, Any] = field(default_factory=dict)  # what inspection counted: flops, parameters
+    model_facts: ModelFacts = field(default_factory=ModelFacts)
     uninspected: bool = False  # of a model whose inspection failed
     source: str = ""  # its model, as the study has it
 
@@ -207,7 +206,6 @@ def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:
 
 
 def _expand_models(study: Study, sources: Sequence[str]) -> list[PlannedTrial]:
-    """Return the trials of these models of the study."""
     check_threads(study)
     # Whose Python is given is meant to run, also where the library isn't in Dyno's own.
     choices = [Choice.parse(text) for text in study.backends or installed(study.device, study.runtime)]
@@ -384,24 +382,17 @@ def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) 
         raise UserError(f"a budget needs labels, and {study.data} has none; put the images into a folder per class")
 
 
-def _model_facts(study: Study, inspection: Inspection, dims: Dims, model: ModelSpec) -> dict[str, Any]:
-    """Return facts about the model, where known.
-
-    They are the operations of one image at this size, the parameters, a file's name and signature, whether the size
-    and the normalisation of images are guesses, and why the preparation of images couldn't be checked.
-    """
-    counts = {"flops": inspection.flops.get(dims.size, 0), "parameters": inspection.parameters or 0}
-    file_facts = (
-        {"file": Path(model.file).name, "signature": to_json(inspection.signature)} if inspection.signature else {}
-    )
+def _model_facts(study: Study, inspection: Inspection, dims: Dims, model: ModelSpec) -> ModelFacts:
     has_images = bool(study.data or study.calibration)
-    doubts = {
-        "preprocess_guessed": has_images and not study.mean and inspection.preprocess_guessed,
-        "size_guessed": not study.sizes and inspection.size_guessed,
-        "images_unchecked": has_images and inspection.unchecked_images,
-    }
-    counted = {name: int(count) for name, count in counts.items() if count}
-    return {**counted, **file_facts, **{name: doubt for name, doubt in doubts.items() if doubt}}
+    return ModelFacts(
+        flops=int(inspection.flops.get(dims.size, 0)),
+        parameters=int(inspection.parameters or 0),
+        file=Path(model.file).name if inspection.signature else "",
+        signature=inspection.signature,
+        preprocess_guessed=has_images and not study.mean and inspection.preprocess_guessed,
+        size_guessed=not study.sizes and inspection.size_guessed,
+        images_unchecked=inspection.unchecked_images if has_images else "",
+    )
 
 
 def _build_trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec) -> Trial:

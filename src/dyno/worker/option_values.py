@@ -170,7 +170,6 @@ def _format_value(value: Any) -> str:
 
 
 def _describe_kind(kind: Any) -> str:
-    """Return an annotation in words."""
     args = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
         return f"{_describe_kind(args[0])}, or a list of such"

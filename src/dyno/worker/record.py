@@ -161,7 +161,6 @@ def lock_owner(path: Path) -> str:
 
 
 def _is_at(opened: IO[str], path: Path) -> bool:
-    """Return whether the open file is still the one at that path."""
     try:
         return os.path.samestat(os.fstat(opened.fileno()), path.stat())
     except FileNotFoundError:

@@ -81,7 +81,7 @@ def studies(seed: int, builds: int, rounds: int, speedup: float = 1.0, build: fl
 
 
 def over_builds(logs: Sequence[float], builds: int) -> stats.Evidence:
-    """What the rounds say, as `metrics.speedups.evidence` has it: a build is one observation."""
+    """What the rounds say, as `ranking.gather_evidence` has it: a build is one observation."""
     found = stats.paired(stats.over_units([(number % builds, log) for number, log in enumerate(logs)]))
     assert found is not None
     return replace(found, seen=len(logs), builds=builds)

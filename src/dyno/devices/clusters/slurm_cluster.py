@@ -373,7 +373,6 @@ def _keep_beating(mail: Path) -> Iterator[None]:
 
 
 def _submit_job(submitit: Any, wanted: SlurmRequest, device: str, mail: Path, number: int) -> SlurmHost:
-    """Hand one job in."""
     folder = mail / str(number)
     folder.mkdir()
     setting: dict[str, Any] = {"silent_s": DEAD_S}
@@ -421,7 +420,6 @@ def _reserve_share(wanted: SlurmRequest, device: str, number: int) -> dict[str, 
 
 
 def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path) -> Any:
-    """Return the executor that submits to Slurm."""
     try:
         # In place of the shell: Slurm kills what is left of a job as soon as its shell has ended, which a signal does.
         executor = submitit.SlurmExecutor(logs, python=f"exec {shlex.quote(sys.executable)}")
@@ -441,7 +439,6 @@ def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path)
 
 
 def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
-    """Return each job's device as a place."""
     places, owners = list[Place](), dict[tuple[str, int], SlurmHost]()
     for host in jobs:
         about = host.about

@@ -272,14 +272,14 @@ def read_trials(
     equivalent: float | None = None,
     limit: Mapping[str, str] | None = None,
 ) -> RunData:
-    """Read a run folder, or take one already read, with its table: one row per trial, those of `trial_columns`.
+    """Read a run folder, or take one already read, with its table: one row per trial, with `COLUMNS`.
 
     Times are in ms where the name says so (a latency is per batch, over the good rounds as in `stats.over_rounds`),
     accuracies and their changes in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
-    `references.references`, `budget` as in `accuracy.budgets`; speeds that differ by up to `equivalent` percent count
-    as equivalent; `limit` is what the fastest may take, as in `limits.make_limits`. The default of each is the study's
-    own. `latency_ms` with its limits is the latency over processes that `speedup` compares, at the `boundary` and by
-    the `clock` named. UserError for an invalid reference, budget or limit.
+    `correctness.find_references`, `budget` as in `accuracy.make_budgets`; speeds that differ by up to `equivalent`
+    percent count as equivalent; `limit` is what the fastest may take, as in `limits.make_limits`. The default of each
+    is the study's own. `latency_ms` with its limits is the latency over processes that `speedup` compares, at the
+    `boundary` and by the `clock` named. UserError for an invalid reference, budget or limit.
     """
     import pandas as pd
 

@@ -255,7 +255,7 @@ def list_label_findings(results: Results) -> Iterator[Finding]:
 def list_pixel_findings(results: Results) -> Iterator[Finding]:
     """Yield a warning for each model whose images have a guessed size, or were prepared by a guess."""
     ran = [t for t in results if t.good or t.status == "failed"]  # the guess may be why it failed
-    sized = {t.given: t.size for t in ran if results.models.get((t.given, t.size), {}).get("size_guessed")}
+    sized = {t.given: t.size for t in ran if results.model_facts(t).size_guessed}
     for model, size in sized.items():
         yield Finding(
             WARNING, f"{model}: the file leaves the image's size free; {size} was chosen: give --size, or --shapes."
@@ -266,17 +266,17 @@ def list_pixel_findings(results: Results) -> Iterator[Finding]:
 
 def describe_guess(t: TrialResult, results: Results) -> str:
     """Describe what is a guess in how the trial's images were prepared, and what to do; "" without a guess."""
-    facts = results.models.get((t.given, t.size), {})
+    facts = results.model_facts(t)
     preprocess = t.spec.model.preprocess
     letterboxed = preprocess.letterbox
-    if reason := facts.get("images_unchecked"):
+    if reason := facts.images_unchecked:
         if letterboxed:
             return f"images were letterboxed, but the model's own processor {reason}; its accuracy may be higher there."
         return (
             "images were prepared as preprocessor_config.json says, but the model's own processor couldn't be run to "
             f"check that ({reason}); where it does anything else, its answers are wrong."
         )
-    if not facts.get("preprocess_guessed"):
+    if not facts.preprocess_guessed:
         return ""
     mean, std = _join_values(preprocess.mean), _join_values(preprocess.std)
     none, one, byte = (_join_values([value] * len(preprocess.mean)) for value in (0, 1, 0.003922))

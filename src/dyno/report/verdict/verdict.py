@@ -19,7 +19,7 @@ from dyno.results.blocks import find_apart_jobs
 from dyno.results.correctness import WRONG, incomparable
 from dyno.results.metrics.accuracy import judged, set_aside
 from dyno.results.metrics.precision import NO, truth
-from dyno.results.notes import is_time_over, read_dropped
+from dyno.results.notes import read_dropped
 from dyno.results.ranking import LATENCY, Contention, cpu_contention, rank_goals, winners
 from dyno.results.rounds import GPU
 from dyno.results.run_data import RunData
@@ -304,10 +304,10 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
         yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
     yield from _find_waiting_models(results)
-    dropped, is_over = read_dropped(results.folder), is_time_over(results.folder)
+    dropped = read_dropped(results.folder)
     if results.owner:
         yield Finding(WARNING, f"This is the answer so far: {MEASURING.format(results.owner)}.")
-    elif (short := [t for t in results if t.is_cut_short and t.id not in dropped]) and not is_over:
+    elif (short := [t for t in results if t.is_cut_short and t.id not in dropped.trials]) and not dropped.is_over:
         rounds = counting(min(len(t.rounds) for t in short), "round")
         answer = f"Not all rounds are measured: this is the answer after {rounds}; the same command goes on."
         yield Finding(WARNING, answer)

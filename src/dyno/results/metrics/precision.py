@@ -33,7 +33,7 @@ class Truth:
     """Compute layers by the precision they ran in, most arithmetic first, and the share that ran as requested.
 
     `work` has each precision's share of the arithmetic; where that isn't known it is empty, and `share` is of the
-    layers. `ok`, `refuted` and `sentence` are the judgement of `worker.facts.precision`.
+    layers. `ok`, `refuted` and `sentence` are the judgement of `engine.precision_truth`.
     """
 
     share: float
@@ -156,7 +156,7 @@ def ran_in(t: TrialResult) -> str:
 
 def list_work(t: TrialResult, row: dict[str, Any], results: Results, measured: dict[str, Peak]) -> dict[str, float]:
     """Return `gflops` per image, `tflops` at the median of latency/model, `peak_tflops` and `peak_share` (0 to 1)."""
-    flops = results.models.get((t.given, t.size), {}).get("flops")
+    flops = results.model_facts(t).flops
     if not flops:
         return {}
     values = {"gflops": flops / 1e9}

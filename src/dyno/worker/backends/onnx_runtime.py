@@ -470,7 +470,6 @@ def describe_fallback(provider: str, placed: Mapping[str, int]) -> str:
 
 
 def _end_profile(session: Any) -> list[dict[str, Any]]:
-    """End the session's profile and return its events."""
     return events_in(Path(session.end_profiling()).read_text(encoding="utf-8"))
 
 

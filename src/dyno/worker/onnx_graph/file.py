@@ -78,7 +78,7 @@ def _only_tensors(path: str, sides: dict[str, Any]) -> None:
 
 
 def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
-    """Return the user's own file; a copy if it needs `onnx_repair`, or is in a later opset than `wanted`."""
+    """Return the user's own file; a copy if it needs repair, or is in a later opset than `wanted`."""
     onnx = import_onnx()
     model = read_model(path)
     check(path)

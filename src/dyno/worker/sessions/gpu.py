@@ -300,7 +300,6 @@ class DeviceSession(Session):
         place.fresh = True
 
     def _output_tensors(self, slot: int) -> dict[str, Any]:
-        """Return the outputs in place, as PyTorch tensors."""
         import torch
 
         place = torch.device("cuda", self.device.index)

@@ -207,7 +207,6 @@ def _collect_settings(trial: Trial, options: dict[str, Option]) -> dict[str, Any
 
 
 def _write_build_code(trial: Trial, network: Any, about: dict[str, Any], folder: Path) -> ScriptPart:
-    """Return the part that builds the network."""
     model, (source, rest) = trial.model, models.find_source(trial.model)
     if part := source.write_code(model, rest, network, trial.dims, _count_classes(model, network)):
         return ScriptPart(part.needs, part.imports, dict(part.constants), LIBRARY.format(body=part.body))

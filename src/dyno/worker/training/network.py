@@ -44,7 +44,6 @@ def build_network(model: ModelSpec, dims: Dims, *, freeze: bool = False) -> tupl
 
 
 def _initial_weights(model: ModelSpec, dims: Dims) -> tuple[Mapping[str, Any] | None, str]:
-    """Return the initial weights and their origin."""
     if model.weights:
         return read_checkpoint(model.weights), model.weights
     if model.pretrained:
