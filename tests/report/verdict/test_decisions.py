@@ -29,6 +29,7 @@ def test_a_winner_is_told_with_what_is_real_right_and_next(tmp_path: Path) -> No
     assert one.text.startswith("fastest is a fp32, 5.") and one.text.endswith("] as fast as pytorch fp32.")
     assert [name for name, _ in one.answers] == ["real", "right", "next"]
     real, right, step = (text for _, text in one.answers)
+    assert "busy machine" not in real
     assert real.startswith("yes, in 3 rounds, measured one after the other; ahead of the runner-up, b fp32, by 1.3")
     assert (
         right.startswith("outputs agree with those of pytorch fp32, to 0.001 %; top-1 9")
@@ -125,6 +126,11 @@ def test_a_gain_with_a_wide_interval_has_its_lower_bound(tmp_path: Path) -> None
     assert re.search(r": at least [\d.]+x as fast as pytorch fp32 \(best estimate [\d.]+x\)\.$", one.text), one.text
     assert "x [" not in one.text
     assert {f.name: f.value for f in one.figures}["speed-up"].startswith("at least ")
+
+
+def test_a_gain_within_the_noise_is_undecided(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path, Way("pytorch", spread=0.3), Way("a", seconds=0.009, spread=0.3))
+    assert dict(one.answers)["real"].startswith("undecided after 3 rounds")
 
 
 def test_equal_speeds_leave_the_choice_to_something_else(tmp_path: Path) -> None:

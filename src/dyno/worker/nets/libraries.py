@@ -17,10 +17,7 @@ from dyno.worker.sessions.torch_support import one_thread
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
 
 NEAR = 0.75  # similarity at which a name is suggested; among a thousand names something is always half alike
-
-
-# torchvision's detectors: they normalise, resize and suppress inside; the number of boxes differs per image.
-
+# torchvision's detectors normalise, resize and suppress inside.
 TAKES_ONE_IMAGE = "torchvision's detectors give each image another number of boxes, so they run one image at a time"
 SMALL_DETECTOR = 320, 320  # pixels, where no size is asked for
 SPREAD = 1.0  # standard deviation of random scores before the sigmoid or softmax: most are low, and some are sure
@@ -207,9 +204,8 @@ def init_detector(torch: Any, module: Any, height: int, width: int) -> None:
     random_weights.init_batch_norm(torch, module.backbone, 3, (height, width))
     measured: dict[Any, float] = {}
 
-    def measure_deviation(
-        layer: Any, _: Any, out: Any
-    ) -> None:  # a head that serves several scales is held to the widest
+    def measure_deviation(layer: Any, _: Any, out: Any) -> None:
+        # A head that serves several scales is held to the widest.
         measured[layer] = max(measured.get(layer, 0.0), float(out.double().std()))
 
     image = (0.5 + random_weights.noise(torch, 3, height, width)[:1].float() / 4).clamp(0, 1)

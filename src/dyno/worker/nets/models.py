@@ -177,7 +177,7 @@ def read_purpose(model: ModelSpec, module: Any) -> Purpose:
     return source.read_purpose(model, rest, module)
 
 
-class Function(ModelSource):
+class UserFunction(ModelSource):
     """FILE.py:FUNCTION or MODULE:FUNCTION, which returns a module, an application around one, or a program."""
 
     def __init__(self, name: str, form: str) -> None:
@@ -202,7 +202,7 @@ class Function(ModelSource):
         return _call_function(_find_function(example), example)
 
 
-MODULE, PYTHON = Function("module", "MODULE:FUNCTION"), Function("python", "FILE.py:FUNCTION")
+MODULE, PYTHON = UserFunction("module", "MODULE:FUNCTION"), UserFunction("python", "FILE.py:FUNCTION")
 
 
 def _find_function(model: ModelSpec) -> Callable[..., Any]:
