@@ -114,12 +114,14 @@ def test_a_module_of_another_pytorch_says_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchscript_runs_in_bf16_and_what_needs_an_export_skips_it(call: Any, tmp_path: Path) -> None:
+def test_torchscript_runs_in_bf16_and_what_compiles_or_exports_skips_it(call: Any, tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()).eval()
     torch.jit.trace(net, torch.rand(1, 3, 8, 8)).save(tmp_path / "net.torchscript")
-    words = ("--backend", "pytorch,aoti", "--precision", "fp32,bf16", "--size", "8", "--rounds", "1", "--seconds")
-    _, out, _ = call("run", "net.torchscript", *words, "0.02", "--warmup", "0.01", "--out", "run", code=0)
-    assert "aoti bf16 skipped: torch.export can't read TorchScript" in " ".join(out.split())
+    words = ("--backend", "pytorch,aoti,compile", "--precision", "fp32,bf16", "--size", "8", "--rounds", "1")
+    words = (*words, "--seconds", "0.02", "--warmup", "0.01")
+    said = " ".join(call("run", "net.torchscript", *words, "--out", "run", code=0)[1].split())
+    assert "aoti bf16 skipped: torch.export can't read TorchScript" in said
+    assert "compile bf16 skipped: torch.compile can't read TorchScript" in said
 
 
 def test_the_batch_of_a_program_goes_before_the_usual_one_of_dyno_eval(call: Any, tmp_path: Path) -> None:

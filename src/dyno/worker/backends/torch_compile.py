@@ -20,6 +20,7 @@ from dyno.worker.sessions.torch_support import (
     need_compiler,
     notes,
     probe_processor,
+    refuse_script,
 )
 from dyno.worker.spec import Artifact, Trial
 
@@ -73,6 +74,10 @@ class CompiledSession(TorchSession):
         self.try_eager()
         # The second call records a CUDA graph, the third replays it.
         self._compile_module(calls=3 if options["mode"] in GRAPH_MODES else 1)
+
+    def _place_module(self, module: Any) -> Any:
+        # Some versions of torch.compile refuse TorchScript, others return it as it is.
+        return super()._place_module(refuse_script(self._torch, module, "torch.compile"))
 
     def _slots_wanted(self) -> int:
         return 1 if self._options["mode"] in GRAPH_MODES else super()._slots_wanted()

@@ -214,10 +214,10 @@ def eager(torch: Any, module: Any) -> Any:
     return module
 
 
-def refuse_script(torch: Any, module: Any) -> Any:
-    """Return the module; raise `Unavailable` for TorchScript, whose code torch.export can't read."""
+def refuse_script(torch: Any, module: Any, reader: str = "torch.export") -> Any:
+    """Return the module; raise `Unavailable` for TorchScript, whose code the reader can't read."""
     if isinstance(module, torch.jit.ScriptModule):
-        raise Unavailable("torch.export can't read TorchScript; give the module itself, or a program of torch.export")
+        raise Unavailable(f"{reader} can't read TorchScript; give the module itself, or a program of torch.export")
     return module
 
 
