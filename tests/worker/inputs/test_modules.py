@@ -137,12 +137,21 @@ def test_a_module_that_refuses_is_told_what_helps(tmp_path: Path) -> None:
         "    def forward(self, x):\n        x = x.clone().requires_grad_()\n"
         "        return torch.autograd.grad((x * x).sum(), x)[0]\n\n\nmade = gray()\n\n\nclass Ids(torch.nn.Module):\n"
         "    def forward(self, ids=None, mask=None):\n        batch, length = ids.shape\n        return ids\n\n\n"
-        "def small():\n    return torch.nn.Sequential(torch.nn.Conv2d(3, 1, 3), torch.nn.Linear(2, 4))\n"
+        "def small():\n    return torch.nn.Sequential(torch.nn.Conv2d(3, 1, 3), torch.nn.Linear(2, 4))\n\n\n"
+        "class Pair(torch.nn.Module):\n    def forward(self, x: dict[str, torch.Tensor]):\n        return x['a']\n\n\n"
+        "class Words(torch.nn.Module):\n    def forward(self, x: 'list[torch.Tensor]'):\n        return x['a']\n\n\n"
+        "def script():\n    return torch.jit.script(Pair())\n"
     )
     for name, advice in (
         ("gray", "give --channels 1, or describe its inputs with --shapes input:SHAPE"),
         ("small", "multiplied .*; give another --size, or describe its inputs with --shapes input:SHAPE"),
         ("Ids", r"expected 2\); describe its inputs with --shapes ids:SHAPE"),
+        (
+            "Pair",
+            r"; it takes 'x' as a dict\[str, torch.Tensor\]: wrap it in a module whose forward takes tensors, and give",
+        ),
+        ("Words", r"; it takes 'x' as a list\[torch.Tensor\]: wrap it"),
+        ("script", r"; it takes 'x' as a Dict\[str, Tensor\]: wrap it"),
         ("half", r"its weights are bfloat16: return module.float\(\), since precisions say in which type it runs"),
         ("Force", "it computes gradients, which are off"),
         ("made", "made is a Conv2d; it must be a function that returns a module"),

@@ -19,6 +19,7 @@ SIZE = ("height", "width")
 NUMBERS = (int, float, bool, str)
 NEEDS_GRADIENTS = re.compile("requires?.grad|[Ii]nference tensor")  # in PyTorch's words
 MIXED = 0.02  # of its size: a row's outputs that change by more with the other rows depend on them
+NESTED = re.compile("(typing\\.)?(dict|list|tuple|mapping|sequence)\\b", re.IGNORECASE)  # types of several tensors
 TOKENS = re.compile("ids|mask|token")  # names of inputs that are integers
 
 
@@ -170,6 +171,9 @@ def advice_after_refusal(module: Any, model: ModelSpec, function: str, image: bo
     `function` is the user's own that returns the module ("" without one), `image` whether the module was given the
     default image.
     """
+    if nested := _list_nested(module):
+        names = " and ".join(f"{name!r} as a {kind}" for name, kind in nested.items())
+        return f"it takes {names}: wrap it in a module whose forward takes tensors, and give that as FILE.py:FUNCTION"
     known = signature_of(module).required
     needed = [name for name, required in known.items() if required] or [*known][:1] or ["input"]
     shapes = " ".join(f"--shapes {name}:SHAPE" for name in needed)
@@ -178,6 +182,18 @@ def advice_after_refusal(module: Any, model: ModelSpec, function: str, image: bo
     channels = f"give --channels {first}, or " if first and first != model.channels else ""
     size = "give another --size, or " if first and image and len(needed) == 1 and not channels else ""
     return f"{channels}{size}describe its inputs with {shapes} (followed by :int64 for token ids){beside}"
+
+
+def _list_nested(module: Any) -> dict[str, str]:
+    """Return the inputs that forward declares as lists, tuples or dicts, with their types."""
+    import torch
+
+    if isinstance(module, torch.jit.ScriptModule):
+        types = {a.name: a.type.annotation_str for a in module.forward.schema.arguments[1:]}
+    else:
+        parameters = inspect.signature(module.forward).parameters.values()
+        types = {p.name: inspect.formatannotation(p.annotation).strip("'") for p in parameters}
+    return {name: kind for name, kind in types.items() if NESTED.match(kind)}
 
 
 def _of_examples(examples: Any, signature: Signature, model: ModelSpec) -> list[InputSpec]:
