@@ -326,7 +326,8 @@ def _open_package(inductor: Any, package: CompiledPackage, path: Path, device: A
     # process crash, in std::regex as the package opens.
     with suppress(OSError):  # no library of this name
         ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
-    with refusals(f"{path.name} can't be loaded by this PyTorch"):
+    this, advice = import_torch().__version__, "; if another version compiled it, compile it again with this one"
+    with refusals(f"{path.name} can't be loaded by this PyTorch ({this})", advice):
         return inductor.load_package(str(path), package.name, num_runners=runners, device_index=index).loader
 
 
