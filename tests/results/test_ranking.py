@@ -247,6 +247,13 @@ def test_a_best_below_the_largest_is_said_once() -> None:
     assert found.description == "throughput is highest at batch 8, of up to 16"
 
 
+def test_a_batch_without_a_rate_says_nothing_of_saturation(tmp_path: Path) -> None:
+    """Where other programs disturbed its throughput, batch / latency is only a lower bound for it."""
+    frame = saturating(tmp_path, (1, 8, 32), fixed=1)
+    assert ranking.find_saturation(frame.assign(throughput_ips=[100.0, math.nan, math.nan])) == []
+    assert len(ranking.find_saturation(frame.assign(throughput_ips=math.nan))) == 1
+
+
 def test_one_batch_says_nothing_of_saturation(tmp_path: Path) -> None:
     assert ranking.find_saturation(saturating(tmp_path, (8,), fixed=2)) == []
 

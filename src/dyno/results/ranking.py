@@ -162,7 +162,8 @@ def find_saturation(frame: pd.DataFrame) -> list[Saturation]:
     rows = list_usable(frame).assign(ips=read_throughput(list_usable(frame))).dropna(subset=["ips"])
     for key, series in rows.groupby(list(SERIES), sort=False):
         ordered = series.sort_values("batch")
-        if ordered["batch"].nunique() < 2:
+        is_measured = ordered[THROUGHPUT].notna()
+        if ordered["batch"].nunique() < 2 or is_measured.any() != is_measured.all():  # a bound is no rate
             continue
         best = ordered.loc[ordered["ips"].idxmax()]
         first = ordered[ordered["ips"] >= SATURATED * best["ips"]].iloc[0]
@@ -511,6 +512,11 @@ def _read_lead(first: pd.Series, row: pd.Series) -> stats.Speedup | None:
     if first["reference"] == row["trial"]:
         return read_speedup(first)
     return read_speedup(row).inverse if row["reference"] == first["trial"] else None
+
+
+def is_speed_lost(row: Mapping[str, Any]) -> bool:
+    """Return whether the row has no speed-up, as blocks that other programs disturbed contradict its latency."""
+    return row["verdict"] in (stats.ONE_ROUND, stats.UNDECIDED) and missing(row["speedup"])
 
 
 def read_speedup(row: pd.Series) -> stats.Speedup:
