@@ -9,6 +9,7 @@ import numpy as np
 from dyno.formatting import show
 from dyno.results import timeline
 from dyno.results.trial_result import TrialResult
+from dyno.worker.facts.engine import OUTSIDE
 
 # Sentences on what the GPU's clock and telemetry mean for a trial's numbers.
 
@@ -195,11 +196,11 @@ def list_warnings(t: TrialResult) -> list[str]:
 
 
 def list_notes(t: TrialResult) -> list[str]:
-    """Return explanations of the numbers: the reasons, and INT8's calibration data where it isn't real images."""
+    """Return explanations of the numbers: the engine's, and INT8's calibration data where it isn't real images."""
     calibration = t.facts.calibration
-    return [*([calibration.note] if calibration and calibration.note else []), *list_reasons(t)]
+    return [*([calibration.note] if calibration and calibration.note else []), *t.facts.notes, *list_gpu_notes(t)]
 
 
 def list_reasons(t: TrialResult) -> list[str]:
     """Return explanations of the speed: the engine's own notes, and remarks from the GPU's clock and telemetry."""
-    return [*t.facts.notes, *list_gpu_notes(t)]
+    return [*(note for note in t.facts.notes if not note.startswith(OUTSIDE)), *list_gpu_notes(t)]

@@ -5,6 +5,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from dyno.results.ranking import estimate_speedup
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, load_run
 from dyno.worker.record import write_json
+from dyno.worker.sessions import torch_support
 from synthetic import Way
 
 
@@ -149,6 +151,28 @@ def test_eight_bits_are_held_against_sixteen_where_they_beat_fp32(tmp_path: Path
     assert "tensorrt int8 is behind tensorrt fp16 after one round, which proves nothing (batch 1: 0.6" in text
     assert re.search(r"; batch 8: 0\.6\d+x\): at batch 1, 5 % in reformats\.", text)
     assert "tensorrt fp32 after" not in text
+
+
+def test_a_note_on_other_processes_is_no_reason_for_a_slow_precision(tmp_path: Path) -> None:
+    facts = {"notes": torch_support.describe_probe(6.0)}
+    ways = [Way("compile", name, seconds, facts=facts) for name, seconds in (("fp32", 0.002), ("bf16", 0.003))]
+    assert "compile bf16 is slower than compile fp32 (batch 1: 0.6" in (text := study(tmp_path, *ways))
+    assert "g++" not in text and "the engine reports no reason" in text
+
+
+def test_rows_that_other_programs_disturbed_too_much_say_nothing_of_a_precision(tmp_path: Path) -> None:
+    """latency/model of the reference is 30 times latency/all, which is quiet: no row beside it has a speed-up."""
+    once: Any = {"statuses": ("ok",)}
+    ways = [
+        Way("pytorch", facts={"delays": {"model": [0.5] * 4, "all": [0.0] * 4}}, **once),
+        Way("compile", seconds=0.004, **once), Way("compile", "bf16", 0.005, **once),
+    ]  # fmt: skip
+    folder = synthetic.write_run(tmp_path / "run", ways)
+    assert "compile bf16 is behind compile fp32" in said(load_run(folder))
+    for path in folder.glob(f"trials/{ways[0].trial.id}/r*/samples.npz"):
+        with np.load(path) as stored:
+            np.savez(path, **{name: each * (30 if name == "latency_model" else 1) for name, each in stored.items()})
+    assert "compile bf16" not in said(load_run(folder))
 
 
 def test_what_a_row_says_of_a_precision_is_what_the_sentence_says(tmp_path: Path) -> None:

@@ -677,30 +677,25 @@ def _list_unranked(rows: list[Row]) -> list[str]:
     return [*list_reasons(rows), *(f"{r['backend']} {r['precision']}: {r['verdict']}" for r in words)]
 
 
-def _list_disturbed(rows: list[Row]) -> list[str]:
-    """Return lines on rows whose speed-up doesn't fit the latencies, or whose latency doesn't fit that of the whole."""
-    by_id = {r["trial"]: r for r in rows}
-    without = [r for r in rows if r["verdict"] in (ONE_ROUND, UNDECIDED) and missing(r["speedup"])]
-    names = ", ".join(f"{r['backend']} {r['precision']}" for r in without)
-    return (
-        [
+def _list_disturbed(rows: list[Row]) -> Iterator[str]:
+    """Yield lines on rows whose speed-up doesn't fit the latencies, or whose latency doesn't fit that of the whole."""
+    if names := ", ".join(f"{r['backend']} {r['precision']}" for r in rows if ranking.is_speed_lost(r)):
+        yield (
             f"{names}: no speed-up, as other programs disturbed the rounds so much that latencies beside each other "
             f"differ by more than {WIDEST:g}x; measure on a quieter machine"
-        ]
-        * bool(without)
-        + [
-            f"{r['backend']} {r['precision']}: {significant(r['latency_ms'])} ms is too long, as host to host, which "
-            f"includes it, took {significant(r['latency_all_ms_median'])} ms; measure on a quieter machine"
-            for r in rows
-            if r["boundary"] == "model" and r["latency_ms"] > WIDEST * r["latency_all_ms_median"]
-        ]
-        + [
-            f"{r['backend']} {r['precision']}: {r['speedup']:.2f}x is of measurements in turns with "
-            f"{reference['backend']} {reference['precision']}, whose latency differed at other times"
-            for r in rows
-            if (reference := by_id.get(r.get("reference"))) and _has_opposite_signs(r, reference["latency_ms"])
-        ]
-    )
+        )
+    by_id = {r["trial"]: r for r in rows}
+    for r in rows:
+        if r["boundary"] == "model" and r["latency_ms"] > WIDEST * r["latency_all_ms_median"]:
+            yield (
+                f"{r['backend']} {r['precision']}: {significant(r['latency_ms'])} ms is too long, as host to host, "
+                f"which includes it, took {significant(r['latency_all_ms_median'])} ms; measure on a quieter machine"
+            )
+        if (reference := by_id.get(r.get("reference"))) and _has_opposite_signs(r, reference["latency_ms"]):
+            yield (
+                f"{r['backend']} {r['precision']}: {r['speedup']:.2f}x is of measurements in turns with "
+                f"{reference['backend']} {reference['precision']}, whose latency differed at other times"
+            )
 
 
 def _has_opposite_signs(row: Row, latency_ms: float) -> bool:

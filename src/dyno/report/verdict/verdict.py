@@ -214,7 +214,13 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
     for t in ran.values():
         for wider in WIDER.get(t.precision, ()):
             other = ran.get((t.group, t.variant, wider))
-            if other is not None and not incomparable(t, other) and (gain := _no_gain(t, other, rows[t.id], run.rule)):
+            if (
+                other is None
+                or incomparable(t, other)
+                or any(results_ranking.is_speed_lost(rows[each.id]) for each in (t, other))
+            ):
+                continue
+            if gain := _no_gain(t, other, rows[t.id], run.rule):
                 groups.setdefault((t.model, t.size, t.configuration, other.configuration), []).append((t, gain))
                 break
     several = len({(t.model, t.size) for t in results}) > 1

@@ -36,6 +36,7 @@ BITS = {"fp32": 24, "tf32": 11, "fp16": 11, "bf16": 8}  # that products keep
 UNKNOWN = "unknown"  # in place of a type: a part of the graph that the engine doesn't describe
 # Below this share of the layers, or of the time, a cause is too small to be worth a sentence.
 NOTEWORTHY = 0.1
+OUTSIDE = "outside Dyno"  # begins a note on other processes, which explains no speed
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.extras import load_library
+from dyno.worker.facts.engine import OUTSIDE
 from dyno.worker.inputs.specs import arguments
 from dyno.worker.spec import PARTS, InputSpec, Tensor, Trial, Unavailable, UserError, digest, shorten
 from dyno.worker.system import PROBES
@@ -342,7 +343,7 @@ def describe_probe(seconds: float) -> list[str]:
     """Return a note on the seconds of `probe_processor`, if they are worth one."""
     if seconds < NOTEWORTHY_S:
         return []
-    return [f"outside Dyno every process also probes what g++ can build for this processor: {seconds:.0f} s here"]
+    return [f"{OUTSIDE} every process also probes what g++ can build for this processor: {seconds:.0f} s here"]
 
 
 def first_line(e: BaseException) -> str:
