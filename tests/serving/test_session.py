@@ -93,6 +93,14 @@ def test_the_search_ends_below_what_full_batches_allow(call: Any, tmp_path: Path
     assert code == 2 and "run is of other requests; give another --out" in errors
 
 
+def test_the_search_ends_where_a_lone_request_waits_and_takes_longer_than_the_bound(call: Any, tmp_path: Path) -> None:
+    words = ("--backend", "fake@latency_ms=20", "--batch", 8, "--p50", "30ms", "--max-wait", "25ms", "--rounds", 1)
+    _, out, _ = call("bench", "serve", *FAKE, *words, "--duration", "1s", code=0)
+    (found,) = facts(tmp_path / "run")
+    assert found.highest == 0 and min(step.rate for step in found.steps) > 40, "lower rates would wait as long"
+    assert "A request waits up to 25.0 ms of that for others; shorten --max-wait." in " ".join(out.split())
+
+
 def test_real_engines_answer_requests(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("onnxruntime")

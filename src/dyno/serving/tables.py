@@ -123,6 +123,8 @@ def _explain_no_rate(served: ServingRun, bound: str) -> Iterator[str]:
         yield f"{of} ended without a rate that holds {bound} twice."
     else:
         yield f"{_nothing_holds(served, bound, once)}."
+        if facts.most > 1 and 2 * facts.max_wait_s > facts.bound_s:
+            yield f"A request waits up to {show(facts.max_wait_s, 'duration')} of that for others; shorten --max-wait."
     if facts.lowest and min(t.step.rate for t in served.tried) <= 1.01 * facts.lowest:
         yield (
             f"Below {_format_rate(facts.lowest)} fewer than the {facts.least:,} requests that "

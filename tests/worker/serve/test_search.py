@@ -83,6 +83,11 @@ def test_a_bound_is_a_percentile_and_seconds() -> None:
     assert ServeOptions(rate=(5.0,)).bound_s == 0
 
 
+def test_waiting_for_others_leaves_most_of_the_bound_to_the_engine() -> None:
+    given = ({"p99": "2ms"}, {"p99": "20ms"}, {"rate": (5.0,)}, {"p99": "2ms", "max_wait": "0ms"})
+    assert [ServeOptions(**each).max_wait_s for each in given] == [0.0005, 0.002, 0.002, 0.0]
+
+
 def test_one_number_and_those_of_numpy_are_numbers() -> None:
     options = ServeOptions(rate=50, instances=np.int64(2), engine_batches=np.array([1, 4]))  # type: ignore[arg-type]
     assert (options.rate, options.instances, options.engine_batches) == ((50,), 2, (1, 4))

@@ -242,13 +242,17 @@ class _ServeJob:
         self._journal.facts(serve=self._facts)
 
     def _can_hold_rate(self, rate: float) -> bool:
-        """Try the rate, unless the one before showed that a request in its own batch takes longer than the bound."""
+        """Try the rate, unless the one before showed that a request in its own batch takes longer than the bound.
+
+        It also waits for others, unless no batch has more than one.
+        """
+        wait = self._rules.max_wait if self._rules.most > 1 else 0.0
         if self._facts.steps:
             began, ended, size = (
                 self._arrays[f"{name}_{len(self._facts.steps) - 1}"] for name in ("began", "ended", "size")
             )
             alone = (ended - began)[(size == 1) & np.isfinite(ended)]
-            if alone.size and alone.min() > self._facts.bound_s:
+            if alone.size and wait + alone.min() > self._facts.bound_s:
                 return False
         return self._try_rate(rate).verdict == serve_rates.HOLDS
 

@@ -12,6 +12,7 @@ from dyno.worker.spec import UserError
 UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-zµ]+)")
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+LONGEST_WAIT_S, WAITING = 2e-3, 0.25  # for others, unless it is given: seconds, and the share of the bound
 BOUND = "Latency limit (SLO) at this percentile, with its unit"
 
 
@@ -35,7 +36,9 @@ class ServeOptions:
         "Server of KServe's protocol v2 that has MODEL, a name there or a model here: http://HOST:PORT or grpc://HOST:PORT.",
         "none: an engine here",
     )
-    max_wait: str = option("2ms", "Longest that a request waits for others to fill the batch (0ms: never).")
+    max_wait: str = option(
+        "", "Longest that a request waits for others to fill the batch (0ms: never).", "2ms, or a quarter of the limit"
+    )
     instances: int = option(1, "Sessions that answer at once, each with its own copy of the model.", common=True)
     queue: int = option(0, "Most requests that wait; those that come then are refused (0: no limit).", "no limit")
     duration: str = option(
@@ -50,7 +53,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         for name in (*PERCENTILES, "duration", "max_wait"):  # of a number its unit is missing, not that it is text
-            if getattr(self, name) != "" or name == "max_wait":
+            if getattr(self, name) != "":
                 parse_seconds(getattr(self, name), name)
         settle(self)
         bounds = [name for name in PERCENTILES if getattr(self, name)]
@@ -93,7 +96,9 @@ class ServeOptions:
     @property
     def max_wait_s(self) -> float:
         """Longest time that a request waits for others, in seconds."""
-        return parse_seconds(self.max_wait, "max_wait")
+        if self.max_wait:
+            return parse_seconds(self.max_wait, "max_wait")
+        return min(LONGEST_WAIT_S, WAITING * self.bound_s) if self.bound_s else LONGEST_WAIT_S
 
     @property
     def duration_s(self) -> float:
