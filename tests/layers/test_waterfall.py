@@ -273,6 +273,8 @@ def test_tables_add_up_and_the_rest_is_one_row() -> None:
     assert sum(row["share"] for row in steps) == pytest.approx(100)
     assert [row["modules"] for row in by_part.rows] == ["pool", "conv", "4 more parts"]
     every = waterfall.by_part(found, 0)
+    (unnamed,) = (row for row in every.rows if row["modules"] == "(model)")
+    assert every.columns[0].text(unnamed) == "(model): Net", "rows without names are told apart at any width"
     assert sum(r["difference_us"] for r in every.rows) == pytest.approx(sum(r["difference_us"] for r in by_part.rows))
     assert every.rows[-1]["modules"] != "more" and len(every.rows) == len(found.parts)
 

@@ -20,7 +20,7 @@ from dyno.formatting import counting, short, significant
 from dyno.layers import causes, pairs
 from dyno.layers.causes import BETWEEN, INTERRUPTED, WAITING, WHOLE, Cause, CausePart
 from dyno.layers.pairs import FormPair
-from dyno.layers.tables import MODULE_NAMES
+from dyno.layers.tables import MODEL, MODULE_NAMES
 from dyno.layers.times import Times
 from dyno.report.style import INK, WIDTH, styled
 from dyno.report.tables import TableKind
@@ -334,11 +334,18 @@ def by_part(waterfall: Waterfall, top: int) -> Table:
     return PARTS.of(columns, rows)
 
 
+LONGEST_KINDS = 32  # characters of the kinds of layers behind "(model)"
+
+
 def _make_row(waterfall: Waterfall, k: int) -> Row:
     part, step = waterfall.parts[k], waterfall.steps[k]
     row: Row = {"modules": " ".join(part.names), "modules_names": list(part.names), "cause": part.cause.title}
     if part.before:
         row["modules_names"] = [f"{part.names[0]} before {part.before}"]
+    elif part.names == (MODEL,):  # several parts may have no other name
+        own = part.a or part.b
+        form = waterfall.pair.forms[waterfall.pair.sides[0 if part.a else 1].form]
+        row["modules_names"] = [f"{MODEL}: {short(_format_counts([form.layers[i].type for i in own]), LONGEST_KINDS)}"]
     for name, side, own, kind in zip("ab", waterfall.pair.sides, (part.a, part.b), part.types, strict=True):
         layers = [waterfall.pair.forms[side.form].layers[i] for i in own]
         row[f"layers_{name}"] = " ".join(filter(None, (_format_counts([each.type for each in layers]), kind)))
