@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -286,6 +287,15 @@ def test_a_file_that_does_not_fit_is_not_written_in_part(dyno: Any, small_disk: 
     done = dyno("export", "torchvision:squeezenet1_1", "-o", small_disk / "m.onnx", code=2)
     assert done.stderr.splitlines()[-1].startswith(f"dyno: {small_disk}/m.onnx: the disk is full; free some space")
     assert [*small_disk.iterdir()] == [small_disk / "m.onnx"] and (small_disk / "m.onnx").read_text() == "earlier"
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_the_answer(call: Any, tmp_path: Path) -> None:
+    call(*FAKE, "--out", "run", code=0)
+    shutil.rmtree(tmp_path / "run/charts")
+    (tmp_path / "run/charts").write_text("in place of a folder, as a full disk allows no further file")
+    code, out, err = call(*FAKE, "--out", "run")
+    assert code == 2 and "the report can't be written to run: File exists" in err
+    assert "fake@latency_ms=0.1 fp32 takes" in out or CROWDED in out
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")

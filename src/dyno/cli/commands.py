@@ -243,12 +243,17 @@ def finish(folder: Path, format: str = "text") -> int:
     from dyno.results import ranking
 
     run = _read_run(folder)
-    if libraries := page.list_missing():  # before anything is printed: the reader of the pipe may be gone
-        page.write_tables([run], [tables.named(run, "all")], folder)
-        last = f"no report: {lacking(libraries)}"
-    else:
-        last = f"report: {page.write_report([run], folder)}"
-    print((_describe_visible(run) if format == "text" else "") + _format_answer(run, format), end="")
+    answer = (_describe_visible(run) if format == "text" else "") + _format_answer(run, format)
+    try:  # before anything is printed: the reader of the pipe may be gone
+        if libraries := page.list_missing():
+            page.write_tables([run], [tables.named(run, "all")], folder)
+            last = f"no report: {lacking(libraries)}"
+        else:
+            last = f"report: {page.write_report([run], folder)}"
+    except (UserError, OSError):  # the disk may be full: the answer needs none
+        print(answer, end="")
+        raise
+    print(answer, end="")
     print(f"\n{last}" if format == "text" else f"dyno: {last}", file=sys.stdout if format == "text" else sys.stderr)
     code = trial_table.exit_code(
         run.frame, budget=bool(run.budgets), unasked=[t.id for t in run.records.failed_additions]
