@@ -11,7 +11,7 @@ import pytest
 import onnx_text
 from dyno import Study, load
 from dyno.results.notes import ModelFacts
-from dyno.results.trial_result import Form, forms
+from dyno.results.trial_result import Form, find_forms
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -255,6 +255,7 @@ def test_two_files_of_one_network_are_one_table(call: Any, tmp_path: Path, monke
         (network, "openvino", "file=a.onnx", "ok"), ("wide", "onnxruntime", "", "ok"), ("wide", "openvino", "", "ok"),
     ]  # fmt: skip
     assert [verdict == "reference" for verdict in frame["verdict"]] == [True, *[False] * 4, True, False]
+    assert [how for how in frame["measured"] if how] == ["in turns"] * 5, "the files of a network beside each other"
     assert frame["speedup"].notna().all() and f"{network}, size 8, batch 1\n" in out
     words = "--channels", 1, "--backend", "onnxruntime", *SHORT
     out = call("run", "a.onnx", "other.onnx", *words, "--out", "t")[1]
@@ -271,8 +272,8 @@ def test_files_of_other_work_or_shapes_are_other_networks() -> None:
         return ModelFacts(flops=flops, signature=(inputs, (("n", 5),)), file=file)
 
     one, fixed = row(1000), row(1005, ((4, 3, 8, 8),))
-    assert [*forms({("a", "8"): one, ("b", "8"): fixed})] == ["a", "b"]
+    assert [*find_forms({("a", "8"): one, ("b", "8"): fixed})] == ["a", "b"]
     for other in (row(1200), row(1000, ((1, 3, 8, 16),)), row(1000, ((1, 3, 8, 8),) * 2), ModelFacts(flops=1000)):
-        assert forms({("a", "8"): one, ("b", "8"): other}) == {}
-    same = forms({("x/m.onnx", "8"): row(file="m.onnx"), ("y/m.onnx", "8"): row(file="m.onnx")})
+        assert find_forms({("a", "8"): one, ("b", "8"): other}) == {}
+    same = find_forms({("x/m.onnx", "8"): row(file="m.onnx"), ("y/m.onnx", "8"): row(file="m.onnx")})
     assert [*same.values()] == [Form("m", "x/m.onnx", 0), Form("m", "y/m.onnx", 1)]

@@ -395,7 +395,7 @@ def test_the_memory_of_a_gpu_bounds_how_many_are_alive(
 def test_what_is_added_later_takes_turns_with_its_reference(study: Any, tmp_path: Path) -> None:
     progress = Progress(quiet=True)
     trials = {str(one.trial.options["latency_ms"]): one.trial for one in expand(study(rounds=2))}
-    rounds = Rounds(Run(tmp_path), Files(progress), progress, lambda trial: trial.options["latency_ms"] == 4)
+    rounds = Rounds(Run(tmp_path), Files(progress), progress, lambda trial: trial.options["latency_ms"] == 4, {})
     rounds.measure_rounds([trials["4"]])
     rounds.measure_rounds([trials["2"]], [trials["4"]])
     assert [len(each) for each in (stored(tmp_path), stored(tmp_path, "t*"))] == [4, 2]

@@ -58,7 +58,7 @@ def sides(names: Mapping[str, str]) -> dict[str, Form]:
     return {side: Form(network, side.upper(), place, "side") for place, side in enumerate(sorted(names))}
 
 
-def forms(models: FactsBySize) -> dict[str, Form]:
+def find_forms(models: FactsBySize) -> dict[str, Form]:
     """Return the form of each file that has another of the same network beside it, by the model's name.
 
     `models` are those of models.json by name and size, in the order in which the files were given. Files count as
@@ -483,7 +483,7 @@ def load_run(run: Path) -> Results:
     study = run / "study.toml"
     models = read_models(run, problems)
     file_forms, placed = (
-        forms(models),
+        find_forms(models),
         {id: placement for placement in list_placements(run, problems) for id in placement.trials},
     )
     side_forms = sides({t.side: t.given for t in trials if t.side})

@@ -12,7 +12,7 @@ from typing import Any
 from dyno.jobs.progress import Progress
 from dyno.results import correctness
 from dyno.results.files import read_samples
-from dyno.results.trial_result import place_in_group
+from dyno.results.trial_result import Form, place_in_group
 from dyno.runner.device_lock import held
 from dyno.runner.run_folder import archive_round
 from dyno.runner.turns import InterleavedGroup, InterleavedJob, load_in_parallel
@@ -144,16 +144,21 @@ def _load_json(path: Path) -> dict[str, Any]:
 FileOf = Callable[[Trial, int], "Artifact | Record | None"]  # the file of a trial's round
 
 
-def model_key(trial: Trial) -> str:
+Forms = Mapping[str, Form]  # of models that are files of one network, by the model's name
+NO_FORMS: Forms = {}
+
+
+def model_key(trial: Trial, forms: Forms = NO_FORMS) -> str:
     """Return the key shared by trials that are measured before the next model begins.
 
-    It is the model's name, or "" for both sides of a comparison.
+    It is the model's name, that of the network of which it is a file, or "" for both sides of a comparison.
     """
-    return "" if trial.side else trial.model.name
+    name = trial.model.name
+    return "" if trial.side else forms[name].network if name in forms else name
 
 
-def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
-    """Group the trials that are compared with each other: same model, size, batch and device.
+def groups(trials: Sequence[Trial], forms: Forms = NO_FORMS) -> list[list[Trial]]:
+    """Group the trials that are compared with each other: same model or network, size, batch and device.
 
     In a comparison a group is one configuration on both sides, whatever the models are called.
     """
@@ -161,15 +166,20 @@ def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
     for trial in trials:
         dims = trial.dims
         shapes = tuple(sorted(dims.shapes.items()))
-        compared = (trial.variant, trial.precision) if trial.side else (trial.model.name,)
+        compared = (trial.variant, trial.precision) if trial.side else (model_key(trial, forms),)
         key = compared, dims.batch, dims.height, dims.width, shapes, trial.runtime.device
         by_key.setdefault(key, []).append(trial)
     return list(by_key.values())
 
 
-def reference(trials: Sequence[Trial], fits: Callable[[Trial], bool] | None) -> Trial | None:
+def reference(trials: Sequence[Trial], fits: Callable[[Trial], bool] | None, forms: Forms = NO_FORMS) -> Trial | None:
     """Return the trial that the others are compared with, chosen as in tables: one that `fits` the request, if any."""
-    return correctness.first_trial(sorted(trials, key=lambda t: (t.side, *place_in_group(t))), fits)
+
+    def place(trial: Trial) -> tuple[Any, ...]:
+        form = forms.get(trial.model.name)
+        return trial.side, form.place if form else 0, *place_in_group(trial)
+
+    return correctness.first_trial(sorted(trials, key=place), fits)
 
 
 def job(trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] | None = None, kind: str = ROUND) -> Job:

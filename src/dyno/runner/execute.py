@@ -20,10 +20,11 @@ from dyno.formatting import counting
 from dyno.jobs.launcher import LOGS, read_end
 from dyno.jobs.progress import Progress
 from dyno.results import correctness, remarks, timeline
-from dyno.results.notes import FEWER_ROUNDS, read_dropped, store_dropped
+from dyno.results.notes import FEWER_ROUNDS, read_dropped, read_models, store_dropped
+from dyno.results.trial_result import find_forms
 from dyno.runner import ensemble, search, self_test
 from dyno.runner.device_lock import launch_in_turn
-from dyno.runner.ensemble import model_key
+from dyno.runner.ensemble import Forms, model_key
 from dyno.runner.peak import SUSTAINED_S, find_peak, keep_idle
 from dyno.runner.run_folder import prepare_folder, refuse_other
 from dyno.store import COMPANION, CONFIRMATION, FOLDERS, ROUND, SUSTAINED, Cache, Run, check_own
@@ -44,16 +45,16 @@ if TYPE_CHECKING:
 Measure = Callable[[list[Trial], int, tuple[str, ...]], None]
 
 
-def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, progress: Progress) -> None:
+def go_on(study: Study, run: Run, trials: Sequence[Trial], forms: Forms, measure: Measure, progress: Progress) -> None:
     """Measure further rounds of the undecided pairs, one model after the other, within `study.minutes` in all.
 
     A pair whose estimated rounds don't fit into the time left is left undecided. Only the boundary that a pair is
     compared at is measured. Earlier measurements count, so the same command again
     changes nothing, and one with more minutes goes on.
     """
-    models = list(dict.fromkeys(model_key(trial) for trial in trials))
+    models = list(dict.fromkeys(model_key(trial, forms) for trial in trials))
     for place, name in enumerate(models):
-        own = [trial for trial in trials if model_key(trial) == name]
+        own = [trial for trial in trials if model_key(trial, forms) == name]
         allowed = _sum_seconds(run, own) + (60 * study.minutes - _sum_seconds(run, trials)) / (len(models) - place)
         while pairs := _find_pending(run.folder, own):
             left = allowed - _sum_seconds(run, own)
@@ -179,9 +180,10 @@ def execute(
                 find_peak(study, run.folder / "peak", progress)
 
         fits = correctness.make_matcher(study.reference, todo) if study.reference else None
+        forms = find_forms(read_models(run.folder))
         options = {ENERGY: SUSTAINED_S} if study.energy else {}
         limit_s = 60 * study.minutes if study.until in LOOKS else math.inf
-        rounds = Rounds(run, files, progress, fits, launch, options, study.until not in LOOKS, limit_s)
+        rounds = Rounds(run, files, progress, fits, forms, launch, options, study.until not in LOOKS, limit_s)
         if other_routes and not study.routes:
             rounds.measure_rounds(todo, most=1)  # a first answer, before other routes to the ONNX file are exported
             measure = partial(execute, progress=progress)
@@ -191,9 +193,9 @@ def execute(
         if study.searches:
             todo += search.search_precisions(study, folder, todo, rounds.measure_rounds)
         if study.until in LOOKS:
-            go_on(study, run, todo, rounds.measure_further_round, progress)
+            go_on(study, run, todo, forms, rounds.measure_further_round, progress)
         if study.confirmations or study.sustained_s:
-            Finalists(run, todo, list_finalists(folder), files, progress, fits).measure(study)
+            Finalists(run, todo, list_finalists(folder), files, progress, fits, forms).measure(study)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 
@@ -222,6 +224,7 @@ class Rounds:
     files: Files
     progress: Progress
     fits: Fits
+    forms: Forms
     launch: Launch | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_fixed: bool = False
@@ -235,7 +238,7 @@ class Rounds:
         """
         models: dict[str, list[Trial]] = {}
         for trial in trials:
-            models.setdefault(model_key(trial), []).append(trial)
+            models.setdefault(model_key(trial, self.forms), []).append(trial)
         every = [_order_jobs(same_model) for same_model in models.values()]
         orders = [[job for job in order if job[1] < most] for order in every]
         later = [trial for order in every for trial, number in order if number >= most]
@@ -244,7 +247,7 @@ class Rounds:
                 incomplete = [trial for trial in same_model if _is_incomplete(self.run, trial, most)]
                 planned = max(trial.plan.rounds for trial in same_model)
                 turns = bool(same_model[0].plan.blocks)
-                beside = [t for t in others if model_key(t) == key] if turns else []
+                beside = [t for t in others if model_key(t, self.forms) == key] if turns else []
                 # In turns, those whose rounds are stored may be measured once more beside others.
                 first = self._make_files([*same_model, *beside] if turns and incomplete else incomplete, beside)
                 if turns:
@@ -290,7 +293,7 @@ class Rounds:
 
     def _make_files(self, trials: Sequence[Trial], beside: Sequence[Trial]) -> list[Trial]:
         """Make the trials' files; return the trials that were measured once meanwhile (see the class)."""
-        references = [ensemble.reference(group, self.fits) for group in ensemble.groups(trials)]
+        references = [ensemble.reference(group, self.fits, self.forms) for group in ensemble.groups(trials, self.forms)]
 
         def delay(trial: Trial) -> int:
             if _builds_slowly(trial) and not self.files.has_file(trial):
@@ -368,7 +371,7 @@ class Rounds:
         and all that are `done` in the first of several rounds whose number is fixed, so that each pair has as many.
         """
         comparisons: list[ensemble.ComparedTrials] = []
-        groups = ensemble.groups([*trials, *others, *done])
+        groups = ensemble.groups([*trials, *others, *done], self.forms)
         random.Random(number).shuffle(groups)
         for group in groups:
             pending = []
@@ -383,7 +386,7 @@ class Rounds:
                 continue
             stored = {trial.id: _find_record(self.run, trial, number) for trial in group}
             runnable = [t for t in group if (r := stored[t.id]) is None or r.status == "ok"]
-            reference = ensemble.reference(runnable, self.fits)
+            reference = ensemble.reference(runnable, self.fits, self.forms)
             earlier = [t for t in runnable if stored[t.id] and t != reference and (self.is_fixed or t in done)]
             rivals = earlier
             if earlier and reference not in pending:
@@ -391,7 +394,7 @@ class Rounds:
                 finalists = list_finalists(self.run.folder)
                 rivals = [trial for trial in earlier if trial in every or trial.id in finalists]
             elif not earlier and pending == [reference]:  # what the others measured beside instead
-                reference = ensemble.reference([t for t in runnable if t != reference], self.fits)
+                reference = ensemble.reference([t for t in runnable if t != reference], self.fits, self.forms)
             comparisons.append(ensemble.ComparedTrials(pending, reference, rivals=rivals))
         # A first answer doesn't wait for the other batches and sizes.
         for part in [comparisons] if number else [[comparison] for comparison in comparisons]:
@@ -433,6 +436,7 @@ class Finalists:
     files: Files
     progress: Progress
     fits: Fits
+    forms: Forms
 
     def measure(self, study: Study) -> None:
         """Confirm them as they were selected, then measure them in turns without a break of `study.sustained_s`."""
@@ -458,13 +462,13 @@ class Finalists:
         """Measure one round of those that can be interleaved; return the others."""
         comparisons: list[ensemble.ComparedTrials] = []
         alone: list[Trial] = []
-        for group in ensemble.groups(trials):
+        for group in ensemble.groups(trials, self.forms):
             runnable = [t for t in group if not isinstance(self.files.of(t, number), Record)]
             wanted = set().union(*(self.boundaries[t.id] for t in group))
             boundaries = tuple(name for name in group[0].plan.boundaries if name in wanted)
             if len(runnable) > 1 and group[0].plan.blocks:
                 comparisons.append(
-                    ensemble.ComparedTrials(runnable, ensemble.reference(runnable, self.fits), boundaries)
+                    ensemble.ComparedTrials(runnable, ensemble.reference(runnable, self.fits, self.forms), boundaries)
                 )
                 alone += [t for t in group if t not in runnable]
             else:
