@@ -48,6 +48,18 @@ def test_a_program_of_one_batch_says_which(refused: Any, call: Any, tmp_path: Pa
     assert "input float32 2x3x8x8" in call("export", "n.pt2", "-o", "n.onnx", "--batch", "2")[1]
 
 
+def test_a_batch_beyond_a_programs_range_is_refused(refused: Any, call: Any, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    shapes = {"input": {0: torch.export.Dim("batch", max=4)}}
+    program = torch.export.export(torch.nn.Linear(8, 4), (torch.randn(3, 8),), dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "n.pt2")
+    words = "run", "n.pt2", "--backend", "pytorch", "--dry-run", "--batch"
+    assert (
+        refused(*words, "1,5") == "n: the program was exported for batches up to 4, not 5; export it with a wider range"
+    )
+    assert " 4 " in call(*words, "1,4", code=0)[1]
+
+
 def test_batch_and_size_that_a_file_refuses(refused: Any, onnx_file: Path) -> None:
     usual = ("run", onnx_file, "--backend", "onnxruntime")
     assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")

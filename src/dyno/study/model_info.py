@@ -342,6 +342,8 @@ def sizes(study: Study, inspection: Inspection) -> list[tuple[int, int]]:
 def batches(study: Study, inspection: Inspection) -> tuple[int, ...]:
     low, best, high = inspection.batches or (1, 1, math.inf)
     outside = [batch for batch in study.batches if not low <= batch <= high]
+    if outside and inspection.batch_reason:
+        raise UserError(f"{inspection.batch_reason}, not {outside[0]}; export it with a wider range")
     if outside:
         raise UserError(
             f"batch {outside[0]} is outside the engine's profile, {low} to {high}; build it with a wider one"

@@ -51,8 +51,8 @@ class Inspection(Purpose):
     `size` [h, w] is the model's own, (0, 0) without an image; `fixed_size` says that its file takes no other, and
     `size_guessed` that the file leaves it free and names none.
     `batch` is the one that it takes (0: any) and `batch_reason` why, `usual_batch` that of its example inputs or of
-    its file's metadata, and `batches` an engine's smallest, best and largest. `inputs` are as `ModelSpec.inputs`.
-    `shapes` are as `Dims.shapes`, and `declared` as `ModelSpec.outputs`.
+    its file's metadata, and `batches` an engine's or a program's smallest, best and largest. `inputs` are as
+    `ModelSpec.inputs`. `shapes` are as `Dims.shapes`, and `declared` as `ModelSpec.outputs`.
     `outputs` is how many classes a classifier's scores are of (else 0), `flops` the operations of one image by size
     (nothing where they can't be counted), `parameters` a module's or a file's, `channels` and `precision` a file's, and
     `signature` the shapes of the inputs and outputs of a file. `preprocess_guessed` says that images are normalised,

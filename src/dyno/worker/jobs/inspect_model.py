@@ -12,7 +12,7 @@ from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.inputs.specs import axes, image_of, is_image, is_length, is_side, static_shapes
 from dyno.worker.inspection import Inspection, Purpose
-from dyno.worker.nets import file_facts, flops, libraries, models, ultralytics_models
+from dyno.worker.nets import file_facts, flops, libraries, models, saved_modules, ultralytics_models
 from dyno.worker.nets.file_facts import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import first_line, is_memory_error, named_outputs
 from dyno.worker.spec import BATCH, Dims, InputSpec, ModelSpec, Tensor, Trial, UserError
@@ -323,6 +323,8 @@ def _inspect_module(
             purpose
         )
     one_image = libraries.is_torchvision_detector(model)
+    most = saved_modules.find_most_batch(module) if inputs.free else 0
+    limit = f"the program was exported for batches up to {most}" if most else ""
     letterboxed = bool(inspection.preprocess and inspection.preprocess.letterbox)
     unsupported, unchecked = source.check_images(model, rest, letterboxed) if all(own) else ("", "")
     return replace(
@@ -337,7 +339,8 @@ def _inspect_module(
         shapes={spec.name: spec.shape for spec in inputs.inputs if BATCH in spec.shape[1:]},
         usual_batch=inputs.batch,
         batch=1 if one_image else 0 if inputs.free else inputs.batch,
-        batch_reason=libraries.TAKES_ONE_IMAGE if one_image else "",
+        batches=(1, inputs.batch, most) if most else None,
+        batch_reason=libraries.TAKES_ONE_IMAGE if one_image else limit,
     )
 
 

@@ -117,6 +117,15 @@ def program_examples(program: Any) -> Any:
     return (*args, *(keywords[name] for name in names[len(args) :]))
 
 
+def find_most_batch(module: Any) -> int:
+    """Return the largest batch for which a program was exported, by its inputs' first dimension; 0 without a limit."""
+    ranges = getattr(module, "range_constraints", None) or {}
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"] if ranges else []
+    firsts = (value.shape[0] for node in inputs if getattr(value := node.meta.get("val"), "shape", ()))
+    found = (ranges.get(first.node.expr) for first in firsts if hasattr(first, "node"))
+    return min((int(each.upper) for each in found if each and each.upper.is_Integer), default=0)
+
+
 def _load_program(path: str, extra: dict[str, str] | None = None) -> Any:
     import torch
 
