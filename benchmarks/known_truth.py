@@ -151,7 +151,7 @@ class KnownStudy:
                 contenders = list_contenders(read_trials(self.run.folder))
                 trials = [trial for trial in trials if trial.id in contenders]
             self.measure(trials, number)
-        go_on(self.study, self.run, self.trials, self.measure, Progress(quiet=True))
+        go_on(self.study, self.run, self.trials, {}, self.measure, Progress(quiet=True))
         return self.judge()
 
     def read_verdicts(self, run: RunData) -> list[str]:
@@ -226,7 +226,7 @@ class SimulatedStudy(KnownStudy):
         for number in range(ROUNDS):
             self.measure(self.trials, number)
         seen = self.read_verdicts(read_trials(self.run.folder))[-1] == FASTER
-        go_on(self.study, self.run, self.trials, self.measure, Progress(quiet=True))
+        go_on(self.study, self.run, self.trials, {}, self.measure, Progress(quiet=True))
         return replace(self.judge(), visible=visible, seen=seen)
 
 

@@ -246,13 +246,12 @@ class _ServeJob:
 
         It also waits for others, unless no batch has more than one.
         """
-        wait = self._rules.max_wait if self._rules.most > 1 else 0.0
-        if self._facts.steps:
-            began, ended, size = (
-                self._arrays[f"{name}_{len(self._facts.steps) - 1}"] for name in ("began", "ended", "size")
-            )
+        facts = self._facts
+        wait = facts.max_wait_s if facts.most > 1 else 0.0
+        if facts.steps:
+            began, ended, size = (self._arrays[f"{name}_{len(facts.steps) - 1}"] for name in ("began", "ended", "size"))
             alone = (ended - began)[(size == 1) & np.isfinite(ended)]
-            if alone.size and wait + alone.min() > self._facts.bound_s:
+            if alone.size and wait + alone.min() > facts.bound_s:
                 return False
         return self._try_rate(rate).verdict == serve_rates.HOLDS
 
