@@ -178,7 +178,6 @@ def execute(
         if study.peak:
             with progress.running([]):
                 find_peak(study, run.folder / "peak", progress)
-
         fits = correctness.make_matcher(study.reference, todo) if study.reference else None
         forms = find_forms(read_models(run.folder))
         options = {ENERGY: SUSTAINED_S} if study.energy else {}
