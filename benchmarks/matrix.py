@@ -49,7 +49,7 @@ OTHERS = (
 KEPT = ("model", "backend", "options", "precision", "status", "outputs", "output_error", "answers_changed", "ran_as",
         "route", "latency_ms", "verdict", "reason")  # fmt: skip
 FEW_CROPS = 32
-LEAST_S = 30.0  # with less time left than this no network is begun
+LEAST_S = 30.0  # with less time left than this no network is begun; also for a study to end
 
 
 def networks() -> list[str]:
@@ -83,7 +83,11 @@ def measure(source: str, asked: argparse.Namespace, limit: float) -> list[dict[s
         said = (study.communicate(timeout=limit)[1].strip().splitlines() or [f"exit code {study.returncode}"])[-1]
     except subprocess.TimeoutExpired:
         study.send_signal(signal.SIGINT)  # ends its jobs, and keeps what they measured
-        study.communicate()
+        try:
+            study.communicate(timeout=LEAST_S)
+        except subprocess.TimeoutExpired:  # a shell's background job ignores the signal
+            study.kill()
+            study.communicate()
         if limit < asked.limit:
             return []
         said = f"no end after {limit:.0f} s"

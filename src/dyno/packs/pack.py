@@ -101,9 +101,8 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     results = self_test.attach(load_run(folder))
     folders = [folder.absolute(), folder.resolve(), Path.cwd(), Path.home()]
     notes = (read_table(path, []) or {} for path in sorted((folder / PLACEMENTS).glob("*.json")))
-    hosts = [
-        host for note in notes if isinstance(host := note.get("host"), str) and host
-    ]  # on which blocks of the run were measured
+    # On which blocks of the run were measured; of a damaged note, too, which is copied as it is.
+    hosts = [host for note in notes if isinstance(host := note.get("host"), str) and host]
     redaction = Redaction(folders, hosts, names=with_names)
     name = redaction.redact_value(results.name)
     file = Path(out) if out else Path(f"{name}{SUFFIX}")

@@ -482,10 +482,8 @@ def load_run(run: Path) -> Results:
         raise UserError(f"{run} has no trials yet; {MEASURING.format(owner) if owner else 'run the study first'}")
     study = run / "study.toml"
     models = read_models(run, problems)
-    file_forms, placed = (
-        find_forms(models),
-        {id: placement for placement in list_placements(run, problems) for id in placement.trials},
-    )
+    file_forms = find_forms(models)
+    placed = {id: placement for placement in list_placements(run, problems) for id in placement.trials}
     side_forms = sides({t.side: t.given for t in trials if t.side})
     for t in trials:
         t.run, t.form, t.placement = run, side_forms.get(t.side) or file_forms.get(t.given), placed.get(t.id)

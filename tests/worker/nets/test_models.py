@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from dyno.store import sha256_of
 from dyno.worker import nets
 from dyno.worker.jobs.inspect_model import inspect_model
-from dyno.worker.nets import model_source, models
+from dyno.worker.nets import model_source, models, saved_modules
 from dyno.worker.nets.local_code import load_file
 from dyno.worker.snippets.modules import module as snippet
-from dyno.worker.spec import Dims, ModelSpec, Preprocess, Trial, UserError
+from dyno.worker.spec import Dims, InputSpec, ModelSpec, Preprocess, Trial, UserError
 from trap import Trap
 
 PLANTED = """
@@ -513,3 +513,15 @@ def test_what_the_code_names_is_found_whoever_runs_it(folder: Path) -> None:
     """torch.compile imports what a traced function imports, in a frame of its own."""
     load_file(folder / "net.py", "")
     assert importlib.import_module("beside_late").THREE == 3
+
+
+def test_the_largest_batch_of_a_program_is_of_the_inputs_that_have_one() -> None:
+    class Sums(torch.nn.Module):
+        def forward(self, x: Any, steps: Any) -> Any:
+            return x.sum(1, keepdim=True) + steps.sum(0)[None]
+
+    sizes = {"x": {0: torch.export.Dim("rows", max=64)}, "steps": {0: torch.export.Dim("time", max=4)}}
+    program = torch.export.export(Sums(), (torch.randn(3, 5), torch.randn(2, 5)), dynamic_shapes=sizes).module()
+    inputs = InputSpec("x", shape=("batch", 5)), InputSpec("steps", shape=(2, 5))
+    assert saved_modules.find_most_batch(program, inputs) == 64
+    assert saved_modules.find_most_batch(torch.nn.ReLU(), inputs) == 0

@@ -323,7 +323,7 @@ def _inspect_module(
             purpose
         )
     one_image = libraries.is_torchvision_detector(model)
-    most = saved_modules.find_most_batch(module) if inputs.free else 0
+    most = saved_modules.find_most_batch(module, inputs.inputs) if inputs.free else 0
     limit = f"the program was exported for batches up to {most}" if most else ""
     letterboxed = bool(inspection.preprocess and inspection.preprocess.letterbox)
     unsupported, unchecked = source.check_images(model, rest, letterboxed) if all(own) else ("", "")

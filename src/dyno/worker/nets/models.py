@@ -16,11 +16,7 @@ import numpy as np
 
 from dyno.worker.extras import load_library
 from dyno.worker.inspection import Purpose
-from dyno.worker.nets import (
-    darknet,
-    local_code,
-    saved_modules,
-)
+from dyno.worker.nets import darknet, local_code, saved_modules
 from dyno.worker.nets.checkpoint import apply, by_own_names, head_classes, read_checkpoint
 from dyno.worker.nets.model_source import ModelSource, check_unchanged, list_sources
 from dyno.worker.sessions.torch_support import eager, evaluating

@@ -8,7 +8,7 @@ import json
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets import file_facts
 from dyno.worker.nets.model_source import ImageConfig, ModelSource, check_unchanged
-from dyno.worker.spec import Dims, InputSpec, ModelSpec, Unavailable, UserError, from_json
+from dyno.worker.spec import BATCH, Dims, InputSpec, ModelSpec, Unavailable, UserError, from_json
 
 PROGRAM = ".pt2"  # the ending of a program of torch.export; others are TorchScript
 SHA256 = 64  # hexadecimal digits
@@ -117,12 +117,16 @@ def program_examples(program: Any) -> Any:
     return (*args, *(keywords[name] for name in names[len(args) :]))
 
 
-def find_most_batch(module: Any) -> int:
-    """Return the largest batch for which a program was exported, by its inputs' first dimension; 0 without a limit."""
+def find_most_batch(module: Any, inputs: Sequence[InputSpec]) -> int:
+    """Return the largest batch for which a program was exported, by the ranges of its inputs; 0 without a limit.
+
+    Without `inputs` it takes one image.
+    """
     ranges = getattr(module, "range_constraints", None) or {}
-    inputs = [node for node in module.graph.nodes if node.op == "placeholder"] if ranges else []
-    firsts = (value.shape[0] for node in inputs if getattr(value := node.meta.get("val"), "shape", ()))
-    found = (ranges.get(first.node.expr) for first in firsts if hasattr(first, "node"))
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"] if ranges else []
+    has_batch = [spec.shape[:1] == (BATCH,) for spec in inputs] or [True]
+    first = (node.meta["val"].shape[0] for node, batched in zip(nodes, has_batch, strict=False) if batched)
+    found = (ranges.get(size.node.expr) for size in first if hasattr(size, "node"))
     return min((int(each.upper) for each in found if each and each.upper.is_Integer), default=0)
 
 
