@@ -120,6 +120,11 @@ def test_one_round_is_open_and_says_how_many_to_take(tmp_path: Path) -> None:
     assert one.kind == WARNING and "measure with --rounds 3 or more" in dict(one.answers)["next"]
 
 
+def test_a_gain_of_one_round_proves_nothing_however_many_rounds_the_row_has(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path, Way("pytorch", statuses=("ok", "failed")), FAST)
+    assert re.search(r": [\d.]+x as fast as pytorch fp32 in one round, which proves nothing\.$", one.text), one.text
+
+
 def test_a_gain_with_a_wide_interval_has_its_lower_bound(tmp_path: Path) -> None:
     ways = [replace(Way(*way), spread=0.4, statuses=("ok",) * 6) for way in (("pytorch",), ("a", "fp32", 0.0001))]
     (one,) = decided(tmp_path, *ways)

@@ -765,6 +765,8 @@ def _format_gain(gain: Speedup, name: str) -> str:
     shown = ratio(gain.value, gain.low, gain.high)
     if shown == UNCLEAR:
         return f", undecided against {name}"
+    if gain.verdict == ONE_ROUND:
+        return f": {shown} as fast as {name} in one round, which proves nothing"
     best = "" if bounded(gain.low, gain.high) else f" (best estimate {significant(gain.value)}x)"
     return f": {shown} as fast as {name}{best}"
 

@@ -20,7 +20,7 @@ from dyno.worker import system
 from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session, artifact_of, describe_given
 from dyno.worker.backends.aot_package import numbered_names
 from dyno.worker.backends.pytorch import module_inputs
-from dyno.worker.backends.torch_ao import quantise_program
+from dyno.worker.backends.torch_ao import import_torchao, quantise_program
 from dyno.worker.facts.engine import TYPES, EngineFacts, Probe, precision_truth
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs import calibration
@@ -39,6 +39,11 @@ SCALARS = {
 }  # fmt: skip
 XNN_TYPES = {"fp32": "float32", "pfp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # the others are integers
 PRODUCT = re.compile(r"Conv(?!ert)|FullyConnected|MatrixMultiply|::(?:conv|linear|addmm|mm|bmm|matmul)", re.ASCII)
+VIEWS = {
+    "aten.transpose.int", "aten.permute.default", "aten.reshape.default", "aten.view.default", "aten.unflatten.int",
+    "aten.flatten.using_ints", "aten.slice.Tensor",
+}  # fmt: skip
+NOT_IN_NAMES = re.compile(r"[^\w.]", re.ASCII)
 NOT_NUMBERS = re.compile(r":\s*[-+]?(?:inf|nan)\b")  # as flatc writes them, which no JSON has
 
 
@@ -280,9 +285,22 @@ def _add_operators(facts: MakerFacts, path: str) -> MakerFacts:
 
 def _lower_program(program: Any) -> bytes:
     """Return the bytes of the program with all that XNNPACK takes delegated to it."""
+    _clean_names(program)
     exir = _import_library("exir")
     partitioner = _import_library("backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()
     return bytes(exir.to_edge_transform_and_lower(program, partitioner=[partitioner]).to_executorch().buffer)
+
+
+def _clean_names(program: Any) -> None:
+    """Rename tensors whose names aren't identifiers (`block1-0.weight`): ExecuTorch doesn't find them in its graph."""
+    weights = program.state_dict
+    for spec in program.graph_signature.input_specs:
+        clean = NOT_IN_NAMES.sub("_", spec.target or "")
+        if spec.target in weights and clean != spec.target:
+            while clean in weights:
+                clean += "_"
+            weights[clean] = weights.pop(spec.target)
+            spec.target = clean
 
 
 def _quantise_module(
@@ -290,11 +308,35 @@ def _quantise_module(
 ) -> tuple[Any, MakerFacts]:
     """Return the module in int8 by XNNPACK's quantiser, with the facts of its calibration."""
     xnnpack = _import_library("backends.xnnpack.quantizer.xnnpack_quantizer")
+
+    class Quantiser(xnnpack.XNNPACKQuantizer):  # type: ignore[name-defined,misc]
+        def annotate(self, graph: Any) -> Any:
+            return _share_ranges(super().annotate(graph))
+
     data = calibration.calibration_of(recipe, Artifact(PTE.name, "", "", 0, "fp32", tuple(inputs), (), 0.0))
-    quantiser = xnnpack.XNNPACKQuantizer().set_global(xnnpack.get_symmetric_quantization_config(is_per_channel=True))
+    quantiser = Quantiser().set_global(xnnpack.get_symmetric_quantization_config(is_per_channel=True))
     quantised = quantise_program(torch.export.export(module, example, strict=False), quantiser, inputs, data)
     how = replace(data.facts, method="histogram")
     return quantised, replace(facts, calibration=how, warnings=tuple(data.warnings))
+
+
+def _share_ranges(graph: Any) -> Any:
+    """Give each view of a quantised tensor that tensor's range: XNNPACK refuses a view whose two ranges differ.
+
+    `propagate_annotation` of ExecuTorch does it for fewer operators: neither `transpose` nor `reshape` is among them.
+    """
+    pt2e = import_torchao(".pt2e.quantizer.quantizer")
+    for node in graph.graph.nodes:
+        if str(node.target) not in VIEWS:
+            continue
+        source = node.args[0].meta.get(pt2e.Q_ANNOTATION_KEY)
+        own = node.meta.get(pt2e.Q_ANNOTATION_KEY)
+        if source and source.output_qspec and not (own and own._annotated):
+            shared = pt2e.SharedQuantizationSpec(node.args[0])
+            node.meta[pt2e.Q_ANNOTATION_KEY] = pt2e.QuantizationAnnotation(
+                input_qspec_map={node.args[0]: shared}, output_qspec=shared, _annotated=True
+            )
+    return graph
 
 
 class ExecuTorchSession(Session):
