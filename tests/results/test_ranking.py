@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,11 +19,12 @@ from dyno.report.tables.frontier_table import FRONTIER
 from dyno.report.verdict import decisions, verdict
 from dyno.results import ranking, stats
 from dyno.results import ranking as rankings_module
+from dyno.results.blocks import RoundRatios
 from dyno.results.correctness import WRONG
 from dyno.results.metrics import quality
 from dyno.results.ranking import LATENCY, THROUGHPUT, compare_rows, cpu_contention, rank_goals
 from dyno.results.stats import TURNS, Speedup
-from dyno.results.trial_result import Results, load_run
+from dyno.results.trial_result import Results, TrialResult, load_run
 from synthetic import Way
 
 BIG, SMALL = 64, 32
@@ -136,9 +138,16 @@ def test_of_two_in_turns_their_own_ratio_says_which_is_ahead(tmp_path: Path, mon
     )
     contest = replace(contest, group=group)
     seconds = {run.trials[ids[name]].id: value for name, value in {"pytorch": 10.0, "a": 0.8, "b": 1.0}.items()}
-    monkeypatch.setattr(rankings_module, "log_ratios", lambda a, b, *_: [math.log(seconds[a.id] / seconds[b.id])])
-    assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"]
-    monkeypatch.setattr(rankings_module, "log_ratios", lambda a, b, *_: [])
+
+    def find_rounds(a: TrialResult, b: TrialResult, *_: Any) -> list[RoundRatios]:
+        ratio = math.log(seconds[a.id] / seconds[b.id])
+        return [RoundRatios(None, np.full(4, log), log == ratio, True) for log in (ratio, -4 * ratio)]
+
+    monkeypatch.setattr(rankings_module, "block_ratios", find_rounds)
+    assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"], (
+        "a disturbed round decides nothing beside a quiet one"
+    )
+    monkeypatch.setattr(rankings_module, "block_ratios", lambda a, b, *_: [])
     assert [*replace(contest).fastest["backend"]] == ["b", "a", "pytorch"], "never side by side: their speed-ups decide"
 
 
@@ -182,9 +191,11 @@ def test_a_lower_median_than_the_winner_s_is_explained(tmp_path: Path, monkeypat
     )
     contest = replace(contest, group=group)
     seconds = {"pytorch": 10.0, "a": 0.8, "b": 1.0}
-    monkeypatch.setattr(
-        rankings_module, "log_ratios", lambda a, b, *_: [math.log(seconds[a.backend] / seconds[b.backend])]
-    )
+
+    def find_rounds(a: TrialResult, b: TrialResult, *_: Any) -> list[RoundRatios]:
+        return [RoundRatios(None, np.full(4, math.log(seconds[a.backend] / seconds[b.backend])), True, True)]
+
+    monkeypatch.setattr(rankings_module, "block_ratios", find_rounds)
     assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"]
     pair = Speedup(1.07, 1.02, 1.12, "faster", TURNS)
     monkeypatch.setattr(decisions, "_compare_pair", lambda *_: pair)

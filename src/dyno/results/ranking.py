@@ -126,8 +126,8 @@ def in_turns(rows: pd.DataFrame) -> bool:
 def sort_rows(rows: pd.DataFrame, trials: Mapping[str, TrialResult]) -> pd.DataFrame:
     """Return the rows that have a latency, fastest first.
 
-    Of two that measured in turns, the ratio of one to the other decides: by their ratios to a reference whose latency
-    jumps, either may seem ahead.
+    Of two that measured in turns, the ratio of one to the other decides, over undisturbed rounds if there is one: by
+    their ratios to a reference whose latency jumps, either may seem ahead.
     """
     ordered = rank_trials(rows)
     if not in_turns(ordered):
@@ -135,7 +135,8 @@ def sort_rows(rows: pd.DataFrame, trials: Mapping[str, TrialResult]) -> pd.DataF
     by_id = {str(row["trial"]): row for _, row in ordered.iterrows()}
 
     def compare_trials(a: str, b: str) -> int:
-        ratios = log_ratios(trials[a], trials[b], str(by_id[a]["boundary"]), str(by_id[a]["clock"]))
+        sets = block_ratios(trials[a], trials[b], str(by_id[a]["boundary"]), str(by_id[a]["clock"]))
+        ratios = average_rounds([each for each in sets if each.is_quiet] or sets)
         return int(np.sign(np.mean(ratios))) if ratios else 0
 
     places = {id: k for k, id in enumerate(sorted(by_id, key=cmp_to_key(compare_trials)))}
