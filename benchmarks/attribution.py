@@ -4,8 +4,8 @@
         [--rounds 3] [--try] [--csv FILE --run NAME] [--read]
 
 Ten networks with random weights, on one thread of this machine, which should have nothing else to do: interruptions by
-other programs are in no layer, and are a column of their own. Each pair is kept in STORE as it is measured, and is not
-measured again. With --try the prescriptions for the second form are tried as well, and how many of them helped is said;
+other programs are in no layer, and have a separate column. Each pair is kept in STORE as it is measured, and is not
+measured again. With --try the prescriptions for the second form are tried too; the number that helped is printed;
 their runs are in STORE/runs. --read prints the table of a STORE and measures nothing.
 """
 
@@ -56,7 +56,7 @@ class Asked:
 
 
 def measure(asked: Asked, photos: Path, options: argparse.Namespace) -> str:
-    """Explain the pair in a process of its own; its last line where it fails, else ""."""
+    """Explain the pair in a separate process; its last line where it fails, else ""."""
     words = ["explain", asked.network, asked.a, asked.b, "--threads", "1", "--rounds", str(options.rounds),
              "--calibration", str(photos), "--save", str(asked.file), "--format", "json"]  # fmt: skip
     words += ["--try"] * options.attempt

@@ -88,7 +88,7 @@ def work(kind: str, until: float, scratch: Path) -> None:
 
 
 def play_on_gpu(device: str, seed: int, share: float) -> None:
-    """Multiply matrices on the GPU, in bursts of their own seed, for ever."""
+    """Multiply matrices on the GPU, in bursts by a seed, endlessly."""
     import torch
 
     matrix, start = torch.randn(4096, 4096, device=device), time.monotonic()

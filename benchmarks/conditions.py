@@ -186,7 +186,7 @@ def collect_warnings(condition: Condition) -> list[str]:
 
 
 def is_as_expected(condition: Condition, warnings: list[str]) -> bool:
-    """Return whether the condition raised its warning, or a quiet machine none of any condition."""
+    """Return whether the condition raised its warning, or a quiet machine no warning."""
     if condition.warning:
         return any(re.search(condition.warning, text) for text in warnings)
     return not any(re.search(other.warning, text) for other in CONDITIONS if other.warning for text in warnings)

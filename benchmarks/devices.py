@@ -5,7 +5,7 @@
     python benchmarks/devices.py --models torchvision:squeezenet1_1 --size 64 --batch 1,2 --backend pytorch
 
 Eight small classifiers at two batches in three configurations are 48 trials. Each half is a `dyno run`, first on all
-devices, then on the first alone, with a cache of its own: both make all files. What is timed is the whole command,
+devices, then on the first alone, with a separate cache: both make all files. What is timed is the whole command,
 report included; other routes to an ONNX file, which only a study on one device tries, are left out. A half whose
 seconds are stored in OUT isn't run again; one that was broken off begins anew.
 

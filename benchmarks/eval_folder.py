@@ -21,7 +21,7 @@ for Dyno the evaluation's pipeline, and of a first pass also all that its comman
 less than the wall time. The targets are for the loops: a command of Dyno also times latencies for some seconds, which
 the plain loop has no part of, so how its whole time compares depends on the number of images.
 
-On a GPU the pipeline's rate is held against what `latency/model` allows.
+On a GPU the pipeline's rate is compared with what `latency/model` allows.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def same(found: dict[str, Any], trial: trial_result.TrialResult) -> str:
 
 
 def seconds(sides: dict[str, Side]) -> str:
-    """The last round's, so that a run that is broken off has said something."""
+    """The last round's, so that an interrupted run has printed something."""
     return ", ".join(f"{name} {side.loop[-1]:.2f} s of {side.command[-1]:.1f}" for name, side in sides.items())
 
 

@@ -15,7 +15,7 @@
   nothing that it doesn't with whole files (tests/watched.py); what is planted in pickles, YAML and text must not run.
 
 Commands that read mutated files are forked from a process that has imported the libraries (tests/preloaded.py), as are
-their jobs: still processes of their own, which end, crash or hang by themselves, and may write to 6 GiB of memory. With
+their jobs: still separate processes, which end, crash or hang by themselves, and may write to 6 GiB of memory. With
 --started they are started. A command reads several such files where it can; where one ends badly or early, each file
 is tried alone. Commands of `--beside` kinds of files run at a time.
 

@@ -70,7 +70,7 @@ def measured(made: TensorRTSession, feeds: Sequence[Arrays], batch: int) -> dict
 
 
 class Copies:
-    """Copies of whole batches between page-locked memory and the GPU, queued back to back on a stream of their own."""
+    """Copies of whole batches between page-locked memory and the GPU, queued back to back on a separate stream."""
 
     def __init__(self, device: Device, batches: list[list[np.ndarray]], to_device: bool) -> None:
         self._cuda, self._stream, self._batches = device.cuda, device.stream(), batches

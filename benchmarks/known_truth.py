@@ -219,9 +219,11 @@ class SimulatedStudy(KnownStudy):
             return super().execute()
         for number in range(ROUNDS):
             self.measure(self.trials, number)
-        said = re.search(r"≥ ([\d.]+) %", of_run(read_trials(self.run.folder).records))
-        visible = float(said[1]) / 100 if said else math.nan
-        self.ratios = [(1 + visible if said else 2.0) if is_open[k] else ratio for k, ratio in enumerate(self.ratios)]
+        visible_from = re.search(r"≥ ([\d.]+) %", of_run(read_trials(self.run.folder).records))
+        visible = float(visible_from[1]) / 100 if visible_from else math.nan
+        self.ratios = [
+            (1 + visible if visible_from else 2.0) if is_open[k] else ratio for k, ratio in enumerate(self.ratios)
+        ]
         self.draw.bit_generator.state = state  # the same rounds, of a row that is so fast
         for number in range(ROUNDS):
             self.measure(self.trials, number)

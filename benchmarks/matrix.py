@@ -7,7 +7,7 @@
 Weights are random, inputs are crops of scikit-image's photographs. OUT/matrix.csv gets each network's rows as soon as
 they are there, and a network that OUT has already is not run again; OUT/matrix.md is the table. The question is whether
 a network runs and gives the right outputs, not how fast: latencies are of one short round, and with several jobs the
-networks, each with a cache and so a GPU lock of its own, disturb each other's. Several rounds are measured in turns, so
+networks, each with a separate cache and so GPU lock, disturb each other's. Several rounds are measured in turns, so
 that a disturbance is every row's, and say which is the fastest there. After --minutes the same command goes on.
 """
 
@@ -80,7 +80,7 @@ def measure(source: str, asked: argparse.Namespace, limit: float) -> list[dict[s
     }
     study = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        said = (study.communicate(timeout=limit)[1].strip().splitlines() or [f"exit code {study.returncode}"])[-1]
+        last = (study.communicate(timeout=limit)[1].strip().splitlines() or [f"exit code {study.returncode}"])[-1]
     except subprocess.TimeoutExpired:
         study.send_signal(signal.SIGINT)  # ends its jobs, and keeps what they measured
         try:
@@ -90,9 +90,9 @@ def measure(source: str, asked: argparse.Namespace, limit: float) -> list[dict[s
             study.communicate()
         if limit < asked.limit:
             return []
-        said = f"no end after {limit:.0f} s"
+        last = f"no end after {limit:.0f} s"
     if not any(folder.glob("trials/*/*/record.json")):  # none, or ended before its first
-        return [{"model": source.partition(":")[2], "status": "failed", "reason": said}]
+        return [{"model": source.partition(":")[2], "status": "failed", "reason": last}]
     from dyno.report.tables import trial_table
 
     frame = trial_table.read_trials(folder).frame
@@ -149,7 +149,7 @@ def main() -> int:
         if (left := end - began) < LEAST_S:
             return
         job = free.get()
-        # Workers take the first cores that they may use: each job, a thread here, has adjacent cores of its own.
+        # Workers take the first cores that they may use: each job, a thread here, has separate adjacent cores.
         share = len(cores) // asked.jobs
         os.sched_setaffinity(0, cores[job * share : (job + 1) * share] or cores)
         own = measure(source, asked, min(asked.limit, left))
@@ -179,7 +179,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--python", action="append", default=[], help="NAME=PATH, as dyno run has it")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one network")
-    parser.add_argument("--jobs", type=int, default=1, help="networks side by side, each on cores of its own")
+    parser.add_argument("--jobs", type=int, default=1, help="networks side by side, each on separate cores")
     parser.add_argument("--minutes", type=float, default=0.0, help="end after so long; run again for the rest")
     return parser.parse_args()
 

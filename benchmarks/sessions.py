@@ -3,7 +3,7 @@
     python benchmarks/sessions.py --store FOLDER [--times 20] [--every 180]   measure sessions, then report all stored
     python benchmarks/sessions.py --store FOLDER --times 0                    report alone
 
-A session is a study at a time of its own: the demo's network at batch 1 in ONNX Runtime and OpenVINO, in turns, in
+A session is a study at a separate time: the demo's network at batch 1 in ONNX Runtime and OpenVINO, in turns, in
 ROUNDS rounds of fresh processes. Each begins `--every` seconds after the one before began, or at once where that took
 longer; the store may be filled on several days. The components are estimated by nested analysis of variance
 (`stats.levels`). Disturbed blocks are left out of ratios, as verdicts leave them out.

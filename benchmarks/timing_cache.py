@@ -2,7 +2,7 @@
 
     python benchmarks/timing_cache.py [MODEL] [--precision fp16] [--batch 1] [--python PATH]
 
-Both builds run in a cache folder of their own, so that nothing built before can help the first.
+Both builds share a new cache folder, so that nothing built before can help the first.
 """
 
 from __future__ import annotations

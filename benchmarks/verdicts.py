@@ -10,7 +10,7 @@ The same as `dyno selftest`, for longer, with more equal pairs, and twice for ea
 beside the programs of a person, which `beside.py` plays. Prints how many studies of three, five and ten rounds called
 equal processes faster or slower (with the one-sided upper 95 % limit), how many intervals hold the true ratio, and in
 how many studies a slow-down was seen. --store keeps the self-tests, and --read prints the tables of all that a folder
-holds: several copies, each on cores of its own, are pooled.
+holds: several copies, each on separate cores, are pooled.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def pooled(rates: Iterable[Rate]) -> Rate:
 
 
 def verdict_rows(copies: list[ConditionSelfTest]) -> list[dict[str, str]]:
-    """Rows of the first table: what studies of so many rounds said of a difference, over the copies of a condition."""
+    """Rows of the first table: verdicts of studies of so many rounds on a difference, over copies of a condition."""
     by_kind: dict[tuple[float, int], list[Verdicts]] = {}
     for copy in copies:
         for one in copy.test.verdicts:

@@ -10,16 +10,16 @@ OpenCV suppresses boxes, draws them and writes the frame, one after the other. B
 video of 960 x 540 and write MPEG-4; the loop has all threads on a frame, `dyno bench video` one on each of as many
 frames.
 In each round both run in fresh processes, in shuffled order. Only the reading to the closed file counts, not the start
-of either. Memory is held against that of half-way through the video, so give more frames to see whether it is flat.
+of either. Memory is compared with that of half-way through the video, so give more frames to see whether it is flat.
 
 With `--predictions` there is no loop: ten configurations run (sizes of the network, with and without an output, batches
-in flight, streams, engines), and the rate that the stages alone predict is held against the one that was reached. Two
+in flight, streams, engines), and the rate that the stages alone predict is compared with the one that was reached. Two
 factors make an error: how many times the processor time a frame took that was counted on, and how much of the
 processors' time the pipeline used.
 
 With `--device` there is no loop either: a GPU should never wait. Each engine answers frames that were decoded into
-memory before, and the rate end to end is held against that of inference alone; then it answers the video, without an
-output, and the rate is held against that of a loop that decodes the file in the same way and does nothing else. The
+memory before, and the rate end to end is compared with that of inference alone; then it answers the video, without an
+output, and the rate is compared with that of a loop that decodes the file in the same way and does nothing else. The
 video is that of the others, several times over.
 """
 
@@ -141,7 +141,7 @@ def growing(path: Path, seconds: float) -> float:
 
 
 def measured(kind: str, *words: str) -> dict[str, Any]:
-    """One of the two in a process of its own."""
+    """Run one of the two in a separate process."""
     done = subprocess.run([sys.executable, __file__, "--only", kind, *words], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)

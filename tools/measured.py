@@ -155,7 +155,7 @@ class Book:
             if changed:
                 yield f"{path.name} isn't what its files say (run python tools/measured.py): {changed[3]}"
             if (count := len(own_text(text).split())) > MOST_WORDS:
-                yield f"{path.name} has {count} words of its own, {MOST_WORDS} are enough"
+                yield f"{path.name} has {count} words beside tables and code, {MOST_WORDS} are enough"
         for path in sorted((self.folder / "data").glob("*.csv")):
             if path.stem in ("runs", "machines", f"{MATRIX}-notes"):
                 continue

@@ -55,7 +55,7 @@ class Campaign:
         self.marker = self.folder / "executed"  # what a planted file leaves where its code is run
 
     def environment(self, cache: Path | None = None) -> dict[str, str]:
-        """Of commands: a cache of their own, and the watch."""
+        """Of commands: a separate cache, and the watch."""
         own = {"DYNO_CACHE": str(cache or self.folder / "cache"), "COLUMNS": "200"}
         return {**os.environ, **(self.watch.env if self.watch else {}), **own}
 
@@ -67,7 +67,7 @@ class Campaign:
         return subprocess.Popen(command, cwd=self.folder, text=True, errors="replace", **pipes, **how)
 
     def run(self, what: str, *words: object, cache: Path | None = None) -> tuple[int, str, str]:
-        """The command line, to its end: exit code and what was said; see `ended`."""
+        """The command line, to its end: exit code and what it printed; see `ended`."""
         if not self.server:
             return self.ended(self.start(*words, env=self.environment(cache)), what)
         try:
@@ -84,7 +84,7 @@ class Campaign:
             raise RuntimeError(f"dyno {' '.join(map(str, words))} ends with exit code {code}: {err}")
 
     def ended(self, process: subprocess.Popen[str], what: str) -> tuple[int, str, str]:
-        """Exit code and what was said; a hang, a traceback or a death by a signal is kept as wrong."""
+        """Exit code and what it printed; a hang, a traceback or a death by a signal is kept as wrong."""
         try:
             out, err = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -102,8 +102,8 @@ class Campaign:
         elif code == 2 and err.count("dyno: ") != 1:
             self.wrong.append(f"{what}: not one line: {err[-300:]!r}")
         elif internal := INTERNAL.search(out + err):
-            said = (out + err)[max(internal.start() - 200, 0) : internal.end() + 200]
-            self.wrong.append(f"{what}: an internal error is shown: {said!r}")
+            printed = (out + err)[max(internal.start() - 200, 0) : internal.end() + 200]
+            self.wrong.append(f"{what}: an internal error is shown: {printed!r}")
         if "\x1b" in out + err:
             self.wrong.append(f"{what}: escape codes are printed")
         if self.marker.exists():

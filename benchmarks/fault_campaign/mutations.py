@@ -78,19 +78,19 @@ def learn(campaign: Campaign, subjects: Iterable[Subject]) -> list[Subject]:
     for subject in subjects:
         before = len(campaign.wrong)
         for words in subject.commands(subject.files):
-            if (said := " ".join(map(str, words))) not in learnt:
-                learnt.add(said)
-                code, _, err = campaign.run(f"{subject.kind}, whole: {said}", *words, cache=subject.cache)
+            if (line := " ".join(map(str, words))) not in learnt:
+                learnt.add(line)
+                code, _, err = campaign.run(f"{subject.kind}, whole: {line}", *words, cache=subject.cache)
                 subject.put_back()
                 if code:
-                    campaign.wrong.append(f"{subject.kind}, whole: dyno {said}: exit code {code}: {err[-300:]}")
+                    campaign.wrong.append(f"{subject.kind}, whole: dyno {line}: exit code {code}: {err[-300:]}")
         campaign.expected |= campaign.noted()
         good += [subject] if len(campaign.wrong) == before else []
     return good
 
 
 def mutate(campaign: Campaign, subjects: Sequence[Subject], count: int, beside: int = 1) -> str:
-    """So many files in all, each changed in one place, in as many commands at a time as said; in a sentence."""
+    """Change each file in one place, run `beside` commands at a time, and count how they end, in a sentence."""
     shares = sum(subject.share for subject in subjects)
     wanted = {subject.kind: -(-count * subject.share // shares) for subject in subjects}
     busy, choosing = set[str](), threading.Lock()
@@ -115,8 +115,8 @@ def mutate(campaign: Campaign, subjects: Sequence[Subject], count: int, beside: 
         for each in [pool.submit(work) for _ in range(beside)]:
             each.result()
     ends = sum((subject.ended for subject in subjects), Counter[str]())
-    said = ", ".join(f"{n} {end}" for end, n in ends.most_common())
-    return f"mutations: {ends.total()} files of {len(subjects)} kinds: {said}"
+    counts = ", ".join(f"{n} {end}" for end, n in ends.most_common())
+    return f"mutations: {ends.total()} files of {len(subjects)} kinds: {counts}"
 
 
 def _turn(campaign: Campaign, subject: Subject, most: int) -> None:

@@ -152,7 +152,7 @@ def _limited(most: int) -> Callable[[], None]:
 
 
 def two_studies(campaign: Campaign, times: int = 3) -> str:
-    """The same study, and another one, into one folder at the same moment: one measures, the others are told."""
+    """The same study, and another one, into one folder at the same moment: one measures, the others are refused."""
     other = campaign.folder / "other.toml"
     other.write_text(STUDY.replace("latency_ms=0.2", "latency_ms=0.3"))
     refused = 0
@@ -166,7 +166,7 @@ def two_studies(campaign: Campaign, times: int = 3) -> str:
             if code == 2 and "in use" not in err and "another study" not in err:
                 campaign.wrong.append(f"a study into a folder in use: {err[-200:]}")
         if not any(code == 0 for code, _, _ in ends):
-            campaign.wrong.append(f"{run.name}: none of three studies at once ended well")
+            campaign.wrong.append(f"{run.name}: all three studies at once failed")
         campaign.run("the end", "run", files[0], "--out", run)
         if len(good(run)) < 6:
             campaign.wrong.append(f"{run.name}: {len(good(run))} rounds are there after studies at once")

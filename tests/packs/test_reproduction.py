@@ -96,7 +96,7 @@ ONCE = [Way("pytorch", statuses=("ok",)), Way("onnxruntime", seconds=0.002, stat
 
 def test_one_round_is_nothing_to_compare(reproduced: Any) -> None:
     _, answer = reproduced([PYTORCH, ONNX], ONCE)
-    assert answer["ratios"][0]["agrees"] is None and "too uncertain" in " ".join(answer["sentences"])
+    assert answer["ratios"][0]["agrees"] is None and "too little evidence" in " ".join(answer["sentences"])
 
 
 def test_two_runs_without_a_winner_are_undecided(reproduced: Any) -> None:

@@ -185,15 +185,15 @@ def _at_most(study: Study, trials: Sequence[Trial]) -> str:
 
     rounds = sum(trial.plan.rounds for trial in trials)
     seconds = rounds * len(study.boundaries) * (study.warmup + study.seconds)
-    said = f"Warm-up and sampling take {show(seconds, 'duration')} at most"
+    text = f"Warm-up and sampling take {show(seconds, 'duration')} at most"
     if study.samples:
-        said = f"Each boundary takes {study.samples} samples, however long they take"
-    said += "; starting, loading and evaluating come on top."
+        text = f"Each boundary takes {study.samples} samples, however long they take"
+    text += "; starting, loading and evaluating come on top."
     if study.until in LOOKS and not study.samples and seconds > 60 * study.minutes:
-        said += f" --minutes {study.minutes:g} ends it sooner: then a trial has two rounds, or three if it may win."
+        text += f" --minutes {study.minutes:g} ends it sooner: then a trial has two rounds, or three if it may win."
     elif study.until in LOOKS:
-        said += f" Then rounds go on for what is undecided, until {study.minutes:g} minutes were measured in all."
-    return said
+        text += f" Then rounds go on for what is undecided, until {study.minutes:g} minutes were measured in all."
+    return text
 
 
 def run_study(study: Study, folder: Path, *, retry_failed: bool = False, format: str = "text") -> int:

@@ -368,7 +368,7 @@ COLUMNS = (
     Column("nonfinite", "values that are NaN or infinite where the reference's are not", kind=COUNT),
     Column("reference_nonfinite", "values of the reference that are NaN or infinite", kind=COUNT),
     Column("suspect", "yes for the few layers that make most of the error", kind=TEXT),
-    Column("remark", "what else is to be said", kind=TEXT),
+    Column("remark", "further remarks", kind=TEXT),
 )  # fmt: skip
 PRINTED = ("engine", "modules", "layer", "type", "error", "own_error", "growth", "effect", "share", "close", "remark")
 FINDING_COLUMNS = (

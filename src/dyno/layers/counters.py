@@ -270,14 +270,14 @@ def describe_bound(kernel: Kernel) -> str:
 def describe_counters(report: NcuReport, owners: Sequence[int | None]) -> list[str]:
     """Summarise the kernels of one form in sentences, first of all where only a part of them was seen."""
     kernels = report.kernels
-    said = [_describe_bounds(kernels), _describe_tensor_cores(kernels)]
+    sentences = [_describe_bounds(kernels), _describe_tensor_cores(kernels)]
     if report.cut_short:
-        said.insert(0, f"only the first {len(kernels)} of its kernels were counted: {report.cut_short}")
+        sentences.insert(0, f"only the first {len(kernels)} of its kernels were counted: {report.cut_short}")
     lost = [kernel for kernel, owner in zip(kernels, owners, strict=True) if owner is None]
     if lost:
         share = 100 * _sum_seconds(lost) / (_sum_seconds(kernels) or 1.0)
-        said.append(f"of no layer: {counting(len(lost), 'kernel')}, {share:.0f} % of the time")
-    return [one for one in said if one]
+        sentences.append(f"of no layer: {counting(len(lost), 'kernel')}, {share:.0f} % of the time")
+    return [one for one in sentences if one]
 
 
 def _describe_bounds(kernels: Sequence[Kernel]) -> str:
@@ -301,9 +301,9 @@ def _describe_tensor_cores(kernels: Sequence[Kernel]) -> str:
     slowest = sorted(known, key=lambda kernel: -_read_seconds(kernel))
     idle = next(k for k, kernel in enumerate(slowest) if kernel.tensor > IDLE)
     mean = sum(kernel.tensor * _read_seconds(kernel) for kernel in known) / (_sum_seconds(known) or 1.0)
-    said = f"the tensor cores work {mean:.0f} % of the kernels' time"
+    text = f"the tensor cores work {mean:.0f} % of the kernels' time"
     longest = "the longest kernel" if idle == 1 else f"the {idle} longest kernels"
-    return f"{said}, and are idle (up to {IDLE:.0f} %) in {longest}" if idle else said
+    return f"{text}, and are idle (up to {IDLE:.0f} %) in {longest}" if idle else text
 
 
 # Hardware counters of an engine's kernels: one inference in a job under NVIDIA's ncu.
@@ -378,7 +378,7 @@ def judge_counts(record: Record, report: NcuReport, timeout_s: float) -> NcuRepo
 
 def _find_reason(record: Record, errors: Sequence[str], timeout_s: float) -> str:
     """Return why not all kernels were counted; ncu's reason comes before the job's, which ncu may have ended."""
-    known = next((said for sign, said in CAUSES.items() if any(sign in error for error in errors)), "")
+    known = next((cause for sign, cause in CAUSES.items() if any(sign in error for error in errors)), "")
     if known:
         return known
     if record.status == "timeout":
@@ -390,6 +390,6 @@ def _find_reason(record: Record, errors: Sequence[str], timeout_s: float) -> str
     failed = next((error for error in errors if FAILED in error), "")
     if failed:
         other = next((error for error in errors if error != failed), "")
-        said = f" ({other.rstrip(':.')})" if other else ""
-        return f"{TOOL} {failed[0].lower()}{failed[1:]}{said}; other programs may be using the GPU"
+        detail = f" ({other.rstrip(':.')})" if other else ""
+        return f"{TOOL} {failed[0].lower()}{failed[1:]}{detail}; other programs may be using the GPU"
     return f"{TOOL} says: {errors[0]}" if errors else record.reason

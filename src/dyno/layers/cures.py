@@ -37,7 +37,7 @@ TENSORRT = ("tensorrt", "tensorrt_rtx")
 
 @dataclass(frozen=True)
 class Prescription:
-    """A change of an engine: `options` beside its own, or another `backend` or `precision` in place of its own.
+    """A change of an engine: `options` beside its own, or another `backend` or `precision` in place of the engine's.
 
     It is for engines of these `backends` in these `precisions` (none: any) on these kinds of `devices`, whose options
     have one of the values in `only` (None: not set), where one of the `causes` costs time.

@@ -232,8 +232,8 @@ def _of_run(
     study = Study(models=(trials[0].model.source or trials[0].model.file,))
     reading, notes = PairProfiler(study, found[0].batch, progress, runs), list[str]()
     for measured, trial in zip(found, trials, strict=True):
-        file, said = measured_file(measured, trial)
-        notes += [f"{measured.label}: {note}" for note in said]
+        file, remarks = measured_file(measured, trial)
+        notes += [f"{measured.label}: {note}" for note in remarks]
         reading.read_trial(trial, trial.recipe, file)
     pair = reading.build_pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
     a, b = (center(quiet_medians(each, "model")).value for each in found)

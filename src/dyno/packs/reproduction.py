@@ -65,7 +65,7 @@ class RatioPair:
     def sentence(self) -> str:
         pairs = self.pack, self.here
         shown = [UNCLEAR if math.isnan(value) else ratio(value, low, high) for low, value, high in pairs]
-        outcome = {True: "the intervals overlap", None: "too uncertain to compare"}
+        outcome = {True: "the intervals overlap", None: "too little evidence to compare them"}
         words = outcome.get(self.agrees, "a difference beyond what both can see")
         name = f"{self.where}: {self.configuration} over {self.reference}"
         return f"{name}: {shown[0]} in the pack, {shown[1]} here: {words}."

@@ -56,10 +56,10 @@ def leading(run: RunData) -> RunData:
 
 def cell(run: RunData) -> str:
     """Return a fragment of a page, with everything from the run escaped; without matplotlib it has no chart."""
-    leaders, said = tables.leading(run)
+    leaders, summary = tables.leading(run)
     if leaders:
         return "\n".join(
-            [*(f"<p>{escape(line)}</p>" for line in said), *_write_chart(run), *chain(*map(_write_rows, leaders))]
+            [*(f"<p>{escape(line)}</p>" for line in summary), *_write_chart(run), *chain(*map(_write_rows, leaders))]
         )
     return "\n".join([*_write_decisions(run), *_write_chart(run), *_write_rows(TRIALS.table(run))])
 
@@ -303,13 +303,13 @@ def _make_section(
 ) -> dict[str, Any]:
     """Return the content of the page about one run, by the names that the template has for it.
 
-    Of a run of another kind than a study, the tables that lead and what is `said` of them stand in place of its
+    Of a run of another kind than a study, the tables that lead and their `summary` stand in place of its
     decisions.
     """
     from markupsafe import Markup
 
     places = {kind.name: kind.section for kind in tables.kinds()}
-    leaders, said = tables.leading(run)
+    leaders, summary = tables.leading(run)
     names = {TRIALS.name, *(table.name for table in leaders)}
     read = verdict.read_verdict(run)
     # Of a single model, size and batch the trials' table has what lies side by side.
@@ -332,7 +332,7 @@ def _make_section(
         "verdict": replace(read, decisions=()) if leaders else read,
         "method": sections.list_terms(run),
         "machine": sections.describe_machine(run.records.environment),
-        "said": said,
+        "summary": summary,
         "leading": [Markup(page_part(table, part)) for table in leaders for part in table.parts()],
         "trials": [Markup(page_part(t, part)) for t in run_tables if t.name == TRIALS.name for part in t.parts()],
         "tables": folded,

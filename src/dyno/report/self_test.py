@@ -195,7 +195,7 @@ def of_run(results: Results) -> str:
     return f"This run can see differences of ≥ {percent(seen)} ({how}, {round(100 * POWER)} % power; {tested})."
 
 
-# The tables of a self-test: which differences it sees, and what it said of those that are known.
+# The tables of a self-test: which differences it sees, and its verdicts on those that are known.
 
 
 def _format_cell(row: Row, name: str) -> str:

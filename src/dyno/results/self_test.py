@@ -245,7 +245,7 @@ class Verdicts:
 
     @property
     def false(self) -> Rate:
-        """Verdicts that were wrong whatever they said: of equal pairs any, of others `faster`."""
+        """Wrong verdicts: of equal pairs any, of others `faster`."""
         extra = 0 if self.slowdown else self.slower.hits
         return Rate(self.faster.hits + extra, self.faster.count)
 
@@ -392,7 +392,7 @@ class SelfTest:
 
     @cached_property
     def verdicts(self) -> list[Verdicts]:
-        """What studies of 3, 5 and 10 rounds said, for each slow-down; where there are rounds for one at least."""
+        """The verdicts of studies of 3, 5 and 10 rounds for each slow-down; where there are rounds for one at least."""
         return [self._count_verdicts(slowdown, rounds) for slowdown in self.slowdowns for rounds in CURVE
                 if len(self.rounds) >= rounds]  # fmt: skip
 

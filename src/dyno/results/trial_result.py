@@ -256,7 +256,7 @@ class TrialResult:
 
     @property
     def log(self) -> str:
-        """Where the worst round's job printed its error, as a path within the run folder; "" where it said nothing."""
+        """Where the worst round's job printed its error, as a path within the run folder; "" without one."""
         path = self.worst.folder / "stderr.log" if self.worst else None
         if path is None or self.status in ("ok", "skipped") or not path.is_file() or not path.stat().st_size:
             return ""

@@ -5,7 +5,7 @@ each synchronisation of an engine's threads takes several times as long, for sec
 guest shows it. Seen on two processors of an AMD EPYC: 0.17 and 0.58 µs, by which a network's latency in ONNX Runtime
 differs 1.8-fold, in PyTorch 1.4-fold.
 
-Two processes write to shared memory in turn, each on a processor of its own: this one, and one that runs this file.
+Two processes write to shared memory in turn, each on a separate processor: this one, and one that runs this file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-ASKED, ANSWERED, IS_READY = 0, 64, 128  # bytes of the shared memory, each in a cache line of its own
+ASKED, ANSWERED, IS_READY = 0, 64, 128  # bytes of the shared memory, each in a separate cache line
 LEAVE = 255
 SIGNALS, REPEATS = 100, 3
 MOST_OTHERS = 4  # processors to which a signal goes

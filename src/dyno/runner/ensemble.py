@@ -78,8 +78,8 @@ def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
     for trial in trials:
         for folder in sorted(run.round_folder(trial, 0).parent.glob("[rcst][0-9]*")):
             if name := _find_damaged(folder):
-                said = f"{trial.label}: {folder.name}/{name} is damaged, so that round is measured again"
-                notes.append(f"{said}; what is left of it lies in {archive_round(run, folder)}")
+                message = f"{trial.label}: {folder.name}/{name} is damaged, so that round is measured again"
+                notes.append(f"{message}; what is left of it lies in {archive_round(run, folder)}")
     return notes
 
 

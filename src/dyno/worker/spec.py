@@ -113,10 +113,10 @@ def shorten(text: object, most: int = 300) -> str:
     if len(line) <= most:
         return line
     sentences = [each for each in SENTENCE_ENDS.split(line) if each]
-    said = next((each for each in reversed(sentences) if WRONG.search(each)), sentences[-1]).strip(" ,;")
+    sentence = next((each for each in reversed(sentences) if WRONG.search(each)), sentences[-1]).strip(" ,;")
     half = most // 2 - 4
-    said = said if len(said) <= half else f"{said[: half // 2]} {CUT} {said[-half // 2 :]}"
-    return f"{said} ({line[:half].rstrip()} {CUT})"
+    sentence = sentence if len(sentence) <= half else f"{sentence[: half // 2]} {CUT} {sentence[-half // 2 :]}"
+    return f"{sentence} ({line[:half].rstrip()} {CUT})"
 
 
 def numbered(count: int, noun: str, many: str = "") -> str:

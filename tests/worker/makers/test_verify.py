@@ -1,4 +1,4 @@
-"""An exported graph is held against its module, and rounding is told apart from a wrong graph."""
+"""An exported graph is compared with its module, and rounding is told apart from a wrong graph."""
 
 from pathlib import Path
 

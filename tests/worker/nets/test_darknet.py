@@ -50,7 +50,7 @@ def test_outputs_are_opencv_s(name: str, photograph: np.ndarray, tmp_path: Path)
 
 
 def test_a_dilated_convolution_is_pytorch_s(tmp_path: Path) -> None:
-    """OpenCV leaves `dilation` out, so it is held against the definition."""
+    """OpenCV leaves `dilation` out, so it is compared with the definition."""
     text = NET + section("convolutional", filters=4, size=3, pad=1, dilation=3, activation="linear")
     cfg, weights = write(tmp_path, "dilated", text)
     net, x = module(cfg, weights), torch.randn(1, 3, 64, 96)

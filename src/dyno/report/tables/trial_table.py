@@ -626,7 +626,7 @@ def _make_trials_table(run: RunData) -> Table:
     group = ("model", "size", "batch", *several)
     ranks: dict[str, Row] = {}
     for _, rows in run.frame.groupby(list(group), sort=False):
-        is_comparison = any(run.trials[id].side for id in rows["trial"])  # each of its pairs is a question of its own
+        is_comparison = any(run.trials[id].side for id in rows["trial"])  # each of its pairs is a separate question
         ordered = rows if is_comparison else ranking.order_group(rows, run.trials)
         for place, id in enumerate(ordered["trial"]):
             ranks[id] = {RANK: len(ranks), FIRST: place == 0 and len(rows) > 1 and not is_comparison}

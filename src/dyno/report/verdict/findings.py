@@ -320,8 +320,8 @@ def _name_attempt(one: Attempt) -> str:
 
 
 def _format_routes(routes: Iterable[RouteAttempt]) -> str:
-    said = [f"{one.route} {f'{one.ratio:.2f}x' if one.ratio else one.outcome}" for one in routes]
-    return f" ({', '.join(said)})" if said else ""
+    outcomes = [f"{one.route} {f'{one.ratio:.2f}x' if one.ratio else one.outcome}" for one in routes]
+    return f" ({', '.join(outcomes)})" if outcomes else ""
 
 
 # Outputs from which no accuracy was measured: no class scores for labelled images, or no boxes in a known layout.

@@ -286,7 +286,7 @@ def _find_waiting_models(results: Results) -> Iterator[Finding]:
 
 
 def _describe_failures(results: Results) -> Iterator[Finding]:
-    """Yield how many trials failed and why; those in a precision that Dyno added are a note of their own."""
+    """Yield how many trials failed and why; those in a precision that Dyno added are a separate note."""
     added = results.failed_additions
     notes = {t.id for t in added}
     failed = [t for t in results if t.id not in notes and t.status not in ("ok", "skipped", UNFINISHED)]
@@ -307,7 +307,7 @@ def _describe_failures(results: Results) -> Iterator[Finding]:
 def _describe_outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:
     count, total = Counter(t.status for t in results), len(results.trials)
     yield from _describe_failures(results)
-    if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
+    if 0 < count[UNFINISHED] < total:  # where all are, the answer says it with what was measured
         yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
     yield from _find_waiting_models(results)
     dropped = read_dropped(results.folder)

@@ -299,7 +299,7 @@ def _check_outputs(found: list[Any], expected: list[Any], recipe: Recipe) -> Non
         if got.shape == right.shape:
             scale = float(right.float().abs().max()) if right.numel() else 0.0
             off = float((got.float() - right.float()).abs().max()) if right.numel() else 0.0
-            if not off > CLOSE[recipe.precision] * scale:  # NaN is the module's own, and said elsewhere
+            if not off > CLOSE[recipe.precision] * scale:  # NaN is the module's own, and reported elsewhere
                 continue
         shown = "x".join(map(str, right.shape))
         reason = f"the package for any batch gives other outputs than {recipe.model.name} for {shown}"

@@ -338,7 +338,7 @@ class TorchSession(Session):
             return self._copies.parts(lambda: self.bind(feeds), self.run, lambda: named_outputs(self._out[0]))
 
     def try_eager(self) -> None:
-        """Run the module as it is on random input, before it is compiled: a shape it refuses is said in its own words,
+        """Run the module as it is on random input, before it is compiled: PyTorch reports a shape it refuses,
         and what goes wrong later is the compiler's doing."""
         self._bind_random()
         self._run_once()

@@ -222,11 +222,11 @@ class _ExplainedErrors:
         if is_memory_error(error):
             raise MemoryError(first_line(error)) from error
         what = f"{self._stage} of {self._application.name} failed{_find_place(frames)}"
-        said = first_line(error)
-        said = type(error).__name__ + (f": {said}" if said != type(error).__name__ else "")
+        message = first_line(error)
+        message = type(error).__name__ + (f": {message}" if message != type(error).__name__ else "")
         request = f", request {self._number + 1}" if self._number >= 0 else ""
         given = f" on {_describe(self._given)}" if self._given is not None else ""
-        raise UserError(f"{what}{given}{request}: {shorten(said)}") from error
+        raise UserError(f"{what}{given}{request}: {shorten(message)}") from error
 
 
 def _find_place(frames: Any) -> str:

@@ -177,7 +177,7 @@ class _VideoJob:
         if self._facts.stopped or self._source.once:
             return
         self._journal.stage("each stage alone")
-        # What the video itself had of the source is said of it alone.
+        # What the video itself had of the source is its note alone.
         damaged, left = self._source.damaged, self._source.left
         with suppress(KeyboardInterrupt):
             stages, bench, _ = self._engine.call(self._measure_alone)

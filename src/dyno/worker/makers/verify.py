@@ -34,7 +34,7 @@ class RefusedGraph(WrongGraph):
 
 
 class UndecidedGraph(WrongGraph):
-    """A module whose own rounding changes its outputs so much that nothing can be said of a graph's."""
+    """A module whose own rounding changes its outputs so much that a graph's can't be judged."""
 
 
 class Case(NamedTuple):

@@ -50,8 +50,8 @@ def check(path: str) -> None:
         onnx.checker.check_model(model if unsorted else path)
     except (onnx.checker.ValidationError, UnicodeDecodeError) as e:
         # Its message names a node: in other bytes than UTF-8 that is another error, or lost (Python 3.11.2).
-        said = "" if isinstance(e, UnicodeDecodeError) else str(e)
-        reason = shorten(said) or "a name in it is not UTF-8; export it again"
+        message = "" if isinstance(e, UnicodeDecodeError) else str(e)
+        reason = shorten(message) or "a name in it is not UTF-8; export it again"
         raise UserError(f"{path} is not a valid ONNX graph: {reason}") from e
 
 

@@ -58,7 +58,7 @@ class ObservedOutputs:
 
 @dataclass(frozen=True)
 class Fit:
-    """Outputs that a layout fits: their `names` by the layout's own order, the number of classes (None: not said), how
+    """Outputs that a layout fits: their `names` by the layout's own order, the number of classes (None: unknown), how
     many values a box has besides, and `rank`, which of several layouts that fit is preferred (the lowest)."""
 
     layout: BoxLayout

@@ -32,7 +32,7 @@ Weights = tuple[tuple[float, float, float, float], ...]
 SQUARE = Fraction(1)
 PIXELS = "yuv420p"
 FULL_RANGE = 2  # FFmpeg's number of it: black is 0, not 16
-UNKNOWN = 2  # FFmpeg's number of a matrix that isn't said
+UNKNOWN = 2  # FFmpeg's number of a matrix that isn't stored
 # How red and blue become brightness, by FFmpeg's number of the matrix; green takes the rest (ITU-T H.273, table 4).
 SHARES = {1: (0.2126, 0.0722), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087), 9: (0.2627, 0.0593)}
 ITU_709, ITU_601 = 1, 5
