@@ -254,10 +254,11 @@ def test_a_named_reference_counts_in_every_group(demo: Results, wanted: str) -> 
     }
 
 
-def test_without_pytorch_the_first_trial_that_ran_is_the_reference(tmp_path: Path) -> None:
-    ways = [Way("a", statuses=("failed",)), Way("b", "int8"), Way("c")]
+@pytest.mark.parametrize(("last", "reference"), [(Way("c"), "c fp32"), (Way("c", "fp16"), "b int8")])
+def test_without_pytorch_the_first_in_fp32_that_ran_is_the_reference(tmp_path: Path, last: Way, reference: str) -> None:
+    ways = [Way("pytorch", statuses=("failed",)), Way("b", "int8"), last]
     results = load_run(synthetic.write_run(tmp_path / "r", ways, samples=5, count=5))
-    assert {r.configuration for r in find_references(results).values()} == {"b int8"}
+    assert {r.configuration for r in find_references(results).values()} == {reference}
 
 
 def test_an_unknown_reference_lists_what_there_is(demo: Results) -> None:

@@ -85,12 +85,13 @@ def make_matcher(requested: str, trials: Iterable[T]) -> Callable[[T], bool]:
 def first_trial(trials: Sequence[T], fits: Callable[[T], bool] | None) -> T | None:
     """Return the reference of trials that are compared with each other, in their order in tables; None without one.
 
-    It is the first that `fits`; by default pytorch fp32 with the fewest options, else the first.
+    It is the first that `fits`; by default pytorch fp32 with the fewest options, else the first in fp32, or the first.
     """
     if fits:
         return next((t for t in trials if fits(t)), None)
-    baselines = [t for t in trials if (t.backend, t.precision) == ("pytorch", "fp32")]
-    return min(baselines, key=lambda t: len(t.options)) if baselines else next(iter(trials), None)
+    full = [t for t in trials if t.precision == "fp32"]
+    baselines = [t for t in full if t.backend == "pytorch"]
+    return min(baselines, key=lambda t: len(t.options)) if baselines else next(iter(full or trials), None)
 
 
 def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dict[str, TrialResult]:

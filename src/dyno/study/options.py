@@ -100,7 +100,7 @@ class ComparisonOptions:
     reference: str = option(
         "",
         "Trial that speed-ups are relative to: its id, or BACKEND/PRECISION.",
-        usual="eager PyTorch in fp32, else the first that ran",
+        usual="eager PyTorch in fp32, else the first that ran, in fp32 if any",
     )
     limit: dict[str, str] = option(
         {},

@@ -76,6 +76,10 @@ def test_a_precision_that_is_slower_at_one_batch_and_undecided_at_another_is_bot
     )
     told += r"\(batch 8: .*\); the engine reports no reason\."
     assert re.search(told, study(tmp_path, *ways))
+    ways = [Way(name, p, 0.02, spread=0.2) for name in ("a", "b", "c") for p in ("fp32", "int8")]
+    told = r"a int8 is not shown to be faster than a fp32 \(batch 1: [^()]*\), nor b int8 than b fp32 \(.*\), "
+    told += r"nor c int8 than c fp32 \(.*\); the engines report no reason\."
+    assert re.search(told, study(tmp_path / "three", *ways))
     alike = [Way("onnxruntime", p, 0.004, spread=1e-4, statuses=("ok",) * 6) for p in ("fp32", "int8")]
     told = r"int8 is no faster than onnxruntime fp32 \(batch 1: 1\.00x"
     assert re.search(told, study(tmp_path / "alike", *alike))

@@ -34,6 +34,7 @@ OTHER_NETWORK = (
 )
 MOST_GROUPS = 8  # model x size pairs with sentences; the rest is in the tables
 MOST_REASONS, LONGEST_REASON = 2, 160  # reasons of failures in one sentence, and the characters of one
+NOT_SHOWN = "not shown to be faster than {}"
 MOST_RATIOS = 3  # batches whose ratio one sentence gives
 # Wider precisions that a lowered one should be faster than, in the order of comparison.
 WIDER = {
@@ -224,16 +225,23 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
                 groups.setdefault((t.model, t.size, t.configuration, other.configuration), []).append((t, gain))
                 break
     several = len({(t.model, t.size) for t in results}) > 1
+    unexplained: dict[str, list[str]] = {}
     for (model, size, name, other_name), slow in list(groups.items())[:MOST_GROUPS]:
         where = f"{model}{sized(size, ' at size ')}: " if several else ""
-        yield Finding(WARNING, f"{where}{name} is {_describe_no_gain(other_name, slow)}.")
+        text = f"{name} is {_describe_no_gain(other_name, slow)}"
+        if reason := _choose_reason(slow):
+            yield Finding(WARNING, f"{where}{text}: {reason}.")
+        else:
+            unexplained.setdefault(where, []).append(text)
+    for where, texts in unexplained.items():
+        yield Finding(WARNING, f"{where}{_join_unexplained(texts)} no reason.")
     if len(groups) > MOST_GROUPS:
         more = len(groups) - MOST_GROUPS
         yield Finding(NOTE, f"{more} more configurations gain nothing from their precision; see the tables.")
 
 
 def _describe_no_gain(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> str:
-    """Compare a lowered precision with the other one, batch by batch, with the first reason that the engine gives."""
+    """Compare a lowered precision with the other one, batch by batch."""
     slow = sorted(slow, key=lambda pair: pair[0].batch)
     ratios: dict[str, list[str]] = {}
     for t, gain in slow:
@@ -243,12 +251,23 @@ def _describe_no_gain(other: str, slow: list[tuple[TrialResult, stats.Speedup]])
     for relation, each in ratios.items():
         more = [f"{len(each) - MOST_RATIOS} more"] if len(each) > MOST_RATIOS else []
         parts.append(f"{relation.format('it' if parts else other)} ({'; '.join([*each[:MOST_RATIOS], *more])})")
-    text = " and ".join(parts)
-    reasons = [(t.batch, "; ".join(remarks.list_reasons(t))) for t, _ in slow]
-    if (given := next(((batch, why) for batch, why in reasons if why), None)) is None:
-        return text + "; the engine reports no reason"
-    at = f"at batch {given[0]}, " if len({why for _, why in reasons}) > 1 else ""
-    return f"{text}: {at}{given[1]}"
+    return " and ".join(parts)
+
+
+def _choose_reason(slow: list[tuple[TrialResult, stats.Speedup]]) -> str:
+    """Return the first reason that the engine gives, with its batch where they differ; "" without one."""
+    reasons = [(t.batch, "; ".join(remarks.list_reasons(t))) for t, _ in sorted(slow, key=lambda pair: pair[0].batch)]
+    batch, reason = next(((batch, why) for batch, why in reasons if why), (0, ""))
+    return f"at batch {batch}, {reason}" if reason and len({why for _, why in reasons}) > 1 else reason
+
+
+def _join_unexplained(texts: list[str]) -> str:
+    """Join the comparisons: what is not shown of the first, isn't of the second `nor` of the third."""
+    relation = f" is {NOT_SHOWN.format('')}"
+    alike = [text for text in texts if text.count(relation) == 1 and " and " not in text]
+    joined = ", nor ".join([*alike[:1], *(text.replace(relation, " than ") for text in alike[1:])])
+    every = [*filter(None, [joined]), *(text for text in texts if text not in alike)]
+    return f"{'; '.join(every)}; the {'engine reports' if len(texts) == 1 else 'engines report'}"
 
 
 def _choose_relation(gain: stats.Speedup) -> str:
@@ -256,7 +275,7 @@ def _choose_relation(gain: stats.Speedup) -> str:
         return "behind {} after one round, which proves nothing"
     if gain.verdict == stats.EQUIVALENT:
         return "no faster than {}"
-    return "slower than {}" if gain.verdict == stats.SLOWER or gain.high < 1 else "not shown to be faster than {}"
+    return "slower than {}" if gain.verdict == stats.SLOWER or gain.high < 1 else NOT_SHOWN
 
 
 def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: stats.Rule) -> stats.Speedup | None:
