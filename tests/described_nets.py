@@ -11,8 +11,7 @@ class Two(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
-    def forward(self, left, right):
-        return self.a(left).mean((2, 3)) - self.b(right).amax((2, 3))
+    def forward(self, left, right): return self.a(left).mean((2, 3)) - self.b(right).amax((2, 3))
 
 def two(): return Two()
 def two_inputs(): return torch.randn(2, 3, 16, 16), torch.randn(2, 3, 8, 8)
@@ -31,18 +30,15 @@ def tokens(): return Tokens()
 def tokens_inputs():
     return {"input_ids": torch.zeros(1, 12, dtype=torch.int64), "attention_mask": torch.ones(1, 12, dtype=torch.int64)}
 def bare(): return Tokens()
-
 def lstm(): return nn.LSTM(6, 5, batch_first=True)
 def lstm_inputs(): return torch.randn(3, 7, 6)
-
 def audio(): return nn.Sequential(nn.Conv1d(1, 4, 9, stride=4), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 3))
 
 class Keyword(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3)
-    def forward(self, *, pixels):
-        return self.conv(pixels).mean((2, 3))
+    def forward(self, *, pixels): return self.conv(pixels).mean((2, 3))
 def keyword(): return Keyword()
 
 @dataclass
@@ -103,8 +99,7 @@ class Rate(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv1d(1, 4, 9)
-    def forward(self, x, sr):
-        return self.conv(x).mean(2) * (sr / 16000)
+    def forward(self, x, sr): return self.conv(x).mean(2) * (sr / 16000)
 def rate(): return Rate()
 
 class Unbatched(nn.Module):
@@ -112,15 +107,13 @@ class Unbatched(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc, self.bias = nn.Linear(4, 4), nn.Parameter(torch.zeros(5))
-    def forward(self, x, table):
-        return self.fc(x) @ table.T + self.bias
+    def forward(self, x, table): return self.fc(x) @ table.T + self.bias
 def unbatched(): return Unbatched()
 def unbatched_inputs(): return torch.randn(5, 4), torch.randn(5, 4)
 
 class Fixed(nn.Module):
     """Takes the batch of its example alone."""
-    def forward(self, x):
-        return x.reshape(2, 6) * 2
+    def forward(self, x): return x.reshape(2, 6) * 2
 def fixed(): return Fixed()
 def fixed_inputs(): return torch.randn(2, 2, 3)
 '''

@@ -23,12 +23,10 @@ SOUND_RATE = 44_100
 MARKER_NET = f"""
 import torch
 
-
 class Marker(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.pool = torch.nn.AvgPool2d({CELL})
-
     def forward(self, x):
         score = self.pool(x[:, :1])[:, 0, 0] - self.pool(x[:, 2:])[:, 0, 0]
         count = score.shape[1]
@@ -36,9 +34,7 @@ class Marker(torch.nn.Module):
         side = torch.full_like(centre, {CELL})
         return torch.stack([centre, side / 2, side, side, score], 1)
 
-
-def net():
-    return Marker()
+def net(): return Marker()
 """
 
 
@@ -50,7 +46,6 @@ QUICK = ("--seconds", 0.05, "--warmup", 0.02)
 ROWS_NET = f"""
 import torch
 
-
 class Rows(torch.nn.Module):
     def forward(self, x):
         red = torch.nn.functional.avg_pool2d(x[:, :1] - x[:, 2:], {CELL}, ({CELL}, 4))[:, 0]
@@ -61,9 +56,7 @@ class Rows(torch.nn.Module):
         places = [each.reshape(1, -1).expand(count, -1) for each in (x, y, side, side)]
         return torch.stack([*places, red.reshape(count, -1)], 1)
 
-
-def net():
-    return Rows()
+def net(): return Rows()
 """
 
 

@@ -239,40 +239,25 @@ TIME_FIRST = """
 import torch
 from torch import nn
 
-
 class Recurrent(nn.Module):
     def __init__(self, last):
         super().__init__()
         torch.manual_seed(0)
         self.lstm, self.last = nn.LSTM(3, 5), last
-
     def forward(self, x):
         steps, (state, _) = self.lstm(x)
         return state[0] if self.last else steps
 
-
-def last():
-    return Recurrent(True)
-
-
-def steps():
-    return Recurrent(False)
-
-
-def last_inputs():
-    return torch.randn(7, 4, 3)
-
+def last(): return Recurrent(True)
+def steps(): return Recurrent(False)
+def last_inputs(): return torch.randn(7, 4, 3)
 
 steps_inputs = last_inputs
 
-
 class Merged(nn.Module):
-    def forward(self, image):
-        return image.mean((0, 2, 3), keepdim=True)
+    def forward(self, image): return image.mean((0, 2, 3), keepdim=True)
 
-
-def merged():
-    return Merged()
+def merged(): return Merged()
 """
 
 

@@ -79,11 +79,8 @@ def test_text_names_everything(command: Any, tmp_path: Path) -> None:
 COLOUR_NETS = """
 import torch
 
-
 class Colours(torch.nn.Module):
-    def forward(self, x):
-        return x.mean((2, 3))
-
+    def forward(self, x): return x.mean((2, 3))
 
 class Cells(torch.nn.Module):
     def forward(self, x):
@@ -94,13 +91,8 @@ class Cells(torch.nn.Module):
         places = [v.reshape(1, -1).expand(n, -1) for v in (x, y, torch.full_like(x, 16), torch.full_like(x, 16))]
         return torch.stack([*places, red.reshape(n, -1), blue.reshape(n, -1)], 1)
 
-
-def colours():
-    return Colours()
-
-
-def cells():
-    return Cells()
+def colours(): return Colours()
+def cells(): return Cells()
 """
 
 

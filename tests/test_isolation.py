@@ -134,11 +134,9 @@ from dyno.worker.backends.fake import Fake
 
 class Spy(Fake):
     name = "spy"
-
     def load(self, trial, artifact):
         self.path = list(sys.path)
         return super().load(trial, artifact)
-
     def probe(self):
         import json, os, record
         return {"path": sys.path, "record": record.__file__, "launcher": os.environ.get("DYNO_LAUNCHER", "")}

@@ -76,8 +76,7 @@ def test_batch_and_size_that_a_file_refuses(refused: Any, onnx_file: Path) -> No
 NET = """
 from torch import nn
 
-def net():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5))
+def net(): return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5))
 """
 
 

@@ -19,8 +19,7 @@ def net(num_classes=10, channels=3):
     body = [nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU(), nn.Conv2d(64, 64, 3, 1, 1), nn.ReLU()]
     return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes))
 
-def gray():
-    return net(10, 1)
+def gray(): return net(10, 1)
 """
 SIZE = 64
 

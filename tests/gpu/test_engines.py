@@ -27,11 +27,9 @@ class Hungry(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(1))
-    def forward(self, x):
-        return (x * self.scale).flatten(1).repeat(8_000_000 if x.is_cuda else 1, 1)[:1, :10]
+    def forward(self, x): return (x * self.scale).flatten(1).repeat(8_000_000 if x.is_cuda else 1, 1)[:1, :10]
 
-def net():
-    return Hungry()
+def net(): return Hungry()
 """
 
 

@@ -31,8 +31,7 @@ class Step(nn.Module):
             pass
         return x.relu()
 
-def net():
-    return nn.Sequential(*(Step() for _ in range(20)), nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
+def net(): return nn.Sequential(*(Step() for _ in range(20)), nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
 """
 
 

@@ -231,7 +231,6 @@ from dyno.worker.backends.fake import Fake
 
 class Scripted(Fake):
     name = "scripted"
-
     def load(self, trial, artifact):
 {lines}
         return super().load(trial, artifact)
@@ -294,19 +293,15 @@ from dyno.worker.backends.fake import Fake, FakeSession
 
 class Forking(Fake):
     name = "forking"
-
-    def load(self, trial, artifact):
-        return Session(trial)
+    def load(self, trial, artifact): return Session(trial)
 
 class Session(FakeSession):
     runs = 0
-
     def run(self, slot=0):
         super().run(slot)
         Session.runs += 1
         if Session.runs in (1, 4, 40):
             os.fork()
-
     def fetch(self, slot=0):
         with open(self.options["pids"], "a") as f:
             f.write(f"{os.getpid()}\\n")

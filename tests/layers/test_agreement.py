@@ -25,15 +25,13 @@ class Block(nn.Module):
         super().__init__()
         self.conv, self.bn = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
         self.relu = nn.ReLU(inplace=True)
-    def forward(self, x):
-        return self.relu(self.relu(self.bn(self.conv(x))) + x)
+    def forward(self, x): return self.relu(self.relu(self.bn(self.conv(x))) + x)
 
 class Gate(nn.Module):
     def __init__(self, channels):
         super().__init__()
         self.to_gate = nn.Conv2d(channels, channels, 1)
-    def forward(self, x):
-        return x * torch.sigmoid(self.to_gate(x))
+    def forward(self, x): return x * torch.sigmoid(self.to_gate(x))
 
 class Net(nn.Module):
     def __init__(self):
@@ -41,8 +39,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.stem, self.block, self.gate = nn.Conv2d(1, 8, 3), Block(8), Gate(8)
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
-    def forward(self, x):
-        return self.head(self.gate(self.block(self.stem(x))))
+    def forward(self, x): return self.head(self.gate(self.block(self.stem(x))))
 
 class Text(nn.Module):
     def __init__(self):
@@ -50,29 +47,23 @@ class Text(nn.Module):
         torch.manual_seed(0)
         self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 5)
         self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
-    def forward(self, ids):
-        return self.head(self.encoder(self.embedding(ids)).mean(1))
+    def forward(self, ids): return self.head(self.encoder(self.embedding(ids)).mean(1))
 
 class Shared(nn.Module):
     act = nn.SiLU()  # one for all, as in many detectors: each call has the first part's name
     def __init__(self, channels):
         super().__init__()
         self.conv, self.act = nn.Conv2d(channels, channels, 3, padding=1), Shared.act
-    def forward(self, x):
-        return self.act(self.conv(x))
+    def forward(self, x): return self.act(self.conv(x))
 
-def net():
-    return Net().eval()
-
-def text():
-    return Text().eval()
+def net(): return Net().eval()
+def text(): return Text().eval()
 
 def shared():
     torch.manual_seed(0)
     return nn.Sequential(Shared(1), Shared(1), nn.Upsample(scale_factor=2), Shared(1)).eval()
 
-def script():
-    return torch.jit.script(Net())
+def script(): return torch.jit.script(Net())
 """
 SIZE = ("--size", "16", "--channels", "1")
 

@@ -28,18 +28,14 @@ def net(channels=3):
     return nn.Sequential(nn.Conv2d(channels, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3),
                          nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
 
-def grey():
-    return net(1)
+def grey(): return net(1)
 
 class Broken(nn.Module):
     def forward(self, x):
         raise RuntimeError("it never works")
 
-def broken():
-    return Broken()
-
-def script():
-    return torch.jit.script(nn.Conv2d(3, 4, 3))
+def broken(): return Broken()
+def script(): return torch.jit.script(nn.Conv2d(3, 4, 3))
 """
 
 
@@ -169,28 +165,20 @@ class Tied(nn.Module):
         super().__init__()
         self.embed, self.out = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
         self.out.weight = self.embed.weight
-    def forward(self, ids):
-        return self.out(self.embed(ids)).softmax(-1)
+    def forward(self, ids): return self.out(self.embed(ids)).softmax(-1)
 
-def tied():
-    return Tied()
-
-def tied_inputs():
-    return {"ids": torch.ones(1, 7, dtype=torch.int64)}
+def tied(): return Tied()
+def tied_inputs(): return {"ids": torch.ones(1, 7, dtype=torch.int64)}
 
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = self.other = nn.Conv2d(3, 3, 3)
         self.act = nn.ReLU()
-    def forward(self, x):
-        return self.act(self.other(self.act(self.conv(x))))
+    def forward(self, x): return self.act(self.other(self.act(self.conv(x))))
 
-def twice():
-    return Twice()
-
-def nothing():
-    return nn.Sequential()
+def twice(): return Twice()
+def nothing(): return nn.Sequential()
 """
 
 
@@ -282,8 +270,7 @@ class Scored(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.fc, self.model = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
-    def forward(self, x, y):
-        return {"score": self.model(self.fc(x) @ y + 0 * x.amax())}
+    def forward(self, x, y): return {"score": self.model(self.fc(x) @ y + 0 * x.amax())}
 
 def make(): return Scored()
 def make_inputs(): return torch.zeros(1, 2, 8), torch.zeros(1, 8, 8)

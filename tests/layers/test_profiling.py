@@ -31,14 +31,10 @@ class Net(nn.Module):
         self.first = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
         self.slow = nn.Conv2d(8, 8, 25, padding=12)
         self.last = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
-    def forward(self, x):
-        return self.last(self.slow(self.first(x)))
+    def forward(self, x): return self.last(self.slow(self.first(x)))
 
-def net():
-    return Net()
-
-def script():
-    return torch.jit.script(Net())
+def net(): return Net()
+def script(): return torch.jit.script(Net())
 """
 
 

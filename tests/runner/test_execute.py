@@ -223,7 +223,6 @@ from dyno.worker.spec import Artifact, Recipe, Tensor
 
 class Made(Maker):
     name = "maker_for_tests:Made"
-
     def make(self, recipe, parent, folder):
         if recipe.options.get("fail"):
             raise ValueError("this graph can't be written")
@@ -237,12 +236,10 @@ class Made(Maker):
 class Reader(Fake):
     name = "maker_for_tests:Reader"
     options = (*Fake.options, "broken")
-
     def recipe(self, trial):
         options = {"fail": True} if trial.options.get("broken") else {}
         first = Recipe("maker_for_tests:Made", "bin", "fp32", trial.model, trial.dims, options)
         return Recipe("maker_for_tests:Made", "bin", trial.precision, trial.model, trial.dims, parent=first)
-
     def load(self, trial, artifact):
         assert Path(artifact.path).read_bytes() == b"made of made of nothing", artifact
         return super().load(trial, artifact)

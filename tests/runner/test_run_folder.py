@@ -147,8 +147,7 @@ def models(folder: str) -> list[dict[str, Any]]:
 CODE = """
 from torch import nn
 from parts import body
-def build():
-    return nn.Sequential(body(), nn.Flatten())
+def build(): return nn.Sequential(body(), nn.Flatten())
 """
 
 

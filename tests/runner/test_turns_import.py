@@ -32,15 +32,12 @@ MARKS = Path(os.environ["MARKS"])
 class Met(Fake):
     name = "met"
     options = (*Fake.options, "importing", "loading")
-
     def prepare(self, trial):
         super().prepare(trial)
         self._meet(trial, "importing")
-
     def load(self, trial, artifact):
         self._meet(trial, "loading")
         return FakeSession(trial)
-
     def _meet(self, trial, what):
         mark = MARKS / f"{what}.{trial.options['latency_ms']}"
         began = time.monotonic()

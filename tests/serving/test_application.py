@@ -32,7 +32,6 @@ class Net(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(4, 2, bias=False)
         self.layer.weight.data = torch.from_numpy(WEIGHT.copy())
-
     def forward(self, x):
         time.sleep(0.04)  # no exported graph has it
         return {"scores": self.layer(x), "ids": (torch.argmax(self.layer(x), 1),)}
@@ -40,12 +39,10 @@ class Net(torch.nn.Module):
 class Pipeline:
     def __init__(self):
         self.model = Net()
-
     def preprocess(self, request):
         time.sleep(0.05)
         self.request = list(request)
         return np.array([[request.pop(0) for _ in range(4)]], np.float32)  # the next pass gets the request whole again
-
     def postprocess(self, outputs):
         time.sleep(0.01)
         expected = np.array([self.request], np.float32) @ WEIGHT.T
@@ -53,11 +50,8 @@ class Pipeline:
         (ids,) = outputs["ids"]
         assert ids.dtype == torch.int64 and ids.tolist() == expected.argmax(1).tolist()
 
-def pipeline():
-    return Pipeline()
-
-def pipeline_requests():
-    return [[1, 2, 3, 4], [4, -3, 2, -1], [0, 0, 1, 0]]
+def pipeline(): return Pipeline()
+def pipeline_requests(): return [[1, 2, 3, 4], [4, -3, 2, -1], [0, 0, 1, 0]]
 """
 IMAGES = """
 import numpy as np
@@ -68,17 +62,11 @@ class Pipeline(torch.nn.Module):
     def __init__(self, size):
         super().__init__()
         self.size, self.layer = size, torch.nn.Conv2d(3, 2, 3)
-
-    def forward(self, image):
-        return self.layer(image).mean((2, 3))
-
-    def preprocess(self, path):
-        return Image.open(path).convert("RGB").resize((self.size, self.size))
-
+    def forward(self, image): return self.layer(image).mean((2, 3))
+    def preprocess(self, path): return Image.open(path).convert("RGB").resize((self.size, self.size))
     def predict(self, image):
         pixels = torch.from_numpy(np.asarray(image, np.float32) / 255).permute(2, 0, 1)
         return self(torch.stack([pixels, pixels.flip(2)])).mean(0)
-
     def postprocess(self, scores):
         yield scores.argmax().item()
 """
@@ -91,8 +79,7 @@ class Base:
     def preprocess(self, request): return np.ones((1, 4), np.float32)
     def postprocess(self, outputs): return outputs.sum()
 
-def helper(request):
-    return {}["missing"] if request == 2 else np.ones((1, 4), np.float32)
+def helper(request): return {}["missing"] if request == 2 else np.ones((1, 4), np.float32)
 
 class Raises(Base):
     def preprocess(self, request): return helper(request)
@@ -188,9 +175,9 @@ def test_photos_are_requests_and_predict_may_call_the_model_as_it_likes(
 
 
 @pytest.mark.parametrize(("name", "says"), [
-    ("Raises", "preprocess of app.py:Raises failed at app.py:11, request 2: KeyError: 'missing'"),
+    ("Raises", "preprocess of app.py:Raises failed at app.py:10, request 2: KeyError: 'missing'"),
     ("Misfits", "model of app.py:Misfits failed on 1x5 float32, request 1: RuntimeError: "),
-    ("Unread", "postprocess of app.py:Unread failed at app.py:18 on 1x2 float32, request 1: IndexError: "),
+    ("Unread", "postprocess of app.py:Unread failed at app.py:17 on 1x2 float32, request 1: IndexError: "),
     ("Changes", "the network gets inputs of 2 shapes or types, such as input 1x4 float32 and input 2x4 float32"),
     ("Text", "the network's input 'input' is a str; an engine takes tensors and arrays alone"),
     ("Idle", "predict of app.py:Idle doesn't call its model, so no engine can stand in"),

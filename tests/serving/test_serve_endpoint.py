@@ -25,8 +25,7 @@ NET = f"""
 import torch
 
 class Adder(torch.nn.Module):
-    def forward(self, image):
-        return image.sum((1, 2))
+    def forward(self, image): return image.sum((1, 2))
 
 def {kserve_server.MODEL}():
     return Adder()

@@ -25,11 +25,9 @@ from torch import nn
 
 FOLDER = Path({folder!r})
 
-
 def model(name):
     (FOLDER / name).write_text(str(os.getpid()))
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
 
 def meets(name, other):
     made = model(name)
@@ -38,14 +36,8 @@ def meets(name, other):
         time.sleep(0.02)
     return made
 
-
-def one():
-    return meets("one", "other")
-
-
-def other():
-    return meets("other", "one")
-
+def one(): return meets("one", "other")
+def other(): return meets("other", "one")
 
 def crashes():
     first = not (FOLDER / "crashes").exists()
@@ -54,13 +46,8 @@ def crashes():
         os.abort()
     return made
 
-
-def waits():
-    return meets("waits", "never")
-
-
-def too():
-    return meets("too", "never")
+def waits(): return meets("waits", "never")
+def too(): return meets("too", "never")
 """
 
 

@@ -264,11 +264,8 @@ def test_the_runtime_of_a_backend() -> None:
 NET = """
 import torch
 
-def build(width, depth=1):
-    return torch.nn.Sequential(*[torch.nn.Conv2d(3, width, 3) for _ in range(depth)])
-
-def other():
-    return torch.nn.ReLU()
+def build(width, depth=1): return torch.nn.Sequential(*[torch.nn.Conv2d(3, width, 3) for _ in range(depth)])
+def other(): return torch.nn.ReLU()
 
 def _hidden():
     ...

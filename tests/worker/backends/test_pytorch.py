@@ -38,20 +38,17 @@ class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
-    def forward(self, x):
-        return self.fc(self.conv.float()(x.float()).mean((2, 3)).to(x.dtype))
+    def forward(self, x): return self.fc(self.conv.float()(x.float()).mean((2, 3)).to(x.dtype))
 
 class Pixels(nn.Module):
     """Makes numbers in float32 whatever it is asked for."""
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3)
-    def forward(self, x):
-        return self.conv(x.float())
+    def forward(self, x): return self.conv(x.float())
 
 class Huge(nn.Module):
-    def forward(self, x):
-        return x.new_empty(1 << 46)
+    def forward(self, x): return x.new_empty(1 << 46)
 
 class Broken(nn.Module):
     """Breaks the graph in the middle."""
@@ -65,20 +62,17 @@ class Turned(nn.Module):
     def __init__(self):
         super().__init__()
         self.turn = nn.Parameter(torch.tensor([1j, 2j, 3j]))
-    def forward(self, x):
-        return torch.fft.ifft(torch.fft.fft(x.mean((2, 3))) * self.turn).real
+    def forward(self, x): return torch.fft.ifft(torch.fft.fft(x.mean((2, 3))) * self.turn).real
 
 class Spectrum(nn.Module):
-    def forward(self, x):
-        return torch.fft.fft(x.mean((2, 3))).conj()
+    def forward(self, x): return torch.fft.fft(x.mean((2, 3))).conj()
 
 class Partly(nn.Module):
     """Has a part that was scripted, which takes no hooks."""
     def __init__(self):
         super().__init__()
         self.conv, self.fc = torch.jit.script(nn.Conv2d(3, 4, 3)), nn.Linear(4, 2)
-    def forward(self, x):
-        return self.fc(self.conv(x).mean((2, 3)))
+    def forward(self, x): return self.fc(self.conv(x).mean((2, 3)))
 
 class Labels(nn.Module):
     def forward(self, x):

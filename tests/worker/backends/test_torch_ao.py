@@ -25,8 +25,7 @@ def mixed():
         nn.Flatten(), nn.Linear(4096, 10),
     )
 
-def convolutions():
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
+def convolutions(): return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
 """
 
 

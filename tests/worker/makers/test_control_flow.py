@@ -21,30 +21,21 @@ class Net(nn.Module):
     def __init__(self, way):
         super().__init__()
         self.a, self.b, self.way = nn.Conv2d(3, 10, 3), nn.Conv2d(3, 10, 3), way
-
-    def forward(self, x):
-        return getattr(self, self.way)(x).mean((2, 3))
-
+    def forward(self, x): return getattr(self, self.way)(x).mean((2, 3))
     def branch(self, x):
         if x.mean() > 0.3:
             return self.a(x)
         return self.b(x)
-
     def loop(self, x):
         for _ in range(int(x.abs().mean() * 3)):
             x = x + 1
         return self.a(x)
-
-    def numpy(self, x):
-        return self.a(x) * float(x.detach().numpy().max())
-
+    def numpy(self, x): return self.a(x) * float(x.detach().numpy().max())
     def shape(self, x):
         if x.shape[2] % 2:
             x = x[:, :, 1:]
         return self.a(x)
-
-    def chosen(self, x):
-        return torch.where(x.mean() > 0.3, self.a(x), self.b(x))
+    def chosen(self, x): return torch.where(x.mean() > 0.3, self.a(x), self.b(x))
 
 def branch(): return Net("branch")
 def loop(): return Net("loop")
@@ -57,7 +48,6 @@ class Scripted(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Conv2d(3, 10, 3), nn.Conv2d(3, 10, 3)
-
     def forward(self, x):
         if bool(x.mean() > 0.3):
             y = self.a(x)
@@ -77,9 +67,9 @@ def nets(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("function", "line"),
     [
-        ("branch", "`if x.mean() > 0.3:` (nets.py, line 14)"),
-        pytest.param("loop", "`for _ in range(int(x.abs().mean() * 3)):` (nets.py, line 19)", marks=pytest.mark.slow),
-        pytest.param("numpy", "nets.py, line 24", marks=pytest.mark.slow),
+        ("branch", "`if x.mean() > 0.3:` (nets.py, line 11)"),
+        pytest.param("loop", "`for _ in range(int(x.abs().mean() * 3)):` (nets.py, line 15)", marks=pytest.mark.slow),
+        pytest.param("numpy", "nets.py, line 18", marks=pytest.mark.slow),
     ],
 )
 def test_no_graph_is_written_of_one_way_of_several(dyno: Any, nets: Path, function: str, line: str) -> None:

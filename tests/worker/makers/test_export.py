@@ -58,16 +58,14 @@ class Several(nn.Module):
 
 class Each(nn.Module):
     """A result for each image, as torchvision's detectors give them."""
-    def forward(self, x):
-        return [{"mean": image.mean()} for image in x]
+    def forward(self, x): return [{"mean": image.mean()} for image in x]
 
 class Bent(nn.Module):
     """Deformable convolutions are in ONNX from opset 19 on."""
     def __init__(self):
         super().__init__()
         self.conv, self.offsets = ops.DeformConv2d(3, 4, 3), nn.Conv2d(3, 18, 3)
-    def forward(self, x):
-        return self.conv(x, self.offsets(x))
+    def forward(self, x): return self.conv(x, self.offsets(x))
 
 class Counting(nn.Module):
     """Keeps something of each call."""
@@ -80,13 +78,11 @@ class Counting(nn.Module):
 
 class Shifting(nn.Module):
     """Writes into its input."""
-    def forward(self, x):
-        return x.sub_(0.5).mean((2, 3))
+    def forward(self, x): return x.sub_(0.5).mean((2, 3))
 
 class Halved(nn.Module):
     """Returns what numpy has no type for."""
-    def forward(self, x):
-        return x.mean((2, 3)).bfloat16()
+    def forward(self, x): return x.mean((2, 3)).bfloat16()
 
 def shifting(): return Shifting()
 def halved(): return Halved()

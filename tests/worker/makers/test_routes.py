@@ -32,7 +32,6 @@ class Net(nn.Module):
         super().__init__()
         self.token, self.patch = nn.Parameter(torch.randn(1, 1, 16)), nn.Conv2d(3, 16, 8, 8)
         self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 10)
-
     def forward(self, x):
         x = self.patch(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
@@ -40,8 +39,7 @@ class Net(nn.Module):
         x = nn.functional.scaled_dot_product_attention(q, k, v)
         return self.head(x.transpose(1, 2).flatten(2)[:, 0])
 
-def net():
-    return Net()
+def net(): return Net()
 """
 
 

@@ -29,23 +29,17 @@ PLANTED = """
 from dyno.worker.nets.model_source import BuildCode, ModelSource
 from dyno.worker.spec import Preprocess
 
-
 class Planted(ModelSource):
     name = "planted"
     form = "planted:OUTPUTS"
     takes_image = True
-
     def build(self, model, rest, dims, state):
         import torch
 
         return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, int(rest)))
-
-    def read_image_config(self, model, rest):
-        return Preprocess((0.0,) * 3, (1.0,) * 3), (4, 6)
-
+    def read_image_config(self, model, rest): return Preprocess((0.0,) * 3, (1.0,) * 3), (4, 6)
     def write_code(self, model, rest, network, dims, classes):
         return BuildCode((), "", f"return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, {rest}))")
-
 
 PLANTED = Planted()
 """
@@ -473,11 +467,8 @@ def late():
     import beside_late
     return beside_late.THREE
 
-def computed(name):
-    return importlib.import_module(name)
-
-def through(library, name):
-    return library(name)
+def computed(name): return importlib.import_module(name)
+def through(library, name): return library(name)
 """
 
 

@@ -102,8 +102,7 @@ def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     code = f"""
 import os, torch
 class Trap:
-    def __reduce__(self):
-        return os.system, ("touch {tmp_path}/ran",)
+    def __reduce__(self): return os.system, ("touch {tmp_path}/ran",)
 torch.save({{"model": Trap()}}, "{tmp_path}/trap.pt")
 from dyno.worker.nets import models
 from dyno.worker.spec import ModelSpec, UserError

@@ -32,19 +32,13 @@ class Two(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(1, 4, 3, 4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3))
         self.head, self.extra = nn.Linear(256, num_classes), nn.Linear(256, num_classes)
-
     def forward(self, x):
         x = self.body(x)
         return (self.head(x), self.extra(x)) if self.training else self.head(x)
 
-def two(num_classes=10):
-    return Two(num_classes)
-
-def seven():
-    return nn.Sequential(nn.Flatten(), nn.Linear(1024, 7))
-
-def picture():
-    return nn.Conv2d(1, 10, 3)
+def two(num_classes=10): return Two(num_classes)
+def seven(): return nn.Sequential(nn.Flatten(), nn.Linear(1024, 7))
+def picture(): return nn.Conv2d(1, 10, 3)
 """
 
 
