@@ -139,8 +139,7 @@ def fake_study() -> Callable[..., Study]:
 def check_json(words: list[str], out: str) -> None:
     """Compare what a command printed in JSON with the schema that `--schema` prints for it."""
     if " --format json" in f" {' '.join(words)}" and out.startswith("{"):
-        command = " ".join(words[: 1 + (words[0] in app.GROUPS)])
-        make_validator(command).validate(json.loads(out))
+        make_validator(" ".join(words[: 1 + (words[0] in app.GROUPS)])).validate(json.loads(out))
 
 
 @lru_cache

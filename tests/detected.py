@@ -71,8 +71,7 @@ def found(truth: Truth, *, shift: float = 0.0, missed: float = 0.0, seed: int = 
 
 def run_lengths(mask: np.ndarray) -> np.ndarray:
     """COCO's uncompressed counts of a mask, down the columns, zeros first."""
-    flat = np.r_[0, mask.reshape(-1, order="F"), 2]
-    ends = np.flatnonzero(np.diff(flat))
+    ends = np.flatnonzero(np.diff(np.r_[0, mask.reshape(-1, order="F"), 2]))
     return np.diff(np.r_[0, ends]) if mask.any() else np.array([mask.size])
 
 

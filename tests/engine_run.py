@@ -55,8 +55,7 @@ def write(folder: Path, medians: dict[tuple[str, str, str], float], **changes: A
     there = folder / "trials" / ran.id / "r0"
     there.mkdir(parents=True)
     write_json(there / "job.json", to_json(Job("run", ran.runtime, ran, artifact=engine)))
-    arrays = {"_".join(key): np.full(9, value) for key, value in medians.items()}
-    np.savez(there / "samples.npz", **arrays)
+    np.savez(there / "samples.npz", **{"_".join(key): np.full(9, value) for key, value in medians.items()})
     measured = [Measurement(k[0], "s", "duration", None, "_".join(k), k[1], k[2]) for k in medians]
     rate = Measurement("throughput", "1/s", "rate", RATE, "", "throughput", "host")
     said = {"options": {"graph": changes.get("graph", True), "slots": 3}, "timed": {"model": [100.0, 103.0]}}

@@ -156,8 +156,7 @@ def command(
     `program` is what Python is given in front of the words: `-m dyno`, or `-c` and some code.
     """
     with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as err:
-        process = Forked(path, [*program, *words], str(cwd), env, (out.fileno(), err.fileno()))
-        code = process.wait(timeout)
+        code = Forked(path, [*program, *words], str(cwd), env, (out.fileno(), err.fileno())).wait(timeout)
         said = []
         for file in (out, err):
             file.seek(0)

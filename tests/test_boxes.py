@@ -304,8 +304,7 @@ def test_torchvision_s_detectors_run_one_image_at_a_time_and_as_onnx(
     call: Any, refused: Any, tmp_path: Path, unreported: None
 ) -> None:
     name = "torchvision:fasterrcnn_mobilenet_v3_large_320_fpn"
-    line = refused("run", name, "--batch", "1,8", "--dry-run")
-    assert "one image at a time; omit the batch, 8" in line
+    assert "one image at a time; omit the batch, 8" in refused("run", name, "--batch", "1,8", "--dry-run")
     drawn.photographs(tmp_path / "photos", count=5, height=64, width=64, block=8)
     words = [*QUICK_SUPPRESSED, "--size", 96, "--batch", 1, "--data", tmp_path / "photos", "--out", tmp_path / "run"]
     call("run", name, *words, "--backend", "pytorch,onnxruntime", code=0)

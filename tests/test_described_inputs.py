@@ -62,8 +62,7 @@ def test_every_engine_runs_it_and_agrees(
         assert found[engine].keys() == found["pytorch"].keys()
         for output, want in found["pytorch"].items():
             np.testing.assert_allclose(found[engine][output], want, 1e-3, 1e-4)
-    fed = {trial.facts.inputs_sha256 for trial in dyno.load("r").records}
-    assert len(fed) == 1
+    assert len({trial.facts.inputs_sha256 for trial in dyno.load("r").records}) == 1
 
 
 def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Any, nets: Path) -> None:
@@ -140,8 +139,7 @@ def test_an_array_named_input_is_that_of_a_single_input_of_another_name(call: An
 
 
 def test_arrays_of_a_file_are_what_is_fed(call: Any, nets: Path) -> None:
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((4, 1, 400)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((4, 1, 400)).astype(np.float32)
     np.savez("feeds.npz", x=x)
     words = ("--input", "feeds.npz", "--input", "sr=16000", "--batch", 2)
     call("run", "nets.py:rate", "--backend", "pytorch", *QUICK, *words, "--out", "r", code=0)

@@ -81,8 +81,7 @@ def test_folders_of_a_run_that_are_links_are_refused(golden: Path, tmp_path: Pat
     shutil.rmtree(golden / "charts", ignore_errors=True)
     (golden / "charts").symlink_to(tmp_path / "elsewhere")
     assert "charts is a symbolic link" in refused("report", golden)
-    trial = next((golden / "trials").iterdir())
-    (trial / "r9").symlink_to(tmp_path / "elsewhere")
+    (next((golden / "trials").iterdir()) / "r9").symlink_to(tmp_path / "elsewhere")
     refuses("r9 is a symbolic link", refuse_links, golden, ("trials",))
     assert not list((tmp_path / "elsewhere").iterdir())
 

@@ -249,8 +249,7 @@ def test_weights_of_four_bits_are_named_and_so_is_what_is_computed_in(call: Any,
     node = h.make_node("MatMulNBits", ["x", "q", "s"], ["y"], domain="com.microsoft", K=64, N=64, bits=4,
                        block_size=32, accuracy_level=level)  # fmt: skip
     stored = [numpy_helper.from_array(packed, "q"), numpy_helper.from_array(scale.ravel(), "s")]
-    model = from_x([node], stored, "y")
-    (row, other) = measured(call, model)
+    (row, other) = measured(call, from_x([node], stored, "y"))
     x = rng.standard_normal((4, 64)).astype(np.float32)
     exact = x @ (values * scale).reshape(64, 64).T
     (y,) = onnxruntime.InferenceSession("net.onnx", providers=["CPUExecutionProvider"]).run(None, {"x": x})

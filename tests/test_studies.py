@@ -49,5 +49,4 @@ def test_on_a_cpu_a_study_runs_small(root: Path, dyno: Any, tmp_path: Path) -> N
         rows = list(csv.DictReader(f))
     (row,) = rows
     assert float(row["share"]) > 0 and float(row["gflop"]) > 0.01
-    shown = dyno("show", tmp_path / "run", "--table", "sizes")
-    assert shown.stdout.startswith("Sizes and batches\n")
+    assert dyno("show", tmp_path / "run", "--table", "sizes").stdout.startswith("Sizes and batches\n")

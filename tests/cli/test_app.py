@@ -186,8 +186,7 @@ def test_usual_names_of_options_are_accepted(call: Any) -> None:
 def test_the_commands_are_these(call: Any) -> None:
     _, out, _ = call("--help", code=0)
     assert len(out.splitlines()) <= 40 and out.count("\n  dyno ") == 4
-    panels = out.partition("\nMeasure:")[2]
-    assert re.findall(r"^  ([\w-]+)  ", panels, re.M) == COMMANDS, "a line for each"
+    assert re.findall(r"^  ([\w-]+)  ", out.partition("\nMeasure:")[2], re.M) == COMMANDS, "a line for each"
     assert "--version" in call("--help-all")[1]
 
 

@@ -115,8 +115,7 @@ def test_the_training_images_are_decoded_when_they_are_asked_for(tmp_path: Path,
     without = arrays(make(folder, calibration=6))
     assert "train" not in without
     assert len(without["images"]) == 12
-    other = fill(tmp_path / "other", {"": 5}, seed=50)
-    found = arrays(make(folder, calibration=other, train=True))
+    found = arrays(make(folder, calibration=fill(tmp_path / "other", {"": 5}, seed=50), train=True))
     assert (len(found["train"]), len(found["calibration"])) == (16, 5)
     assert not set(found["calibration"]) & set(found["train"])
     refuses("has no train/; put the training images there", make, folder / "train", train=True)
@@ -145,8 +144,7 @@ def test_pixels_are_torchvision_s(tmp_path: Path, width: int, height: int, crop:
     theirs = transforms.Compose([transforms.Resize(int(crop * resize + 1e-6)), transforms.CenterCrop(crop)])
     with Image.open(path) as image:
         wanted = np.asarray(theirs(image.convert("RGB"))).transpose(2, 0, 1)
-    mine = Transform((crop, crop), Preprocess(resize=resize), 3).read(path)
-    assert np.array_equal(mine, wanted)
+    assert np.array_equal(Transform((crop, crop), Preprocess(resize=resize), 3).read(path), wanted)
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet50", "inception_v3"])
@@ -190,8 +188,7 @@ def test_formats_and_colours(tmp_path: Path, make: Any) -> None:
 
 
 def test_grey_images(tmp_path: Path) -> None:
-    deep = np.full((20, 20), 0x8040, np.uint16)
-    Image.fromarray(deep).save(tmp_path / "deep.png")
+    Image.fromarray(np.full((20, 20), 0x8040, np.uint16)).save(tmp_path / "deep.png")
     Image.new("RGB", (20, 20), (0, 255, 0)).save(tmp_path / "green.png")
     Image.fromarray(np.ones((20, 20), np.float32)).save(tmp_path / "float.tiff")
     grey, colour = Transform((8, 8), STRAIGHT, 1), Transform((8, 8), STRAIGHT, 3)

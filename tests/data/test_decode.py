@@ -263,5 +263,4 @@ def test_threads_alone_decode_where_processes_would_not_pay(
     monkeypatch.setattr(decode, "WORTH_S", worth_s)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(decode, "decode_rows", lambda *_: pytest.fail("processes were started"))
-    transform = Transform((48, 40), Preprocess(), 3)
-    assert len(plain(decode.decode_images(photos, transform))) == COUNT
+    assert len(plain(decode.decode_images(photos, Transform((48, 40), Preprocess(), 3)))) == COUNT

@@ -94,8 +94,7 @@ def test_of_folders_with_the_same_names_the_one_is_taken_that_the_file_is_named_
         for k in range(2):
             Image.new("RGB", (40, 30), (shade + k, 0, 0)).save(tmp_path / part / f"{k}.png")
     (tmp_path / "train.csv").write_text("id,label\n0.png,a\n1.png,b\n")
-    pixels = np.load(Path(load(tmp_path).folder) / "images.npy")[:, 0, 0, 0]
-    assert sorted(pixels.tolist()) == [10, 11]
+    assert sorted(np.load(Path(load(tmp_path).folder) / "images.npy")[:, 0, 0, 0].tolist()) == [10, 11]
     (tmp_path / "train.csv").rename(tmp_path / "labels.csv")
     line = "image 0.png of labels.csv may be test_images/0.png and train_images/0.png; write it in labels.csv as one of"
     refuses(line, load, tmp_path / "labels.csv")

@@ -181,8 +181,7 @@ def test_a_turned_image_is_read_upright(yolo: Any, make: Any) -> None:
         image.rotate(90, expand=True).save(path, exif=exif, quality=95)
     data = make(folder)
     assert np.load(Path(data.folder, "sizes.npy"))[0].tolist() == [64, 96]
-    images = np.load(Path(data.folder, "images.npy"))
-    assert (images[0, :, 5] == 114).all(), "wider than high: grey above"
+    assert (np.load(Path(data.folder, "images.npy"))[0, :, 5] == 114).all(), "wider than high: grey above"
 
 
 def test_a_corrupt_image_in_the_middle(yolo: Any, make: Any) -> None:

@@ -121,8 +121,7 @@ def test_without_memory_for_all_rounds_one_follows_the_other(
 
     wrap(monkeypatch, seen)
     monkeypatch.setattr(nvml, "read_available", lambda: nvml.UNKNOWN_B)
-    company = measure(fake_study(threads=0), tmp_path, Log())
-    assert len(company.places) == 2 and set(alive) == {2}
+    assert len(measure(fake_study(threads=0), tmp_path, Log()).places) == 2 and set(alive) == {2}
 
 
 def test_the_study_goes_on_without_a_device_whose_process_dies(

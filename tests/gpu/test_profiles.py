@@ -88,8 +88,7 @@ def test_tensorrt_s_layers_have_times_types_and_the_module_s_names(trt: Any, hea
     assert len(engines) == 2 and len(lines) == 3
     products = {"0.0", "1.0", "2", "5"}
     for form, rows in engines.items():
-        named = set(" ".join(row["modules"] or "" for row in rows).split())
-        assert products <= named, (form, rows)
+        assert products <= set(" ".join(row["modules"] or "" for row in rows).split()), (form, rows)
         assert (rows[0]["modules"] or "").split()[0] == "1.0" and rows[0]["kernel"], (form, rows[0])
         assert sum(row["share"] for row in rows) == pytest.approx(100)
         assert all(row["type"] for row in rows), "the profiler's names are the inspector's"

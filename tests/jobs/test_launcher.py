@@ -254,8 +254,7 @@ def test_children_of_a_job_end_with_it(fake_trial: Any, tmp_path: Path, times_ou
     if fail == "hang":
         times_out_when(lambda: read_stage(tmp_path / "job") == STAGES["run"])
     trial = scripted(fake_trial, tmp_path, CHILD, pids=str(tmp_path / "pid"), fail=fail)
-    record = run(trial, tmp_path / "job")
-    assert record.status == {"": "ok", "killed": "crashed", "hang": "timeout"}[fail]
+    assert run(trial, tmp_path / "job").status == {"": "ok", "killed": "crashed", "hang": "timeout"}[fail]
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -479,8 +478,7 @@ def test_a_full_disk_says_nothing_about_the_trial(fake_trial: Any, tmp_path: Pat
 
 def test_reasons_are_one_line(fake_trial: Any, tmp_path: Path) -> None:
     trial = scripted(fake_trial, tmp_path, r"raise ValueError('\n\n  first line\nsecond line')")
-    record = run(trial, tmp_path / "r0")
-    assert record.reason == "ValueError: first line"
+    assert run(trial, tmp_path / "r0").reason == "ValueError: first line"
     assert "second line" in (tmp_path / "r0/stderr.log").read_text()
 
 

@@ -227,8 +227,7 @@ def test_a_part_that_is_called_twice_has_its_weights_once_in_every_form() -> Non
         layer("c1", "Conv", "x", "t1", parameters=10, modules=("conv",)),
         layer("c2", "Conv", "t1", "t2", parameters=10, shared=10, modules=("conv",)),
     )
-    forms = [module, graph]
-    table = tables.align_forms(FormSet(forms), [0, 1])
+    table = tables.align_forms(FormSet([module, graph]), [0, 1])
     assert [(row["parameters_a"], row["parameters_b"]) for row in table.rows] == [(10, 10), (None, None), (5, None)]
     assert "nodes has 5 fewer parameters than modules: all of them in unused." in table.notes
 
@@ -320,21 +319,18 @@ def test_a_layer_that_multiplies_goes_to_the_product_among_nodes_that_nothing_na
         LAYERS, layer("a", "Relu", "x", "a", nodes=("a",)), layer("seq", "GRU", "a", "k", computes_in="float32"),
         layer("b", "Relu", "k", "b", nodes=("b",)),
     )  # fmt: skip
-    found = names(module, graph, engine)
-    assert (["gru"], ["g"], ["seq"]) in found
+    assert (["gru"], ["g"], ["seq"]) in names(module, graph, engine)
 
 
 def test_what_is_only_in_an_engine_of_several_has_no_known_counterpart() -> None:
     graph = form(NODES, layer("n", "Conv", "x", "y", flops=9))
     own = layer("odd", "Odd", "p", "q"), layer("n", "Conv", "x", "y")
     forms = [graph, form(LAYERS, *own, library="one"), form(LAYERS, own[1], library="two")]
-    remarks = {row["b"]: row["remark"] for row in rows(*forms)}
-    assert remarks["odd"] == "counterpart unknown"
+    assert {row["b"]: row["remark"] for row in rows(*forms)}["odd"] == "counterpart unknown"
 
 
 def test_a_part_whose_weights_another_one_uses_is_not_run_by_itself() -> None:
     module = form(MODULES, layer("a", "Attention", "", "0", flops=9),
                   Layer(name="a.out", type="Linear", parameters=9, skipped=True))  # fmt: skip
     graph = form(NODES, layer("n", "MatMul", "x", "y", flops=9, parameters=9, modules=("a",)))
-    remarks = {row["a"]: row["remark"] for row in rows(module, graph)}
-    assert remarks["a.out"] == "not run by itself"
+    assert {row["a"]: row["remark"] for row in rows(module, graph)}["a.out"] == "not run by itself"

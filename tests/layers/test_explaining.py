@@ -52,8 +52,7 @@ def causes_of(found: dict[str, Any]) -> dict[str, str]:
 )
 def test_a_module_and_an_engine(call: Any, model: str, size: int, engine: str) -> None:
     pytest.importorskip(model.partition(":")[0])
-    found = explained(call, model, "pytorch", engine, "--size", size, "--top", 0, *QUICK)
-    causes = causes_of(found)
+    causes = causes_of(explained(call, model, "pytorch", engine, "--size", size, "--top", 0, *QUICK))
     assert set(causes.values()) <= {
         "another kernel", "fused or left out in B", "a separate layer in B", "conversions of types and layouts",
         "the model's own code, and calling its parts",
@@ -105,8 +104,7 @@ def test_from_python_with_two_files_and_two_builds_of_one_engine(
 def test_int8_is_told_by_its_types(call: Any, net: str, tmp_path: Path) -> None:
     photographs(tmp_path / "images", count=8, height=32, width=32)
     sides = ("onnxruntime", "onnxruntime/int8", "--size", 32, "--calibration", "images", "--top", 0)
-    found = explained(call, net, *sides, *QUICK)
-    causes = causes_of(found)
+    causes = causes_of(explained(call, net, *sides, *QUICK))
     assert next(causes[names] for names in causes if "3" in names.split()) == "a narrower type in B"
     assert "conversions of types and layouts" in causes.values()
 
@@ -127,8 +125,7 @@ def test_two_trials_of_a_run(call: Any, refused: Any, dyno: Any, net: str) -> No
     page = Path("r/report.html").read_text(encoding="utf-8")
     assert done.returncode == 0 and "Why is it faster, or not: 2 explained" in page, done.stderr
     assert page.count('<details class="layer-graph">') == 2 and page.count("cytoscape.js-dagre") == 1
-    damaged = next(Path("r/explained").glob("*--*.json"))
-    damaged.write_text("{", encoding="utf-8")
+    next(Path("r/explained").glob("*--*.json")).write_text("{", encoding="utf-8")
     assert dyno("report", "r", env=whole).returncode == 0
     assert "can&#39;t be read" in Path("r/report.html").read_text(encoding="utf-8")
     said = refused("explain", "r", "pytorch", "openvino")
@@ -176,8 +173,7 @@ def test_prescriptions_are_trials_beside_b(call: Any, net: str, tmp_path: Path) 
     rows = found["tables"]["prescriptions"]["rows"]
     assert rows, "small layers have conversions around them"
     (folder,) = (tmp_path / "runs" / "explain").iterdir()
-    trials = dyno.load(folder).to_pandas()
-    assert len(trials) >= len(rows) + 2, "A, B and each variant"
+    assert len(dyno.load(folder).to_pandas()) >= len(rows) + 2, "A, B and each variant"
     for row in rows:
         assert row["cost_us"] > 0 and (row["speedup"] or row["verdict"]), row
         assert (row["kept"] == "yes") == (row["verdict"] == "faster" and row["outputs"] == "agree"), row

@@ -94,8 +94,7 @@ def test_an_engine_built_without_a_gpu_is_read_without_one(call: Any, net: str, 
     pytest.importorskip("tensorrt_rtx")
     assert call("export", net, "--size", "16", "-o", "n.onnx")[0] == 0
     assert call("export", "n.onnx", "--backend", "tensorrt_rtx", "-o", "n.engine")[0] == 0
-    found = tables(call, "n.onnx", "n.engine")
-    rows = [row for row in found["aligned"]["rows"] if row["flops"]]
+    rows = [row for row in tables(call, "n.onnx", "n.engine")["aligned"]["rows"] if row["flops"]]
     assert len(rows) == 3 and all(row["b"] for row in rows)
     (tmp_path / "n.engine").write_bytes((tmp_path / "n.engine").read_bytes() + b"more")  # the listing is of another
     assert given._read_listing(tmp_path / "n.engine") is None

@@ -97,8 +97,7 @@ def test_a_file_runs_in_its_usual_backend_by_the_names_in_it(call: Any, net: str
     assert list(alone) == ["ONNX"] and list(asked) == ["OpenVINO"]
     (tmp_path / "copy.onnx").write_bytes((tmp_path / "n.onnx").read_bytes())
     _, lines = tables(call, "n.onnx", "copy.onnx", "n.onnx")
-    titles = [line["form"].partition(", ")[2] for line in lines]
-    assert titles == ["n.onnx", "copy.onnx", "n.onnx (2)"]
+    assert [line["form"].partition(", ")[2] for line in lines] == ["n.onnx", "copy.onnx", "n.onnx (2)"]
     assert alone["ONNX"][0]["modules"] == asked["OpenVINO"][0]["modules"] == "slow"
 
 

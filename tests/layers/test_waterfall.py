@@ -231,8 +231,7 @@ def test_quiet_runs_have_no_interruption_by_rounding() -> None:
     """The mean of two processes' sums is another number than the sum of their layers' means."""
     up, down = [1.1e-6 * k for k in range(1, 8)], [1.3e-6 * k for k in range(7, 0, -1)]
     quiet = [Times(np.full(50, 1e-3), np.full(50, 1e-3), np.tile(layers, (50, 1))) for layers in (up, down)]
-    found = waterfall._make_estimates(quiet)
-    assert not found.interrupted.any()
+    assert not waterfall._make_estimates(quiet).interrupted.any()
 
 
 def test_sentences_say_what_to_act_on() -> None:

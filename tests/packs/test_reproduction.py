@@ -221,6 +221,5 @@ def test_a_study_runs_again(fake_study: Callable[..., Study], call: Any, tmp_pat
     dyno.run(study, tmp_path / "net", quiet=True)
     code, out, err = call("reproduce", dyno.pack(tmp_path / "net", tmp_path / "net.zip"), "-y")
     assert code in (0, 1, 3), err
-    again = Study.from_toml("runs/net-reproduced/study.toml")
-    assert again == study and "What differs: nothing" in out
+    assert Study.from_toml("runs/net-reproduced/study.toml") == study and "What differs: nothing" in out
     assert re.search(r"fake@latency_ms=4 fp32 over fake@latency_ms=1 fp32: ", out)

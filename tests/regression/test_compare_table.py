@@ -157,8 +157,7 @@ def test_self_tests_of_the_machine_tell_what_differs_between_sessions(tmp_path: 
 def test_the_ratio_is_that_of_the_rounds_medians(judge: Any, tmp_path: Path) -> None:
     first = judge(*changed(seconds=0.005, spread=0.05)).to_pandas().iloc[0]
     a, b = (load_run(tmp_path / name).trials[0].medians("model") for name in "ab")
-    ratio = np.exp(np.mean(np.log(b)) - np.mean(np.log(a)))
-    assert first["ratio"] == pytest.approx(ratio)
+    assert first["ratio"] == pytest.approx(np.exp(np.mean(np.log(b)) - np.mean(np.log(a))))
     assert first["boundary"] == "model"
 
 
@@ -237,8 +236,7 @@ def test_gained_accuracy_is_no_failure(judge: Any) -> None:
 
 
 def test_outputs_that_no_longer_agree_fail_when_asked(judge: Any, tmp_path: Path) -> None:
-    ways = changed(flips=0.01)
-    first = judge(*ways).to_pandas().iloc[0]
+    first = judge(*changed(flips=0.01)).to_pandas().iloc[0]
     assert 0 < first["close"] < 0.9
     assert first["failed"] == ""
     runs = load_run(tmp_path / "a"), load_run(tmp_path / "b")
@@ -359,8 +357,7 @@ def test_what_is_asked_for_is_refused_where_it_differs(tmp_path: Path, edit: Any
     edit_jobs(b, edit)
     if words == "different weights":  # nothing ran, so there are no facts to tell
         for path in b.glob("trials/*/r*/record.json"):
-            record = json.loads(path.read_text())
-            write_json(path, {**record, "status": "failed", "facts": {}})
+            write_json(path, {**json.loads(path.read_text()), "status": "failed", "facts": {}})
     refuses(f"can't be compared: {words}", dyno.compare, a, b)
 
 

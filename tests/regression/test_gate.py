@@ -153,8 +153,7 @@ class Runner:
     """Does of a composite action what needs no network: the `run` steps, with expressions filled in."""
 
     def __init__(self, root: Path, folder: Path, **inputs: str) -> None:
-        yaml = pytest.importorskip("yaml")
-        self.action = yaml.safe_load((root / "action" / "action.yml").read_text())
+        self.action = pytest.importorskip("yaml").safe_load((root / "action" / "action.yml").read_text())
         known = {name: str(each.get("default", "")) for name, each in self.action["inputs"].items()}
         assert inputs.keys() <= known.keys()
         self.values = {f"inputs.{name}": value for name, value in {**known, **inputs}.items()}

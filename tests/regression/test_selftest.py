@@ -142,8 +142,7 @@ def test_self_tests_that_measured_the_same_are_sessions() -> None:
     assert found.session_spread == pytest.approx(logs.std(ddof=1))
     assert "The 3 self-tests of this kind differ by 1.5 %" in " ".join(report_self_test.list_sentences(found))
     trials = [cast(TrialResult, SimpleNamespace(device="cpu"))]
-    early = Results(Path("run"), trials, self_test=SelfTest(first).summary())
-    renewed = self_test.renew(early).self_test
+    renewed = self_test.renew(Results(Path("run"), trials, self_test=SelfTest(first).summary())).self_test
     assert renewed is not None and renewed.sessions == 3
     other = replace(renewed, machine={}, sessions=1)
     assert self_test.renew(Results(Path("run"), trials, self_test=other)).self_test == other

@@ -267,8 +267,7 @@ def test_the_report_has_the_gpu_over_time(tmp_path: Path) -> None:
             for b, s in (("pytorch", 0.004), ("tensorrt", 0.001), ("a", 0.002), ("b", 0.003), ("c", 0.005))
             for n in (1, 8)]  # fmt: skip
     found = results(tmp_path, *ways, samples=50)
-    figure = over_time.over_time(trial_table.read_trials(found))
-    memory, utilisation, *_, strip = figure.axes
+    memory, utilisation, *_, strip = over_time.over_time(trial_table.read_trials(found)).axes
     names = [line.get_label() for line in memory.lines]
     assert names == ["pytorch fp32", "tensorrt fp32", "a fp32", "b fp32"]  # the reference, then the fastest
     assert memory.lines[0].get_ydata().max() == pytest.approx(2.5)

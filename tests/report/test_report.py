@@ -134,8 +134,7 @@ def test_charts_and_csv_lie_beside_it(written: Path, demo: Results) -> None:
 
 
 def test_every_name_is_escaped(hostile_names: Results, tmp_path: Path) -> None:
-    path = report.write_report([trial_table.read_trials(hostile_names)], tmp_path)
-    page = Page(path)
+    page = Page(report.write_report([trial_table.read_trials(hostile_names)], tmp_path))
     assert page.tags.count("script") == 2
     assert "img" not in page.tags
     assert "b" not in page.tags
@@ -151,8 +150,7 @@ def test_several_runs_are_sections_of_one_page(demo: Results, hostile_names: Res
     assert {"run1", "run2", "run2-tables"} <= set(ids)
     assert "2 runs" in page.text and "dyno compare A B" in page.text
     assert len(ids) == len(set(ids))
-    table = pd.read_csv(tmp_path / "results.csv")
-    assert table["run"].unique().tolist() == ["demo", "hostile"]
+    assert pd.read_csv(tmp_path / "results.csv")["run"].unique().tolist() == ["demo", "hostile"]
     assert (tmp_path / "charts" / "hostile-latency.png").exists()
 
 

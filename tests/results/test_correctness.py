@@ -140,8 +140,7 @@ def test_changed_classes_count_beside_equal_infinities(tmp_path: Path) -> None:
 
 def test_other_shapes_and_nan_are_wrong(tmp_path: Path) -> None:
     for name, change in (("shape", lambda a: a[:, :5]), ("nan", lambda a: np.where(a > 35, np.nan, a))):
-        results = _run(tmp_path / name, Way("onnxruntime", "int8", 0.001))
-        _change(results.trials[1], change)
+        _change(_run(tmp_path / name, Way("onnxruntime", "int8", 0.001)).trials[1], change)
         held = check_correctness(*reversed(load_run(tmp_path / name).trials))
         assert held is not None and not held.ok, name
 

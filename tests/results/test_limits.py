@@ -71,8 +71,7 @@ def test_a_limit_within_the_interval_is_undecided_and_does_not_win(tmp_path: Pat
     low, high = row["latency_model_ms_p99_low"], row["latency_model_ms_p99_high"]
     middle = percentile(steady, ways[1], 99)
     assert low < middle < high and row["latency_model_ms_p99"] == pytest.approx(middle)
-    between = {"p99": f"{(middle + high) / 2}ms"}
-    run = trial_table.read_trials(steady.records, limit=between)
+    run = trial_table.read_trials(steady.records, limit={"p99": f"{(middle + high) / 2}ms"})
     assert outcomes(run)["a fp32/1"] == "undecided p99"
     assert outcomes(trial_table.read_trials(steady.records, limit={"p99": f"{1.01 * high}ms"}))["a fp32/1"] == "within"
     assert outcomes(trial_table.read_trials(steady.records, limit={"p99": f"{0.99 * low}ms"}))["a fp32/1"] == "over p99"
@@ -148,8 +147,7 @@ def test_the_table_shows_what_is_limited(call: Any) -> None:
 
 def test_a_chart_has_the_limit_on_the_median(tmp_path: Path) -> None:
     ways = Way("pytorch", seconds=0.010), Way("a", "int8", 0.005, flips=0.012)
-    figure = charts.draw_accuracy(judged(tmp_path, *ways, limit={"p50": "8ms", "load": "3s"}))
-    (axes,) = figure.axes
+    (axes,) = charts.draw_accuracy(judged(tmp_path, *ways, limit={"p50": "8ms", "load": "3s"})).axes
     assert [text.get_text().strip() for text in axes.texts].count("limit p50=8ms") == 1
     assert [8.0, 8.0] in [list(line.get_xdata()) for line in axes.lines]
 

@@ -45,8 +45,7 @@ def sized(path: Path, *, flips: float = 0.0, first: int = BIG, count: int = 900)
 
 
 def test_a_smaller_size_wins_when_it_keeps_the_budget(tmp_path: Path) -> None:
-    results = sized(tmp_path)
-    run = trial_table.read_trials(results, budget={"top1": 1.0})
+    run = trial_table.read_trials(sized(tmp_path), budget={"top1": 1.0})
     (contest,) = rank_goals(run)
     assert contest.sizes
     text = "\n".join(verdict.list_sentences(run))
@@ -385,8 +384,7 @@ def test_failures_are_told_all_the_same(tmp_path: Path) -> None:
 
 
 def test_wrong_outputs_lead_however_busy_the_machine_was(tmp_path: Path) -> None:
-    results = run(tmp_path, BUSY, BUSY, BUSY)
-    read = trial_table.read_trials(results)
+    read = trial_table.read_trials(run(tmp_path, BUSY, BUSY, BUSY))
     read.frame.loc[1, ["outputs", "verdict"]] = [WRONG, f"{WRONG}: off by 1"]
     first, second, *_ = verdict.list_sentences(read)
     assert "way1" in first and f"gave {WRONG}: off by 1" in first and second.startswith("No winner is named")

@@ -53,8 +53,7 @@ def test_the_noise_is_told_by_its_levels() -> None:
     assert quiet.apart == pytest.approx(0.1 * math.sqrt(2), rel=0.15), "what turns take out of the comparison"
     both = simulated(rounds=300, process=0.002, block=0.02)
     # A median of nine has a variance of 1.57 ninths of one's.
-    expected = 2 * 0.02**2 * 1.57 / 9
-    assert both.levels.block == pytest.approx(expected, rel=0.35)
+    assert both.levels.block == pytest.approx(2 * 0.02**2 * 1.57 / 9, rel=0.35)
     assert both.levels.process < both.levels.block
     assert both.bound_by == "block"
     assert simulated(process=0.001, block=0.02, others=0.5).bound_by == "neighbours"
@@ -70,8 +69,7 @@ def test_studies_of_a_steady_machine_do_as_promised() -> None:
     assert found.equal.low < 1 < found.equal.high
     for one in found.verdicts:
         if one.slowdown:
-            seen = one.slower.interval
-            assert seen.value == pytest.approx(one.predicted, abs=0.08), one
+            assert one.slower.interval.value == pytest.approx(one.predicted, abs=0.08), one
     assert report_self_test._describe_surprises(found) == []
 
 
@@ -132,8 +130,7 @@ def test_a_run_says_what_it_sees_in_words() -> None:
         results = Results(Path("run"), [], self_test=simulated(process=spread).summary())
         trial = Trial(ModelSpec("net", "torchvision"), "pytorch", "fp32", Dims(1, 8, 8), plan=Plan(seconds=0.9))
         record = Record("ok", facts=Facts(turns=Turns("x", 0)))
-        good = [Round(Path("r"), n, record) for n in range(rounds)]
-        results.trials = [TrialResult("id", trial, good)]
+        results.trials = [TrialResult("id", trial, [Round(Path("r"), n, record) for n in range(rounds)])]
         return report_self_test.of_run(results)
 
     assert "differences of ≥ 1" in said(3, 0.003) and "(3 rounds in turns, 80 % power; self-test of" in said(3, 0.003)

@@ -73,8 +73,7 @@ def test_more_confirmations_extend_and_a_lone_trial_has_none(fake_study: Any, tm
 def test_what_was_selected_in_turns_is_confirmed_in_turns(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(backends=THREE[:2], confirm=2, turns=True, block=0.005, boundaries=("model", "throughput"))
     run(study, tmp_path)
-    loaded = trial_result.load_run(tmp_path)
-    sets = [{r.turns for r in t.confirmations} for t in loaded]
+    sets = [{r.turns for r in t.confirmations} for t in trial_result.load_run(tmp_path)]
     assert sets[0] == sets[1] and len(sets[0]) == 2 and "" not in sets[0]
     assert run(study, tmp_path) == []
     shutil.rmtree(next(iter(tmp_path.glob("trials/*/c1"))))
@@ -101,8 +100,7 @@ def test_a_confirmation_is_timed_where_its_trial_was_selected(fake_study: Any, t
 
 
 def test_a_study_from_python_confirms_too(fake_study: Any, tmp_path: Path) -> None:
-    study = fake_study(backends=THREE[:2], confirm=1)
-    result = study.run(tmp_path, quiet=True)
+    result = fake_study(backends=THREE[:2], confirm=1).run(tmp_path, quiet=True)
     assert [len(t.confirmations) for t in result.records] == [1, 1]
     jobs = [json.loads((p / "job.json").read_text()) for p in tmp_path.glob("trials/*/c0")]
     assert [job["round"] for job in jobs] == [1, 1], "round 0 would answer all images once more"

@@ -45,8 +45,7 @@ def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Any, tmp_path: Pa
     ended: list[Record] = []
 
     def second() -> None:
-        job = Job("run", trial.runtime, trial)
-        ended.append(launch_in_turn(job, tmp_path / "gpu", 1200.0, progress))
+        ended.append(launch_in_turn(Job("run", trial.runtime, trial), tmp_path / "gpu", 1200.0, progress))
 
     thread = threading.Thread(target=second)
     with lock(gpu, never):

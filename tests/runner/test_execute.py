@@ -58,8 +58,7 @@ def statuses(folder: Path) -> dict[str, list[str]]:
 
 def test_a_second_run_measures_nothing(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(backends=("fake@noise=0.1", "fake@fail=exception"), precisions=("fp32", "fp8"), rounds=2)
-    first = run(study, tmp_path)
-    assert len(first.began) == 3, "two rounds of the good one, one of the failing one"
+    assert len(run(study, tmp_path).began) == 3, "two rounds of the good one, one of the failing one"
     assert statuses(tmp_path) == {"fp32": ["ok", "ok"], "exception": ["failed", "skipped"], "fp8": ["skipped"]}
     before = records(tmp_path)
     assert run(study, tmp_path).began == []
@@ -380,8 +379,7 @@ def test_a_file_another_study_made_meanwhile_is_left_alone(fake_study: Any, tmp_
     run(fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",)), tmp_path / "a")
     (path,) = [f for f in cache.glob("*/made.bin") if made_of(f)[1] == 2]
     before = path.stat().st_ino
-    recipe = registry.find("maker_for_tests:Reader").recipe(expand(fake_study())[0].trial)
-    assert recipe is not None
+    assert registry.find("maker_for_tests:Reader").recipe(expand(fake_study())[0].trial) is not None
     with Cache().making(path.parent.name) as scratch:
         for file in path.parent.iterdir():
             (scratch / file.name).write_bytes(file.read_bytes())

@@ -43,8 +43,7 @@ def net(path: Path, factor: float = 2.0, name: str = "input", width: int = 8, gr
 
 
 def rows(folder: str | Path, *columns: str) -> list[tuple[Any, ...]]:
-    frame = load(folder).to_pandas()
-    return sorted(frame[list(columns)].itertuples(index=False, name=None))
+    return sorted(load(folder).to_pandas()[list(columns)].itertuples(index=False, name=None))
 
 
 def ids(folder: Path) -> set[str]:
@@ -67,8 +66,7 @@ def test_a_folder_grows_and_a_narrower_command_leaves_the_rest(call: Any, tmp_pa
     assert study.models == ("fake:net", "fake:other") and study.batches == (1, 2)
     assert study.backends == ("fake@latency_ms=0.1", "fake@latency_ms=0.2")
     assert study.precisions == ("fp32", "int8", "fp8")
-    planned = call("run", "r/study.toml", "--dry-run")[1]
-    assert "24 trials, 8 refused" in planned, "and all of it goes on"
+    assert "24 trials, 8 refused" in call("run", "r/study.toml", "--dry-run")[1], "and all of it goes on"
 
 
 def test_another_route_is_another_row(call: Any, tmp_path: Path) -> None:

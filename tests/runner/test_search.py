@@ -221,8 +221,7 @@ def test_nothing_is_tried_without_need(nets: Path, dyno: Any, tmp_path: Path, wo
 def test_the_type_that_decides_a_trial_s_route(precision: str, beside: tuple[str, ...], decides: str) -> None:
     model, dims = ModelSpec("net", "net.py:net"), Dims(1, 8, 8)
     own, *others = (Trial(model, "tensorrt", one, dims) for one in (precision, *beside))
-    elsewhere = Trial(model, "onnxruntime", "bf16", dims)
-    assert search._choose_float(own, [own, *others, elsewhere]) == decides
+    assert search._choose_float(own, [own, *others, Trial(model, "onnxruntime", "bf16", dims)]) == decides
 
 
 def test_a_damaged_note_is_no_note(tmp_path: Path) -> None:

@@ -126,8 +126,7 @@ def test_the_share_is_that_of_the_known_seconds(name: str, net: Path, call: Any)
     words = ("app", f"net.py:{name}", "--backend", "pytorch,onnxruntime", "--rounds", 2, *QUICK, "-o", "run")
     _, out, errors = call("bench", *words, "--format", "json", code=0)
     assert "Traceback" not in errors
-    table = json.loads(out)["tables"]["app"]
-    eager, graph = table["rows"]
+    eager, graph = json.loads(out)["tables"]["app"]["rows"]
     assert eager["requests"] == 3 and eager["rounds"] == 2
     assert eager["request_s"] >= 0.1 and eager["model_s"] >= 0.04 and eager["preprocess_s"] >= 0.05
     assert 30 < eager["share"] < 50 and 1.4 < eager["limit"] < 2
@@ -158,8 +157,7 @@ def test_photos_are_requests_and_predict_may_call_the_model_as_it_likes(
     (tmp_path / "photos").mkdir()
     rng = np.random.default_rng(0)
     for number in range(40):
-        pixels = rng.integers(0, 256, (20, 30, 3), np.uint8)
-        image.fromarray(pixels).save(tmp_path / f"photos/{number}.png")
+        image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(tmp_path / f"photos/{number}.png")
     (tmp_path / "app.py").write_text(IMAGES)
     monkeypatch.chdir(tmp_path)
     found = dyno.bench_app(

@@ -74,8 +74,7 @@ def test_an_interval_of_sections_covers_the_percentile_of_independent_requests()
 
 def served(*each: RateMeasurement, highest: tuple[float | None, ...], **facts: Any) -> ServingRun:
     own = tuple(ServeFacts(bound_s=0.02, least=662, capacity=200.0, most=8, highest=h, **facts) for h in highest)
-    trial = cast(Any, SimpleNamespace(label="net", backend="fake", good=()))
-    return ServingRun(trial, own, each)
+    return ServingRun(cast(Any, SimpleNamespace(label="net", backend="fake", good=())), own, each)
 
 
 def test_the_highest_rate_is_said_with_its_share_of_the_capacity() -> None:

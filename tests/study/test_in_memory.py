@@ -117,8 +117,7 @@ def test_shared_weights_count_once(tmp_path: Path) -> None:
 
 
 def test_the_study_is_text_and_resumes(tmp_path: Path) -> None:
-    net = Small().eval()
-    study = Study(models=net, backends="pytorch", sizes=[8], batches=(1, 3), **QUICK)
+    study = Study(models=Small().eval(), backends="pytorch", sizes=[8], batches=(1, 3), **QUICK)
     path = tmp_path / "study.toml"
     path.write_text(study.to_toml())
     assert Study.from_toml(path) == study and choose_folder(study)[0].name == "Small"

@@ -197,8 +197,7 @@ def test_files_are_known_by_content_wherever_they_lie(tmp_path: Path) -> None:
     changed = model_spec(Study(models=("x:y",), weights=two.weights), f"{tmp_path / 'b/net.py'}:net")
     assert digest(changed) != digest(two)
     (tmp_path / "a/w.pt").write_bytes(b"other")
-    other = model_spec(Study(models=("x:y",), weights=one.weights), one.source)
-    assert digest(other) != digest(one)
+    assert digest(model_spec(Study(models=("x:y",), weights=one.weights), one.source)) != digest(one)
 
 
 def test_a_file_keeps_its_weights_beside_a_network_that_takes_others(tmp_path: Path) -> None:

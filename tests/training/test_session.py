@@ -124,8 +124,7 @@ def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, preloaded: s
         time.sleep(0.01)
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
-    done = len(session.show_history(folder))
-    assert 3 <= done < 12
+    assert 3 <= len(session.show_history(folder)) < 12
     on = run("killed", "--resume")
     assert on.returncode == 0, on.stderr
     assert re.search(r"resuming after epoch \d+ of 12", on.stderr)

@@ -133,8 +133,7 @@ def test_sentences_say_what_bounds_and_what_would_help() -> None:
     assert "Inference bounds the whole. If inference took half the time, 200 frames/s would be possible (2.00x)" in said
     four = replace(video(), facts=replace(video().facts, streams=4))
     assert "100 frames/s end to end (each at 1.00 times its own speed)" in " ".join(words.list_sentences(four))
-    faster = " ".join(words.list_sentences(video(period=0.005)))
-    assert "More than the bound was reached" in faster
+    assert "More than the bound was reached" in " ".join(words.list_sentences(video(period=0.005)))
     slower = " ".join(words.list_sentences(video(period=0.020)))
     assert "50.0 % of the bound was reached: the rest is filling" in slower
     disturbed = " ".join(words.list_sentences(replace(video(period=0.020), others=1.5)))

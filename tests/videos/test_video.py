@@ -23,8 +23,7 @@ COUNT = 30
 @pytest.fixture(scope="session")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short video with sound."""
-    path = tmp_path_factory.mktemp("clip") / "clip.mp4"
-    return videos.write(path, videos.pictures(COUNT), sound=True)
+    return videos.write(tmp_path_factory.mktemp("clip") / "clip.mp4", videos.pictures(COUNT), sound=True)
 
 
 def places(boxes: list[dict[str, Any]]) -> list[int]:

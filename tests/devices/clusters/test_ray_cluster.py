@@ -48,8 +48,7 @@ def test_a_study_on_two_nodes_is_that_of_one_host_but_for_its_places(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     spreading.run_on_two_places(fake_study, tmp_path / "two", f"ray={cluster.address}")
-    job = next((tmp_path / "two").glob("trials/*/r0/job.json")).read_text()
-    assert "OMP_NUM_THREADS" not in job
+    assert "OMP_NUM_THREADS" not in next((tmp_path / "two").glob("trials/*/r0/job.json")).read_text()
     with pytest.raises(UserError, match=r"on=ray=.*this command says no on"):
         spread.run(fake_study(**spreading.TWO_BLOCKS), tmp_path / "two", Log())
 
@@ -96,8 +95,7 @@ def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
     study = fake_study(on=f"ray={cluster.address}", batches=(1, 2), rounds=4, seconds=0.2)
     folder = tmp_path / "run"
     before = kill_a_driver(study, folder).keys()
-    log = Log()
-    spread.run(study, folder, log)
+    spread.run(study, folder, Log())
     assert before <= records(folder).keys() and len(records(folder)) == 8
     assert not [*folder.glob("blocks/*")]
 

@@ -46,8 +46,7 @@ def test_on_a_dark_page_no_area_of_a_chart_is_white(run: RunData) -> None:
     """What has no colour of the page's is a colour in the middle, which is seen on white and on dark, or is text."""
     for name, figure in printed.drawn(run).items():
         areas = set(re.findall(r'<path [^>]*style="fill: (#[0-9a-f]{6})', style.svg(figure, "x")))
-        light = [c for c in areas if sum(int(c[k : k + 2], 16) for k in (1, 3, 5)) > 3 * 0xD0]
-        assert not light, name
+        assert not [c for c in areas if sum(int(c[k : k + 2], 16) for k in (1, 3, 5)) > 3 * 0xD0], name
 
 
 def test_bars_are_sorted_and_lengths_are_latencies(run: RunData) -> None:

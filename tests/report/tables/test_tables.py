@@ -168,8 +168,7 @@ def test_seconds_over_gain(tmp_path: Path) -> None:
 
 def test_a_batch_is_divided_by_its_images(tmp_path: Path) -> None:
     ways = [Way("pytorch", seconds=0.01, spread=0, batch=8), Way("a", seconds=0.005, spread=0, build=10.0, batch=8)]
-    row = made(tmp_path, *ways).loc["a"]
-    assert row["images"] == pytest.approx(10 / (0.005 * 5.9 / 8), rel=0.1)
+    assert made(tmp_path, *ways).loc["a"]["images"] == pytest.approx(10 / (0.005 * 5.9 / 8), rel=0.1)
 
 
 def test_never_perhaps_and_at_once(tmp_path: Path) -> None:

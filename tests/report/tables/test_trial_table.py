@@ -256,8 +256,7 @@ def test_a_precision_that_dyno_added_and_the_model_cannot_do_is_a_note(tmp_path:
 
 def test_text_fits_hides_what_is_empty_and_names_failures(whole: RunData) -> None:
     text = printed.trials(whole, width=100)
-    rows = [line for line in text.splitlines() if not line.startswith("  ")]
-    assert max(map(len, rows)) <= 100
+    assert max(map(len, [line for line in text.splitlines() if not line.startswith("  ")])) <= 100
     assert "digits, size 64, batch 8" in text
     assert "latency ms" in text and "median" not in text
     assert "gpu" not in text
@@ -334,8 +333,7 @@ def test_csv_and_json_are_the_table(whole: RunData, frame: pd.DataFrame) -> None
     assert found["schema"] == SCHEMA and len(rows) == len(frame)
     assert [c["name"] for c in found["tables"]["trials"]["columns"]] == list(frame.columns)
     assert all(c["meaning"] and c["kind"] for c in found["tables"]["trials"]["columns"])
-    failed = next(r for r in rows if r["status"] == "oom")
-    assert failed["latency_model_ms_median"] is None
+    assert next(r for r in rows if r["status"] == "oom")["latency_model_ms_median"] is None
     assert isinstance(rows[0]["batch"], int)
 
 

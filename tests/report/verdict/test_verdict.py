@@ -236,8 +236,7 @@ def said_of_confirmation(path: Path, selected: list[Way], again: list[Way]) -> s
     for way in again:
         for k, made in enumerate(sorted((other / "trials" / way.trial.id).iterdir())):
             shutil.copytree(made, folder / "trials" / way.trial.id / f"c{k}")
-    loaded = load_run(folder)
-    return "\n".join(verdict.list_sentences(trial_table.read_trials(loaded)))
+    return "\n".join(verdict.list_sentences(trial_table.read_trials(load_run(folder))))
 
 
 def test_a_winner_that_holds_is_told_by_its_confirmations_alone(tmp_path: Path) -> None:
@@ -261,8 +260,7 @@ def test_a_gain_that_is_gone_is_said(tmp_path: Path) -> None:
 
 def test_images_per_second_are_confirmed_too(tmp_path: Path) -> None:
     ways = [replace(way, batch=batch) for way in (REFERENCE, A, B) for batch in (1, 8)]
-    text = said_of_confirmation(tmp_path, ways, ways)
-    after = text.split("most images per second with")[1]
+    after = said_of_confirmation(tmp_path, ways, ways).split("most images per second with")[1]
     assert "fresh processes: 27" in after
     assert "images/s [" in after and "the images per second of pytorch fp32" in after
 

@@ -42,8 +42,7 @@ def test_errors_of_known_values() -> None:
 
 def test_values_that_are_not_finite_are_counted_and_never_close() -> None:
     a = np.array([[np.nan, np.inf, 1.0, np.inf]])
-    b = np.array([[1.0, np.inf, 1.0, -np.inf]])
-    found = agreement.judge_agreement({"o": a}, {"o": b})
+    found = agreement.judge_agreement({"o": a}, {"o": np.array([[1.0, np.inf, 1.0, -np.inf]])})
     assert found.nonfinite == 2
     assert found.reference_nonfinite == 2
     assert found.close == 0.5  # 1 = 1 and the same infinity
@@ -52,8 +51,7 @@ def test_values_that_are_not_finite_are_counted_and_never_close() -> None:
 
 def test_several_outputs_count_together_and_the_shorter_one_decides() -> None:
     own = {"a": np.ones((3, 2)), "b": np.zeros((3, 4))}
-    other = {"a": np.ones((5, 2)), "b": np.ones((5, 4))}
-    found = agreement.judge_agreement(own, other)
+    found = agreement.judge_agreement(own, {"a": np.ones((5, 2)), "b": np.ones((5, 4))})
     assert (found.count, found.samples) == (18, 3)
     assert found.close == pytest.approx(6 / 18)
 

@@ -85,8 +85,7 @@ def test_points_of_other_numbers_have_a_tolerance_of_one_by_k(truth: Truth) -> N
         right.append([similarity >= t for t in np.arange(0.5, 1, 0.05)])
     for k, shares in enumerate(np.array([a["category_id"] for a in truth["annotations"]]) == np.arange(3)[:, None]):
         alike = np.array(right)[shares].all(axis=0) | ~np.array(right)[shares].any(axis=0)
-        expected = np.array(right)[shares].mean(axis=0)
-        np.testing.assert_allclose(found.each[0, k][alike], expected[alike])
+        np.testing.assert_allclose(found.each[0, k][alike], np.array(right)[shares].mean(axis=0)[alike])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,8 +162,7 @@ def test_the_jackknife_of_a_mean_is_the_t_interval() -> None:
     from scipy import stats
 
     x = np.random.default_rng(0).normal(0.5, 0.1, 20)
-    values = np.r_[x.mean(), [np.delete(x, i).mean() for i in range(20)]]
-    found = mean_ap.jackknife_ap(values)
+    found = mean_ap.jackknife_ap(np.r_[x.mean(), [np.delete(x, i).mean() for i in range(20)]])
     low, high = stats.t.interval(0.95, 19, x.mean(), stats.sem(x))
     assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
     assert math.isnan(mean_ap.jackknife_ap(np.array([0.5, 0.5])).low)

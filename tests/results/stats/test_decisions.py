@@ -134,8 +134,7 @@ def test_holm_is_statsmodels_and_costs_a_clear_row_nothing() -> None:
     alone = stats.paired_speedup(close)
     first, second = stats.decide_family([stats.paired(clear), stats.paired(close)])
     assert second == alone, "the last step has the whole error"
-    p = stats.paired_speedup(clear).p
-    assert first.p == pytest.approx(2 * p)
+    assert first.p == pytest.approx(2 * stats.paired_speedup(clear).p)
     missing = stats.decide_family([None, stats.paired([0.1]), stats.paired(close)])
     assert [s.verdict for s in missing] == ["", stats.ONE_ROUND, alone.verdict] and missing[2] == alone
 
@@ -157,8 +156,7 @@ def test_equal_trials_of_a_table_are_seldom_called_different() -> None:
     rows = [[s.verdict for s in stats.decide_family([stats.paired(row) for row in study])] for study in studies]
     assert np.mean([any(v in DIFFERENT for v in row[:6]) for row in rows]) <= 0.05 + NOISE
     assert np.mean([row[7] == stats.FASTER for row in rows]) > 0.99
-    rng = np.random.default_rng(3)
-    apart = np.exp(rng.normal(-5, 0.06, (STUDIES, 2, 3)))
+    apart = np.exp(np.random.default_rng(3).normal(-5, 0.06, (STUDIES, 2, 3)))
     assert share_of([stats.speedup(a, b).verdict for a, b in apart], *DIFFERENT) <= 0.05 + NOISE
 
 

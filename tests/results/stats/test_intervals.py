@@ -45,8 +45,7 @@ def test_the_median_over_rounds_is_what_speed_ups_are_ratios_of(rounds: list[np.
 
 
 def test_trimmed_values_lack_a_tenth_at_each_end() -> None:
-    x = np.array([0.0, *[1.0, 2.0] * 4, 100.0])
-    s = stats.summary(x)
+    s = stats.summary(np.array([0.0, *[1.0, 2.0] * 4, 100.0]))
     assert s.trimmed == 1.5
     assert s.trimmed_std == pytest.approx(np.std([1.0, 2.0] * 4, ddof=1))
     assert s.std > 10

@@ -133,8 +133,7 @@ def test_a_package_s_code_says_what_it_takes_and_runs(tmp_path: Path) -> None:
     contents = aot_package.describe("n.pt2", package)
     assert (contents.precision, contents.batches) == ("bf16", (2, 2, 15))
     assert contents.inputs[0].dtype == "float32", "feeds are float32, and cast as a module's"
-    last = aot_package.read_package(str(written(tmp_path / "last.pt2", stride=1))).inputs[0]
-    assert last.channels_last
+    assert aot_package.read_package(str(written(tmp_path / "last.pt2", stride=1))).inputs[0].channels_last
 
 
 def test_a_package_is_told_from_a_program_by_its_content(tmp_path: Path) -> None:
@@ -155,8 +154,7 @@ def test_a_given_package_has_one_precision_one_device_and_one_backend(
 ) -> None:
     monkeypatch.setattr(aot_inductor, "probe_processor", lambda: 0.0)  # which compiles for seconds
     path = written(tmp_path / "n.pt2")
-    model = replace(MODEL, source=f"file:{path}", precision="fp32")
-    trial = Trial(model, "aoti", "fp32", Dims(2, 8, 9))
+    trial = Trial(replace(MODEL, source=f"file:{path}", precision="fp32"), "aoti", "fp32", Dims(2, 8, 9))
     assert AOTI.refuse(trial) == ""
     assert AOTI.refuse(replace(trial, precision="bf16")) == "the package was compiled in fp32; bf16 needs the model"
     assert AOTI.refuse(replace(trial, options={"freeze": True})).startswith("freeze is fixed in a compiled package")
@@ -193,8 +191,7 @@ def test_what_shapes_a_package_is_in_its_recipe() -> None:
     gpu = AOTI.recipe(replace(trial, runtime=Runtime(device="cuda:0", threads=3)))
     assert gpu is not None and gpu.options == {"mode": "default", "freeze": False} and gpu.runtime.device == "cuda:0"
     onnx = replace(trial, dims=Dims(0, 8, 8), options={"target": "onnxruntime"})
-    exported = aot_inductor.AOTI_FORMAT.recipe(onnx)
-    assert exported.dims.batch == 0
+    assert aot_inductor.AOTI_FORMAT.recipe(onnx).dims.batch == 0
     with pytest.raises(UserError, match="--target and --opset are for ONNX files"):
         aot_inductor.AOTI_FORMAT.recipe(replace(onnx, options={"opset": 17}))
     refuses("aoti has no int8 here", aot_inductor.AOTI_FORMAT.recipe, replace(onnx, precision="int8"))

@@ -99,8 +99,7 @@ def test_an_operator_of_the_library_s_own_is_no_end_of_the_quantisation(digits: 
 def test_a_file_in_half_precision_becomes_fp32_and_then_int8(digits: Any, tmp_path: Path) -> None:
     from onnxconverter_common import float16
 
-    half = float16.convert_float_to_float16(onnx.load(digits.artifact.path))
-    onnx.save(half, tmp_path / "half.onnx")
+    onnx.save(float16.convert_float_to_float16(onnx.load(digits.artifact.path)), tmp_path / "half.onnx")
     parent = replace(artifact(str(tmp_path / "half.onnx"), 0.0, MakerFacts()), precision="fp16")
     assert parent.inputs[0].dtype == "float16"
     (tmp_path / "single").mkdir()

@@ -214,8 +214,7 @@ def test_a_fixed_batch_is_run_as_it_is_and_refused_otherwise(digits: Any, static
 
 
 def test_a_file_without_description_says_its_shapes_itself(digits: Any) -> None:
-    session = OnnxRuntime().load(digits.trial("onnxruntime", batch=2), None)
-    assert session.inputs[0].shape == (2, 1, 8, 8)
+    assert OnnxRuntime().load(digits.trial("onnxruntime", batch=2), None).inputs[0].shape == (2, 1, 8, 8)
 
 
 def test_a_free_dimension_without_a_name_is_fixed_too(onnx_file: Any) -> None:

@@ -340,8 +340,7 @@ def test_every_compilation_counts_for_layers_that_it_numbers_anew(onnx_file: Any
     }"""
     path = onnx_file(text, **dict.fromkeys("wr", np.full((2, 256, 64), 0.01, np.float32)))
     trial = Trial(ModelSpec("made", f"file:{path}"), "openvino", "fp32", Dims(1, 8, 8), runtime=Runtime(threads=1))
-    session = OpenVino().load(trial, None)
-    times = session.profile(5)
+    times = OpenVino().load(trial, None).profile(5)
     counted = [k for k, layer in enumerate(times.inside.layers) if layer.computes_in]
     assert len(counted) == 2 and (times.layers[:, counted] > 0).all()
 
@@ -350,8 +349,7 @@ def test_an_input_that_is_an_output_too(digits: Any, onnx_file: Any, tmp_path: P
     """OpenVINO's converter gives such a graph another input, which nobody would feed."""
     ends = "(float[batch, 1, 8, 8] x) => (float[batch, 1, 8, 8] y, float[batch, 1, 8, 8] x)"
     path = onnx_file(ends + "{ y = Relu(x) }")
-    parent = replace(digits.artifact, path=str(path))
-    session = load(digits, ir(digits, tmp_path, parent))
+    session = load(digits, ir(digits, tmp_path, replace(digits.artifact, path=str(path))))
     assert [tensor.name for tensor in session.inputs] == ["x"]
     given = np.random.default_rng(0).standard_normal((1, 1, 8, 8), np.float32)
     session.bind({"x": given})

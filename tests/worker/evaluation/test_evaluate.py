@@ -79,8 +79,7 @@ def test_fewer_classes_than_ten(data: DataSpec) -> None:
 def test_ties_rank_alike_everywhere(data: DataSpec) -> None:
     session = Linear(1)
     session.weights[:] = 0
-    arrays = evaluate(session, trial(data, 1), timed=False).arrays
-    assert (arrays["topk_index"] == np.arange(10)).all()
+    assert (evaluate(session, trial(data, 1), timed=False).arrays["topk_index"] == np.arange(10)).all()
 
 
 def test_random_inputs_have_no_labels_and_are_not_timed() -> None:
@@ -112,8 +111,7 @@ def test_the_session_may_reuse_its_output(data: DataSpec) -> None:
 
 
 def test_real_images_are_timed_after_a_tenth_of_warm_up(data: DataSpec) -> None:
-    session = Linear(2)
-    evaluation = evaluate(session, trial(data, 2))
+    evaluation = evaluate(Linear(2), trial(data, 2))
     assert (evaluation.images, evaluation.warm_up) == (7, 2)
     assert evaluation.seconds > 0 and {m.tag: m.unit for m in evaluation.measurements()} == {
         "preprocess": "s", "inference": "s", "postprocess": "s", "pipeline": "1/s",

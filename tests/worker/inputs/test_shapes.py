@@ -38,8 +38,7 @@ def test_a_fixed_image_is_not_asked_to_be_another(dims: Dims, said: str) -> None
 
 
 def test_a_fixed_vector_beside_the_image_need_not_have_the_batch() -> None:
-    scale = Tensor("scale", "float32", (2,))
-    assert static_shapes([IMAGE, scale], Dims(8, 32, 32))["scale"] == (2,)
+    assert static_shapes([IMAGE, Tensor("scale", "float32", (2,))], Dims(8, 32, 32))["scale"] == (2,)
 
 
 def test_a_fitting_feed_is_not_copied() -> None:
@@ -198,8 +197,7 @@ def test_few_channels_at_the_end_and_longer_sides(shape: tuple[int | str, ...], 
 
 @pytest.fixture
 def data(tmp_path: Path) -> DataSpec:
-    rng = np.random.default_rng(0)
-    np.save(tmp_path / "images.npy", rng.integers(0, 256, (7, 3, 6, 5), np.uint8))
+    np.save(tmp_path / "images.npy", np.random.default_rng(0).integers(0, 256, (7, 3, 6, 5), np.uint8))
     np.save(tmp_path / "labels.npy", np.arange(7))
     np.save(tmp_path / "test.npy", np.arange(7)[::-1])
     return DataSpec("noise", str(tmp_path))

@@ -106,8 +106,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         for number, model in enumerate((first, second)):
             paths.append(tmp_path / f"{number}.onnx")
             onnx.save(model, paths[-1])
-        backends = {"onnxruntime": ONNX_RUNTIME, "own": backend}
-        monkeypatch.setattr(layers, "find", backends.__getitem__)
+        monkeypatch.setattr(layers, "find", {"onnxruntime": ONNX_RUNTIME, "own": backend}.__getitem__)
         images, one = DataSpec(count=3), Runtime(threads=1)
         trial = Trial(ModelSpec("net", ""), "own", "fp32", Dims(1, 8, 8), settings, data=images, runtime=one)
         artifacts = [Artifact("onnx", str(path), "", 0, "fp32", (), (), 0.0) for path in paths]
@@ -162,8 +161,7 @@ def test_a_changed_weight_is_found_and_confirmed(compare: Any, backend: Backend)
 
 def test_a_swapped_branch_is_found(compare: Any) -> None:
     swapped = network()
-    difference = next(node for node in swapped.graph.node if node.name == "difference")
-    difference.input[:] = ["c3", "r2"]
+    next(node for node in swapped.graph.node if node.name == "difference").input[:] = ["c3", "r2"]
     found = compare(network(), swapped)
     assert found.suspects == ("d",) == (first(found),) and own(found)["d"] == pytest.approx(2, rel=1e-3)
     assert found.substituted is not None and found.substituted.error < 1e-5

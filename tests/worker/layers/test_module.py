@@ -39,8 +39,7 @@ def test_resnet18_has_the_rows_of_the_reference() -> None:
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "convnext_atto", "swin_tiny_patch4_window7_224"])
 def test_the_sums_are_pytorch_s(name: str) -> None:
-    timm = pytest.importorskip("timm")
-    checked(timm.create_model(name).eval().to("meta"), IMAGE.to("meta"))
+    checked(pytest.importorskip("timm").create_model(name).eval().to("meta"), IMAGE.to("meta"))
 
 
 def test_the_sums_of_a_yolo_are_pytorch_s() -> None:
@@ -111,8 +110,7 @@ def test_a_scripted_part_is_its_caller_s() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.last(self.body(self.first(x)).mean((2, 3)))
 
-    found = checked(Outer().eval(), torch.zeros(1, 3, 8, 8))
-    rows = {layer.name: layer for layer in found.layers}
+    rows = {layer.name: layer for layer in checked(Outer().eval(), torch.zeros(1, 3, 8, 8)).layers}
     assert [*rows] == ["first", "last", "", "body.0"] and rows[""].flops == 2 * 16 * 4 * 4 * 9
     assert (rows["body.0"].type, rows["body.0"].parameters, rows["body.0"].skipped) == ("Conv2d", 148, True)
 
@@ -211,8 +209,7 @@ def test_no_hook_is_left_after_a_call_that_failed(noted: Notes) -> None:
 
 
 def resnet() -> tuple[Any, Any]:
-    torchvision = pytest.importorskip("torchvision")
-    return torchvision.models.resnet18().eval(), torch.zeros(1, 3, 32, 32)
+    return pytest.importorskip("torchvision").models.resnet18().eval(), torch.zeros(1, 3, 32, 32)
 
 
 def vit() -> tuple[Any, Any]:
@@ -220,8 +217,7 @@ def vit() -> tuple[Any, Any]:
 
 
 def mobile() -> tuple[Any, Any]:
-    torchvision = pytest.importorskip("torchvision")
-    return torchvision.models.mobilenet_v3_small().eval(), torch.zeros(1, 3, 32, 32)
+    return pytest.importorskip("torchvision").models.mobilenet_v3_small().eval(), torch.zeros(1, 3, 32, 32)
 
 
 @pytest.mark.parametrize("made", [resnet, vit, mobile])

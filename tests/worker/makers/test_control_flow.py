@@ -81,8 +81,7 @@ def test_no_graph_is_written_of_one_way_of_several(dyno: Any, nets: Path, functi
 
 @pytest.mark.parametrize("function", ["shape", "chosen"])
 def test_what_shapes_or_where_decide_is_exported(dyno: Any, nets: Path, function: str) -> None:
-    out = nets.with_name("m.onnx")
-    dyno("export", f"{nets}:{function}", "-o", out, "--size", 33, code=0)
+    dyno("export", f"{nets}:{function}", "-o", nets.with_name("m.onnx"), "--size", 33, code=0)
 
 
 def test_a_branch_on_values_is_measured_in_pytorch_and_crowned_nowhere_else(dyno: Any, nets: Path) -> None:

@@ -167,8 +167,7 @@ def test_the_other_exporter_takes_over(tmp_path, nets):
 def test_a_program_of_torch_export_is_traced_too(tmp_path):
     """It can't change its mode, which tracing asked of it."""
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Dropout(), torch.nn.ReLU())
-    program = torch.export.export(net.eval(), (torch.randn(2, 3, 8, 8),))
-    torch.export.save(program, tmp_path / "net.pt2")
+    torch.export.save(torch.export.export(net.eval(), (torch.randn(2, 3, 8, 8),)), tmp_path / "net.pt2")
     model = ModelSpec("net", f"saved:{tmp_path / 'net.pt2'}")
     artifact = make(tmp_path, model, Dims(2, 8, 8), exporter="torchscript")
     assert artifact.made_by.exporter == "torchscript"

@@ -191,8 +191,7 @@ def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
     assert weight.dtype == np.float16
     assert weight == 30000
     producers = {name: node.op_type for node in graph.node for name in node.output}
-    softmax = next(node for node in graph.node if node.op_type == "Softmax")
-    assert producers[softmax.input[0]] == "Cast"
+    assert producers[next(node for node in graph.node if node.op_type == "Softmax").input[0]] == "Cast"
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,7 @@ def test_where_a_route_fails_the_next_one_is_taken_and_said(net: str, monkeypatc
     good = registry.find("onnxruntime").recipe(_trial(net, exporter="torchscript"))
     assert good is not None
     bad = replace(good, options={"exporter": "none such"}, fallback=good)
-    files = Files(Progress(quiet=True))
-    made = files.file(bad)
+    made = Files(Progress(quiet=True)).file(bad)
     assert isinstance(made, Artifact)
     assert "made by another route (torchscript opset 18), because the usual one ended as failed" in str(
         made.made_by.warnings

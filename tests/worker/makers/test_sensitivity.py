@@ -30,8 +30,7 @@ def ranked(digits: Any, folder: Path, precision: str = "int8", target: str = "on
 
 
 def _steps(digits: Any, precision: str, target: str, keep: int) -> tuple[Recipe, Recipe]:
-    trial = replace(digits.trial("onnxruntime", precision, keep=keep))
-    made = converted(trial, target)
+    made = converted(replace(digits.trial("onnxruntime", precision, keep=keep)), target)
     assert made.parent is not None
     return made.parent, made
 
@@ -43,8 +42,7 @@ def test_every_layer_is_ranked_the_worst_first(digits: Any, target: str, tmp_pat
     assert {each.op for each in ranking} >= {"Conv", "Gemm"}
     ratios = [each.sqnr_db for each in ranking]
     assert ratios == sorted(ratios) and 10 < ratios[0] < 60
-    names = {node.name for node in onnx.load(made.path).graph.node}
-    assert {each.node for each in ranking} <= names
+    assert {each.node for each in ranking} <= {node.name for node in onnx.load(made.path).graph.node}
     assert ranking == ranked(digits, tmp_path / "again", target=target).made_by.ranking
     assert made.precision == "fp32" and made.made_by.ranked_on == 16
 

@@ -60,8 +60,7 @@ def test_an_image_classifier_runs_with_the_folders_weights(folders: Path, call: 
     words = "--backend pytorch,onnxruntime --routes usual --rounds 1 --seconds 0.05 --boundaries model".split()
     code, out, _ = call("run", str(folders / "vit"), *words, "--warmup", "0.02", "--out", "run")
     assert code == 0 and "vit at size 32" in out and "agree with those of pytorch" in out
-    found = load_run(tmp_path / "run")
-    assert {t.backend for t in found if t.good} == {"pytorch", "onnxruntime"}
+    assert {t.backend for t in load_run(tmp_path / "run") if t.good} == {"pytorch", "onnxruntime"}
     spec, inspection = inspect_model(model_spec(study := Study(models=(str(folders / "vit"),)), study.models[0]), study)
     assert (inspection.size, spec.preprocess.mean, spec.preprocess.std) == ((32, 32), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
     assert spec.preprocess.resize == 40 / 32 and spec.preprocess.interpolation == "bicubic"

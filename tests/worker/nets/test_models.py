@@ -361,8 +361,7 @@ def test_a_failed_download_is_one_line(tmp_path, monkeypatch):
 
 def test_preprocess_is_what_the_library_says():
     assert models.preprocess(spec("torchvision:resnet18")) == Preprocess()
-    mobile = models.preprocess(spec("torchvision:mobilenet_v2"))
-    assert mobile.resize == pytest.approx(232 / 224)
+    assert models.preprocess(spec("torchvision:mobilenet_v2")).resize == pytest.approx(232 / 224)
     vit = models.preprocess(spec("timm:vit_tiny_patch16_224"))
     assert (vit.mean, vit.interpolation) == ((0.5, 0.5, 0.5), "bicubic")
     assert vit.resize == pytest.approx(1 / 0.9)

@@ -104,8 +104,7 @@ def test_what_the_pickle_names_is_not_imported(handmade: Handmade) -> None:
     import sys
 
     sys.modules.pop("this", None)
-    found = Archive(handmade(b"cthis\nzen\n.")).load()
-    assert found.path == "this.zen" and "this" not in sys.modules
+    assert Archive(handmade(b"cthis\nzen\n.")).load().path == "this.zen" and "this" not in sys.modules
 
 
 def test_a_chain_of_calls_stays_inert(handmade: Handmade) -> None:
@@ -199,8 +198,7 @@ def test_averaged_weights_beside_those_that_are_taken_are_named(tmp_path: Path, 
     raw, averaged = torch.nn.Linear(2, 2).state_dict(), torch.nn.Linear(2, 2).state_dict()
     torch.save({"state_dict": raw, key: averaged, "epoch": 3}, tmp_path / "both.pt")
     torch.save({"state_dict": raw, "epoch": 3}, tmp_path / "one.pt")
-    line = describe_averaged(str(tmp_path / "both.pt"))
-    assert f"under {key}; those under state_dict were taken" in line
+    assert f"under {key}; those under state_dict were taken" in describe_averaged(str(tmp_path / "both.pt"))
     assert torch.equal(read_checkpoint(str(tmp_path / "both.pt"))["weight"], raw["weight"])
     assert describe_averaged(str(tmp_path / "one.pt")) == ""
 

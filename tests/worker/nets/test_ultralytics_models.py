@@ -91,8 +91,7 @@ def test_a_checkpoint_of_the_library_is_read(tmp_path: Path) -> None:
     from ultralytics import YOLO
 
     YOLO("yolov8n-cls.yaml").save(tmp_path / "best.pt")
-    model = spec(str(tmp_path / "best.pt"))
-    assert facts(model).task == "classify"
+    assert facts(spec(str(tmp_path / "best.pt"))).task == "classify"
     refuses(r"are of 1000 classes, not 5; give --classes 1000", models.load, spec(str(tmp_path / "best.pt"), classes=5))
     (tmp_path / "cut.pt").write_bytes((tmp_path / "best.pt").read_bytes()[:5000])
     refuses(r"cut\.pt is cut short", models.load, spec(str(tmp_path / "cut.pt")))

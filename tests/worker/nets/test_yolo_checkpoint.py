@@ -86,8 +86,7 @@ def test_averaged_weights_and_the_size_of_the_training_are_taken(saved: Any) -> 
         content["ema"].args["imgsz"] = 96
 
     path = changed(saved("yolov8n-cls", 4), training)
-    module = models.load(spec(path))
-    assert float(module.model[0].conv.weight.abs().min()) > 0
+    assert float(models.load(spec(path)).model[0].conv.weight.abs().min()) > 0
     assert models.image_size(spec(path)) == (96, 96)
 
 

@@ -46,8 +46,7 @@ def graph(kind: str, inputs: list[str], version: int, **attributes: Any) -> Any:
 
 
 def test_a_mean_as_dynamo_writes_it_goes_back_to_opset_17() -> None:
-    old = graph("ReduceMean", ["x", "axes"], 18, keepdims=1, noop_with_empty_axes=0)
-    new = convert_opset(old, 17)
+    new = convert_opset(graph("ReduceMean", ["x", "axes"], 18, keepdims=1, noop_with_empty_axes=0), 17)
     assert (read_opset(new), list(new.graph.node[0].input)) == (17, ["x"])
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     np.testing.assert_array_equal(ReferenceEvaluator(new).run(None, {"x": x})[0], [[1], [4]])
@@ -188,8 +187,7 @@ def test_weights_of_a_function_and_those_that_it_is_given() -> None:
     constant = h.make_node("Constant", [], ["v"], value=numpy_helper.from_array(W.astype(np.float16)))
     nodes = [constant, h.make_node("Transpose", ["w"], ["t"]),
              h.make_node("MatMul", ["i", "t"], ["m"]), h.make_node("MatMul", ["m", "v"], ["o"])]  # fmt: skip
-    opsets = [h.make_opsetid("", 21)]
-    function = h.make_function("own", "Pair", ["i", "w"], ["o"], nodes, opsets)
+    function = h.make_function("own", "Pair", ["i", "w"], ["o"], nodes, [h.make_opsetid("", 21)])
     calls = [h.make_node("Pair", ["x", "w"], ["a"], domain="own"), h.make_node("Pair", ["a", "w"], ["y"], domain="own")]
     facts = of(calls, {"w": W.astype(np.float16)}, functions=[function])
     assert (facts.precision, facts.parameters) == ("fp16", 2 * W.size)

@@ -188,8 +188,7 @@ def test_layers_of_a_function_are_named_after_the_call_that_they_come_from(tmp_p
     named = [f"{call}/{name}" for call in ("first", "second", "Outer_3") for name in within]
     named[named.index("first/sum")] = "first/sum_2"  # a node beside has this name
     assert [node.name for node in repaired.graph.node] == ["first/sum", *named]
-    choice = repaired.graph.node[6]
-    branch = {attribute.name: attribute.g.node[0].name for attribute in choice.attribute}
+    branch = {attribute.name: attribute.g.node[0].name for attribute in repaired.graph.node[6].attribute}
     assert branch == {"then_branch": "first/left", "else_branch": "first/right"}
     expected = FEEDS @ numpy_helper.to_array(model.graph.initializer[0])
     for _ in range(3):  # by hand: ONNX Runtime refuses two calls of one name
@@ -233,8 +232,7 @@ def test_nodes_in_any_order_are_sorted_and_a_circle_is_none(tmp_path: Path) -> N
         )
         for kind in ("Neg", "Abs")
     )
-    flag = numpy_helper.from_array(np.array(True), "flag")
-    model.graph.initializer.append(flag)
+    model.graph.initializer.append(numpy_helper.from_array(np.array(True), "flag"))
     del model.graph.node[:]
     choice = h.make_node("If", ["flag"], ["y"], then_branch=then, else_branch=other)
     model.graph.node.extend([choice, h.make_node("MatMul", ["x", "w"], ["a"])])

@@ -52,8 +52,7 @@ def anchors(table: np.ndarray, count: int = ANCHORS) -> np.ndarray:
     rng = np.random.default_rng(5)
     others = np.concatenate([rng.uniform(8, 40, (2, count - FOUND, 2)), rng.uniform(2, 8, (2, count - FOUND, 2)),
                              np.zeros((2, count - FOUND, table.shape[2] - 4))], 2)  # fmt: skip
-    whole = np.concatenate([table, others], 1)
-    return whole[:, rng.permutation(count)]
+    return np.concatenate([table, others], 1)[:, rng.permutation(count)]
 
 
 def objects_first(sure: float) -> np.ndarray:
@@ -84,8 +83,7 @@ def with_none(last: bool) -> np.ndarray:
 
 def many_without(table: np.ndarray, last: bool) -> np.ndarray:
     """Three times as many rows again that are of none of the classes."""
-    empty = np.eye(CLASSES + 1)[np.full((2, 3 * FOUND), -1 if last else 0)]
-    return np.concatenate([table, empty], 1)
+    return np.concatenate([table, np.eye(CLASSES + 1)[np.full((2, 3 * FOUND), -1 if last else 0)]], 1)
 
 
 def many_boxes(boxes: np.ndarray) -> np.ndarray:
@@ -100,8 +98,7 @@ def offsets(decoded: bool) -> np.ndarray:
     dx, dy, width, height = rng.normal(0.5, 1.2, (4, 2, ANCHORS))
     raw = [(dx + x) * stride, (dy + y) * stride, np.exp(width) * stride, np.exp(height) * stride]
     table = np.stack(raw if decoded else [dx, dy, width, height], -1)
-    scores = rng.uniform(0.3, 0.9, (2, ANCHORS, 1 + CLASSES))
-    return np.concatenate([table, scores], 2)
+    return np.concatenate([table, rng.uniform(0.3, 0.9, (2, ANCHORS, 1 + CLASSES))], 2)
 
 
 def selected() -> Arrays:

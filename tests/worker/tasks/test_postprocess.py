@@ -45,8 +45,7 @@ def detections(
 
 
 def decode(counts: np.ndarray, height: int, width: int) -> np.ndarray:
-    values = np.arange(len(counts)) % 2
-    return np.repeat(values, counts).reshape(width, height).T.astype(bool)
+    return np.repeat(np.arange(len(counts)) % 2, counts).reshape(width, height).T.astype(bool)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -180,5 +179,4 @@ def test_a_full_head_is_cut_to_the_best() -> None:
     """8,400 anchors and 80 classes whose scores are all above the threshold, as an untrained network's are."""
     raw = predictions(0, anchors=8400, classes=80, images=1)
     raw[:, 4:] = raw[:, 4:].clip(0.002)
-    found = detections(DETECT, [raw], IMAGES[:1], classes=80)[0]
-    assert len(found.scores) == 300
+    assert len(detections(DETECT, [raw], IMAGES[:1], classes=80)[0].scores) == 300

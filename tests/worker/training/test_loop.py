@@ -113,8 +113,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bytes(settings, digits, 
     for stage in ("epoch 2/3, batch", "epoch 3/3, test"):
         with pytest.raises(KeyboardInterrupt):
             fit(digits, tmp_path / "parts", model, interrupt(stage), **settings)
-    parts = fit(digits, tmp_path / "parts", model, **settings)
-    assert parts.sha256 == whole.sha256
+    assert fit(digits, tmp_path / "parts", model, **settings).sha256 == whole.sha256
     for name in (network.BEST, network.LAST):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -280,8 +279,7 @@ def test_augmentation_makes_images_of_the_size(kind, tmp_path):
     assert torch.equal(one, other) == (kind == "none")
     assert torch.equal(torch.default_generator.get_state(), before)
     if kind == "light":  # a crop of the cached pixels, mirrored or not
-        windows = np.lib.stride_tricks.sliding_window_view(images[0], size, (1, 2))[0]
-        crops = windows.reshape(-1, *size)
+        crops = np.lib.stride_tricks.sliding_window_view(images[0], size, (1, 2))[0].reshape(-1, *size)
         assert any(np.array_equal(crop, seen) for seen in (one[0, 0], one[0, 0].flip(1)) for crop in crops)
 
 
@@ -289,8 +287,7 @@ def test_inputs_are_what_every_other_command_feeds(digits):
     from dyno.worker.inputs.input_data import Images
 
     split = network.Split.open(digits)
-    read = network.BatchReader(split, NET.preprocess, TrainOptions())
-    (x, y), *_ = read(network.plain_batches(split, 8))
+    (x, y), *_ = network.BatchReader(split, NET.preprocess, TrainOptions())(network.plain_batches(split, 8))
     assert np.array_equal(x.numpy(), Images(digits, NET.preprocess).batch(0, 8))
     assert y.tolist() == split.labels[split.index[:8]].tolist()
 

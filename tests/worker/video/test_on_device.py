@@ -76,8 +76,7 @@ def image_of(channels: int, batch: int, size: int, dtype: str = "float32") -> Te
 @pytest.mark.parametrize(("kind", "most"), [("rgb", ROUNDED), ("1", COARSE), ("5", COARSE), ("2", COARSE)])
 @pytest.mark.parametrize(("height", "width"), [(54, 96), (97, 31), (64, 64), (13, 20), (31, 17)])
 def test_pixels_are_those_of_the_host(kind: str, most: float, height: int, width: int) -> None:
-    shown = [picture(kind, height, width) for _ in range(3)]
-    host, device = both(shown, image_of(3, 4, 64), 64)
+    host, device = both([picture(kind, height, width) for _ in range(3)], image_of(3, 4, 64), 64)
     levels = 255 * np.asarray(NORMAL.std).reshape(1, 3, 1, 1)
     assert np.abs((host - device) * levels).max() <= most
     assert np.abs((host - device) * levels).mean() <= most / 2

@@ -188,6 +188,5 @@ def test_an_interrupt_stops_after_the_item_in_hand() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run_pipelines([VideoPipeline("read", frames(10**9, endless), [Collect("first"), last])], tick)
-    seen = len(last.seen)
-    assert last.seen == list(range(seen))
+    assert last.seen == list(range(len(last.seen)))
     assert not [t for t in threading.enumerate() if t.name in ("first", "last")]  # none goes on

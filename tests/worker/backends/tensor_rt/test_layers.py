@@ -107,8 +107,7 @@ def test_control_characters_between_nodes() -> None:
 
 
 def test_an_opaque_subgraph_is_unknown() -> None:
-    listed = older([layer("{ForeignNode[a...b]}", "Myelin", PLAIN, PLAIN)])
-    assert layers.by_type(listed) == {"unknown": 1}
+    assert layers.by_type(older([layer("{ForeignNode[a...b]}", "Myelin", PLAIN, PLAIN)])) == {"unknown": 1}
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,7 @@ def rtx() -> Any:
 
 @pytest.fixture
 def config(rtx: Any) -> Any:
-    builder = rtx.Builder(library.Log(rtx))
-    return builder.create_builder_config()
+    return rtx.Builder(library.Log(rtx)).create_builder_config()
 
 
 def test_what_is_not_installed_says_what_to_install() -> None:

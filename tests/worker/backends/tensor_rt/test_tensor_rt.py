@@ -156,8 +156,7 @@ def test_shapes_of_several_inputs_and_profiles() -> None:
 
 
 def test_an_input_whose_shape_is_fixed_needs_no_mention() -> None:
-    weights = Tensor("w", "float32", (3,))
-    assert parse_profiles("x:1x3x8x8", [IMAGE, weights], DIMS)[0]["w"] == ((3,),) * 3
+    assert parse_profiles("x:1x3x8x8", [IMAGE, Tensor("w", "float32", (3,))], DIMS)[0]["w"] == ((3,),) * 3
 
 
 @pytest.mark.parametrize(
