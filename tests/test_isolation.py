@@ -172,7 +172,8 @@ def test_a_stored_job_runs_again_by_hand(fake_study: Any, tmp_path: Path) -> Non
     assert (folder / "record.json").stat().st_mtime_ns > before
     assert hashlib.sha256((folder / "job.json").read_bytes()).hexdigest() == digest
     record = read_record(folder)
-    assert record is not None and record.status == "ok" and record.trial == folder.parent.name
+    assert record is not None and record.status == "ok" and record.trial == folder.parent.name and record.seconds > 0
+    assert not (folder / "partial.json").exists()
 
 
 def test_a_conversion_on_a_full_disk_is_no_failed_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

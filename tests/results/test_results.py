@@ -90,12 +90,6 @@ def test_a_broken_record_is_named_and_the_rest_is_shown(run: Path) -> None:
     assert sorted(len(t.rounds) for t in results) == [2, 3, 3]
 
 
-def test_a_newer_schema_is_named(run: Path) -> None:
-    path = first_record(run)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 99}))
-    assert "newer Dyno (schema 99" in load_run(run).problems[0]
-
-
 def test_nothing_readable_is_an_error_with_the_reason(run: Path) -> None:
     for path in run.glob("trials/*/r*/job.json"):
         path.write_text("nonsense")

@@ -132,33 +132,24 @@ def test_the_batch_of_a_program_goes_before_the_usual_one_of_dyno_eval(call: Any
     assert "batch 2" in out and "top-1" in out
 
 
-def test_a_function_s_module_of_one_image(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(
-        "import torch\n"
-        "class One(torch.nn.Module):\n"
-        "    def forward(self, x):\n"
-        "        return x.reshape(1, 3, -1).mean(-1) if len(x) == 1 else x.reshape(1, 3, 64)\n"
-        "def one():\n"
-        "    return One()\n"
-    )
-    model = ModelSpec("one", f"{tmp_path / 'net.py'}:one")
-    found = inspect_model(Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime()), [[8, 8]], {})
-    assert found.batch == 1
+ONE = "x.reshape(1, 3, -1).mean(-1) if len(x) == 1 else x.reshape(1, 3, 64)"
+LARGE = "x.mean((2, 3)) + torch.empty(2**60 if len(x) > 1 else 1).sum()"  # no memory for two images
 
 
-@pytest.mark.parametrize("described", [False, True])
-def test_a_module_that_has_no_memory_for_two_images_is_not_fixed_at_one(described: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("result", "described", "sizes", "batch"),
+    [(ONE, False, [[8, 8]], 1), (LARGE, False, [], 0), (LARGE, True, [], 0)],
+)
+def test_a_module_that_refuses_two_images_is_of_one_but_for_want_of_memory(
+    result: str, described: bool, sizes: list[list[int]], batch: int, tmp_path: Path
+) -> None:
     (tmp_path / "net.py").write_text(
-        "import torch\n"
-        "class Large(torch.nn.Module):\n"
-        "    def forward(self, x):\n"
-        "        return x.mean((2, 3)) + torch.empty(2**60 if len(x) > 1 else 1).sum()\n"
-        "def large():\n"
-        "    return Large()\n" + ("def large_inputs():\n    return torch.zeros(1, 3, 8, 8)\n" if described else "")
+        f"import torch\nclass Net(torch.nn.Module):\n    def forward(self, x): return {result}\n"
+        "def net(): return Net()\n" + ("def net_inputs(): return torch.zeros(1, 3, 8, 8)\n" if described else "")
     )
-    model = ModelSpec("large", f"{tmp_path / 'net.py'}:large")
-    found = inspect_model(Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime()), [], {})
-    assert found.batch == 0
+    model = ModelSpec("net", f"{tmp_path / 'net.py'}:net")
+    found = inspect_model(Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime()), sizes, {})
+    assert found.batch == batch
 
 
 def test_what_torchscript_refuses_is_said_with_its_reason(tmp_path: Path) -> None:

@@ -55,13 +55,31 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def vit(folders: Path, tmp_path: Path) -> Callable[..., None]:
+    """A copy of the image classifier with settings changed in one of its files, and images of five classes."""
+
+    def change(file: str, **settings: Any) -> None:
+        shutil.copytree(folders / "vit", tmp_path / "vit")
+        path = tmp_path / "vit" / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+        photographs(tmp_path / "pets", "a", "b", "c", "d", "e")
+
+    return change
+
+
+def inspect(model: object, **fields: Any) -> Any:
+    study = Study(models=(str(model),), **fields)
+    return inspect_model(model_spec(study, study.models[0]), study)
+
+
 def test_an_image_classifier_runs_with_the_folders_weights(folders: Path, call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     words = "--backend pytorch,onnxruntime --routes usual --rounds 1 --seconds 0.05 --boundaries model".split()
     code, out, _ = call("run", str(folders / "vit"), *words, "--warmup", "0.02", "--out", "run")
     assert code == 0 and "vit at size 32" in out and "agree with those of pytorch" in out
     assert {t.backend for t in load_run(tmp_path / "run") if t.good} == {"pytorch", "onnxruntime"}
-    spec, inspection = inspect_model(model_spec(study := Study(models=(str(folders / "vit"),)), study.models[0]), study)
+    spec, inspection = inspect(folders / "vit")
     assert (inspection.size, spec.preprocess.mean, spec.preprocess.std) == ((32, 32), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
     assert spec.preprocess.resize == 40 / 32 and spec.preprocess.interpolation == "bicubic"
     own = transformers.ViTForImageClassification.from_pretrained(folders / "vit").eval()
@@ -74,8 +92,7 @@ def test_an_image_classifier_runs_with_the_folders_weights(folders: Path, call: 
     ("name", "inputs"), [("bert", {"input_ids": 32, "attention_mask": 32}), ("sound", {"input_values": 16_000})]
 )
 def test_text_and_sound_have_their_own_inputs(name: str, inputs: dict[str, int], folders: Path) -> None:
-    study = Study(models=(str(folders / name),))
-    spec, inspection = inspect_model(model_spec(study, study.models[0]), study)
+    spec, inspection = inspect(folders / name)
     assert {each.name: each.shape[-1] for each in spec.inputs if each.dtype} == inputs
     assert inspection.size == (0, 0) and spec.name == name
 
@@ -104,8 +121,7 @@ def test_weights_are_the_folders_own_and_identify_the_model(folders: Path, tmp_p
 def test_what_the_library_lacks_is_one_line(config: dict[str, Any], said: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise SystemExit('this must not run')")
-    study = Study(models=(str(tmp_path),))
-    refuses(said, inspect_model, model_spec(study, study.models[0]), study)
+    refuses(said, inspect, tmp_path)
 
 
 def test_a_name_that_the_hub_cannot_give_is_one_line(
@@ -119,13 +135,10 @@ def test_a_name_that_the_hub_cannot_give_is_one_line(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
     code, _, err = call("run", "hf:nobody/nothing", "--dry-run")
     assert code == 2 and err.count("\n") == 1 and "can't be downloaded: no network; give a local folder" in err
-    code, _, err = call("run", "hf:nothing", "--dry-run")
-    assert code == 2 and "neither a folder nor ORG/NAME" in err
-    code, _, err = call("run", "hf:", "--dry-run")
-    assert code == 2 and "neither a folder nor ORG/NAME" in err
+    assert "neither a folder nor ORG/NAME" in call("run", "hf:nothing", "--dry-run", code=2)[2]
+    assert "neither a folder nor ORG/NAME" in call("run", "hf:", "--dry-run", code=2)[2]
     (tmp_path / "empty").mkdir()
-    code, _, err = call("run", f"hf:{tmp_path / 'empty'}", "--dry-run")
-    assert code == 2 and "has no config.json" in err
+    assert "has no config.json" in call("run", f"hf:{tmp_path / 'empty'}", "--dry-run", code=2)[2]
 
 
 def test_the_hubs_cache_is_enough(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +198,8 @@ def test_the_processors_scale_of_pixels_counts(
     assert (255 / 255 - found.mean[0]) / found.std[0] == pytest.approx(pixel)
 
 
-def test_images_that_the_processor_prepares_otherwise_are_refused(folders: Path, call: Any, tmp_path: Path) -> None:
-    shutil.copytree(folders / "vit", tmp_path / "vit")
-    (tmp_path / "vit/preprocessor_config.json").write_text(json.dumps({**PROCESSOR, "do_flip_channel_order": True}))
-    photographs(tmp_path / "pets", "a", "b", "c", "d", "e")
+def test_images_that_the_processor_prepares_otherwise_are_refused(vit: Any, call: Any) -> None:
+    vit("preprocessor_config.json", do_flip_channel_order=True)
     words = ("run", "vit", "--backend", "pytorch", "--dry-run")
     code, _, error = call(*words, "--data", "pets")
     assert code == 2 and error.startswith("dyno: vit takes images with red and blue swapped (do_flip_channel_order)")
@@ -258,8 +269,7 @@ def test_a_model_of_timm_is_named_as_one(call: Any, tmp_path: Path) -> None:
     code, _, error = call("run", "mine", "--backend", "pytorch", "--dry-run")
     given = error.partition("give ")[2].split()
     assert code == 2 and given[0] == "timm:test_vit" and given[1] == "--weights"
-    study = Study(models=(given[0],), weights=given[2])
-    spec, inspection = inspect_model(model_spec(study, study.models[0]), study)
+    spec, inspection = inspect(given[0], weights=given[2])
     assert inspection.outputs == 5 and torch.equal(models.load(spec).state_dict()["head.bias"], net.head.bias)
 
 
@@ -270,11 +280,9 @@ def test_a_folder_without_a_processor_has_a_guess(folders: Path, call: Any, tmp_
     assert "images were normalised by mean 0.485" in call("run", "bare", *words, "--out", "run", code=0)[1]
 
 
-def test_a_processor_that_cannot_be_run_is_told(folders: Path, call: Any, tmp_path: Path) -> None:
-    shutil.copytree(folders / "vit", tmp_path / "vit")
+def test_a_processor_that_cannot_be_run_is_told(vit: Any, call: Any) -> None:
     own = {"image_processor_type": "Own", "auto_map": {"AutoImageProcessor": "own.Own"}}
-    (tmp_path / "vit/preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **own}))
-    photographs(tmp_path / "pets", "a", "b", "c", "d", "e")
+    vit("preprocessor_config.json", **own)
     words = ("--data", "pets", "--backend", "pytorch", "--rounds", "1", "--seconds", "0.02", "--warmup", "0.01")
     out = call("run", "vit", *words, "--out", "run", code=0)[1]
     (told,) = [line for line in out.splitlines() if line.startswith("vit: images")]
@@ -284,12 +292,10 @@ def test_a_processor_that_cannot_be_run_is_told(folders: Path, call: Any, tmp_pa
 def test_a_detectors_processor_says_how_pixels_are_normalised(tmp_path: Path) -> None:
     config = transformers.YolosConfig(**SMALL, image_size=[32, 32], patch_size=8, num_detection_tokens=5, num_labels=2)
     transformers.YolosForObjectDetection(config).save_pretrained(tmp_path / "yolos")
-    study = Study(models=(str(tmp_path / "yolos"),), task="detect")
-    _, inspection = inspect_model(model_spec(study, study.models[0]), study)
-    assert inspection.preprocess_guessed
+    assert inspect(tmp_path / "yolos", task="detect")[1].preprocess_guessed
     own = {"size": {"height": 32, "width": 32}, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
     (tmp_path / "yolos/preprocessor_config.json").write_text(json.dumps(own))
-    spec, inspection = inspect_model(model_spec(study, study.models[0]), study)
+    spec, inspection = inspect(tmp_path / "yolos", task="detect")
     assert (spec.preprocess.mean, spec.preprocess.std) == ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
     assert spec.preprocess.letterbox and not inspection.preprocess_guessed
 
@@ -320,8 +326,7 @@ def test_that_a_detectors_processor_stretches_images_is_told(call: Any, tmp_path
 def test_text_beside_images_has_tokens_and_pixels(tmp_path: Path) -> None:
     sides = {"text_config": {**SMALL, "vocab_size": 90}, "vision_config": {**SMALL, "image_size": 32, "patch_size": 8}}
     transformers.CLIPModel(transformers.CLIPConfig(**sides)).save_pretrained(tmp_path / "clip")
-    study = Study(models=(str(tmp_path / "clip"),))
-    spec, inspection = inspect_model(model_spec(study, study.models[0]), study)
+    spec, inspection = inspect(tmp_path / "clip")
     shapes = {each.name: each.shape for each in spec.inputs if each.dtype}
     assert shapes["input_ids"] == ("batch", 77) and shapes["pixel_values"] == ("batch", 3, "height", "width")
     assert inspection.size == (32, 32)
@@ -348,14 +353,9 @@ def test_a_folder_without_weights_is_warned_of(folders: Path, call: Any, tmp_pat
     assert "has no *.safetensors or *.bin; save the model there, or fetch the hub's with --pretrained" in words
 
 
-def test_a_networks_own_class_names_count(folders: Path, call: Any, tmp_path: Path) -> None:
-    shutil.copytree(folders / "vit", tmp_path / "vit")
-    config = json.loads((tmp_path / "vit/config.json").read_text())
-    config["id2label"] = dict(enumerate("abced"))
-    (tmp_path / "vit/config.json").write_text(json.dumps(config))
-    photographs(tmp_path / "pets", "a", "b", "c", "d", "e")
-    code, _, error = call("run", "vit", "--backend", "pytorch", "--data", "pets", "--dry-run")
-    assert code == 2 and "'d' is class 3 of pets and class 4 of vit" in error
-    call("export", "vit", "-o", "vit.onnx", code=0)
-    code, _, error = call("run", "vit.onnx", "--backend", "onnxruntime", "--data", "pets", "--dry-run")
-    assert code == 2 and "'d' is class 3 of pets and class 4 of vit" in error, "the file keeps them"
+def test_a_networks_own_class_names_count(vit: Any, call: Any, refused: Any) -> None:
+    vit("config.json", id2label=dict(enumerate("abced")))
+    call("export", "vit", "-o", "vit.onnx", code=0)  # the file keeps them
+    for model, backend in (("vit", "pytorch"), ("vit.onnx", "onnxruntime")):
+        said = refused("run", model, "--backend", backend, "--data", "pets", "--dry-run")
+        assert "'d' is class 3 of pets and class 4 of vit" in said
