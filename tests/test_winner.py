@@ -230,8 +230,7 @@ def test_a_run_prints_how_its_winner_is_taken(call: Any, tmp_path: Path) -> None
     assert code == 0 and ("take it: dyno export r\n" in out or "choose: dyno export r BACKEND/PRECISION\n" in out), err
     assert call("export", "r")[0] == 0 and (tmp_path / "net-onnxruntime-fp32.onnx").is_file()
     (tmp_path / "latest").symlink_to("r")
-    code, out, _ = call("export", "latest", "-o", "my best")
-    assert code == 0 and "run it: python 'my best.py'\n" in out
+    assert "run it: python 'my best.py'\n" in call("export", "latest", "-o", "my best", code=0)[1]
     assert "    python 'my best.py' PHOTO.jpg" in (tmp_path / "my best.py").read_text()
 
 

@@ -363,8 +363,7 @@ def test_show_prints_every_format(call: Any) -> None:
     assert code == 0 and "batch 1" in out and "|" not in out, "text is no Markdown"
     code, out, _ = call("show", "r", "--table", "frontier")
     assert code == 0 and out.startswith("no frontier") and "--data" in out
-    code, _, err = call("show", "r", "--table", "size")
-    assert code == 2 and "unknown table 'size'; did you mean 'sizes'?" in err
+    assert "unknown table 'size'; did you mean 'sizes'?" in call("show", "r", "--table", "size", code=2)[2]
     code, out, _ = call("show", "r", "--format", "json")
     found = json.loads(out)
     assert {"schema", "date", "machine", "study", "verdict", "tables"} <= found.keys() and [*found["tables"]] == [

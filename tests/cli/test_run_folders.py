@@ -211,6 +211,5 @@ def test_nothing_is_left_of_a_mistyped_model(call: Any, tmp_path: Path, words: t
     (tmp_path / "frame.png").touch()
     (tmp_path / "old").mkdir()
     for folder in ("new", "old"):
-        code, _, errors = call(*words[:-1], folder)
-        assert code == 2 and "there is no model file nosuch.onnx" in errors
+        assert "there is no model file nosuch.onnx" in call(*words[:-1], folder, code=2)[2]
     assert not (tmp_path / "new").exists() and (tmp_path / "old").is_dir(), "what was there before is somebody's own"

@@ -54,7 +54,7 @@ def judge(tmp_path: Path) -> Any:
 @pytest.fixture
 def call(call: Any) -> Any:
     """`dyno compare …` in this process: (exit code, standard output, standard error)."""
-    return lambda *words: call("compare", *words)
+    return lambda *words, **more: call("compare", *words, **more)
 
 
 def test_a_run_against_itself_is_no_different(demo: Results) -> None:
@@ -143,8 +143,7 @@ def test_self_tests_of_the_machine_tell_what_differs_between_sessions(tmp_path: 
     assert rows["verdict"][0] == "slower" and rows["ratio"][0] == pytest.approx(1.2)
     assert rows["ratio_high"][0] / rows["ratio_low"][0] > 1.05, "five sessions that differ by 1 % (t: 2.78)"
     assert set(rows["measured"]) == {"in two sessions"}
-    code, out, _ = call(a, b, "--fail-on", "slower=5%")
-    assert code == 1 and "what differs between this machine's self-tests" in out
+    assert "what differs between this machine's self-tests" in call(a, b, "--fail-on", "slower=5%", code=1)[1]
     assert call(a, c, "--fail-on", "slower=2%")[0] == 3, "1.5 % is less than sessions differ by"
     for other in (replace(kept, machine={"host": "there"}), replace(kept, sessions=2), replace(kept, machine={})):
         write_json(b / "self-test.json", to_json(other))

@@ -35,8 +35,7 @@ def test_two_files_in_turns_with_a_gate(call: Any, chain: Any, tmp_path: Path, m
     records = len(list(tmp_path.glob("run/trials/*/r*/record.json")))
     assert call(*words)[0] == 1 and len(list(tmp_path.glob("run/trials/*/r*/record.json"))) == records, "it is stored"
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = call("compare", "run", "--fail-on", "status")
-    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    assert max(map(len, call("compare", "run", "--fail-on", "status", code=0)[1].splitlines())) <= 80
     assert call("show", "run")[0] == 0 and "holds no comparison" not in call("compare", "run")[2]
     result = dyno.compare("run", fail_on=("slower=20%",))
     assert result.exit_code == 1 and result.rows[0]["ratio_low"] > 1.2 and result.rows[0]["measured"] == "in turns"
@@ -52,11 +51,9 @@ def test_a_stored_run_is_measured_again_beside_a_file_with_other_outputs(call: A
     code, out, err = call(*words, "--out", "run")
     assert "onnxruntime fp32 b1: B gives other outputs than A.\n" in err, "what that means, the gate decides"
     assert code == 3 and "wrong outputs" in out, "a speed that isn't judged passes no gate"
-    code, out, _ = call("compare", "run", "--fail-on", "slower=1000%", "--any-outputs")
-    assert code == 0 and "A is" in out
+    assert "A is" in call("compare", "run", "--fail-on", "slower=1000%", "--any-outputs", code=0)[1]
     chain(base, 4)
-    code, _, err = call(*words, "--out", "again")
-    assert code == 2 and "base.onnx has changed since base was measured" in err
+    assert "base.onnx has changed since base was measured" in call(*words, "--out", "again", code=2)[2]
 
 
 def test_fields_that_say_nothing_of_a_comparison_are_refused() -> None:

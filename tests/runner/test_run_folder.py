@@ -121,8 +121,7 @@ def test_an_overwritten_file_counts_though_another_model_is_asked_for(call: Any,
     net(tmp_path / "m.onnx")
     assert call("run", "m.onnx", "fake:net", *words)[0] == 0
     net(tmp_path / "m.onnx", 3.0)
-    code, _, err = call("run", "fake:net", *words)
-    assert code == 0 and "1 trial of an earlier m.onnx: moved to r/archive/" in err
+    assert "1 trial of an earlier m.onnx: moved to r/archive/" in call("run", "fake:net", *words, code=0)[2]
     assert rows("r", "model", "status") == [("net", "ok")]
 
 
@@ -130,8 +129,7 @@ def test_two_files_of_one_name_lie_beside_each_other(call: Any, tmp_path: Path) 
     for folder, factor in (("a", 2.0), ("b", 3.0)):
         (tmp_path / folder).mkdir()
         net(tmp_path / folder / "m.onnx", factor)
-        code, _, err = call("run", f"{folder}/m.onnx", "--channels", 1, *FAKE, "--out", "r")
-        assert code == 0 and "archive" not in err
+        assert "archive" not in call("run", f"{folder}/m.onnx", "--channels", 1, *FAKE, "--out", "r", code=0)[2]
     assert [model["name"] for model in models("r")] == ["b/m.onnx", "m"]
     (tmp_path / "a").rename(tmp_path / "c")
     assert "ok  " not in call("run", "c/m.onnx", "--channels", 1, *FAKE, "--out", "r")[2], "it is known by its content"
@@ -156,8 +154,7 @@ def test_a_module_beside_the_code_counts(call: Any, tmp_path: Path) -> None:
     words = ["run", "net.py:build", "--channels", 1, "--size", 8, *FAKE, "--out", "r"]
     assert call(*words)[0] == 0
     (tmp_path / "parts.py").write_text("from torch import nn\ndef body(): return nn.Sigmoid()\n")
-    code, _, err = call(*words)
-    assert code == 0 and "1 trial of an earlier net.py: moved to r/archive/" in err
+    assert "1 trial of an earlier net.py: moved to r/archive/" in call(*words, code=0)[2]
     (tmp_path / "unrelated.py").write_text("x = 1\n")
     assert "archive" not in call(*words)[2]
 
@@ -211,8 +208,7 @@ def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(ca
     )
     assert "tried again" not in call(*words, "--build-timeout", 1)[2]
     (tmp_path / "endless").unlink()
-    code, _, said = call(*words)
-    assert code == 0 and "1 failed job tried again: 3600 s instead of 1 s" in said
+    assert "1 failed job tried again: 3600 s instead of 1 s" in call(*words, code=0)[2]
     assert rows("r", "status") == [("ok",)]
 
 
