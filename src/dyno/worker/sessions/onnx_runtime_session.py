@@ -297,6 +297,8 @@ class Request:
             else:
                 self._binding.bind_output(tensor.name, "cpu")
         self._unplaced = [tensor.name for tensor in outputs if tensor.name not in self._outputs]
+        # One may have another shape than the file declares: onnxmltools says [1] of LightGBM's labels for any batch.
+        self._misdeclared: list[str] = []
 
     def bind(self, feeds: Mapping[str, np.ndarray], inputs: Sequence[Tensor], shapes: Mapping[str, Shape]) -> None:
         """Point it at the feeds, which are held until the next `bind`; copied only to change their type."""
@@ -309,7 +311,16 @@ class Request:
 
     def run(self) -> None:
         """Run to the end; the library releases Python's lock meanwhile."""
-        self._session.run_with_iobinding(self._binding)
+        for name in self._misdeclared:  # what the run before left there would be refused
+            self._binding.bind_output(name, "cpu")
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception:  # of a type by the library's version; whatever else it was happens again
+            if not self._outputs:
+                raise
+            self._misdeclared, self._outputs = [*self._outputs], {}
+            self._unplaced = [tensor.name for tensor in self._tensors]
+            self.run()
 
     def fetch(self) -> dict[str, np.ndarray]:
         """Return the bound output arrays themselves: valid until the next run."""
