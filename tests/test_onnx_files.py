@@ -4,7 +4,10 @@ import csv
 import hashlib
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -622,3 +625,35 @@ def test_outputs_below_the_absolute_tolerance_are_not_called_close(call: Any) ->
     words = ("diff", "first.onnx", "second.onnx", "--backend", "onnxruntime", "--out", "d")
     assert "so --atol 1e-08 would call any outputs close; give e.g. --atol " in call(*words, code=2)[2]
     assert call(*words, "--atol", "0", "--least", "50")[0] == 1
+
+
+def test_outputs_without_values_agree_with_nothing(call: Any) -> None:
+    """As those of a detector that finds no object."""
+    ends = {"first": 3, "last": 3, "axis": 1}
+    saved("(float[n, 8] x) => (float[n, m] y) { y = Slice(x, first, last, axis) }", **{k: [v] for k, v in ends.items()})
+    _, out, _ = call("run", "net.onnx", *QUICK, "--out", "run", code=0)
+    assert "the outputs have no values for any input, so nothing is compared" in " ".join(out.split())
+    assert "agree" not in out
+    words = ("diff", "net.onnx", "onnxruntime", "openvino", "--out")
+    assert call(*words, "d", code=0)[1].count("net onnxruntime fp32: the outputs have no values for any input") == 1
+    call(*words, "e", "--least", "0.5", code=1)
+    _, _, err = call("diff", "net.onnx", "openvino", "--layers", code=2)
+    assert "the outputs have no values for any input, so nothing can be compared" in err
+    call("export", "run", "-o", "best", code=0)
+    done = subprocess.run([sys.executable, "best.py"], capture_output=True, text=True, check=True)
+    assert done.stdout == "y float32 1x0\n"
+
+
+def test_an_output_may_have_another_shape_than_its_file_declares(call: Any) -> None:
+    """As the labels that onnxmltools converts from LightGBM, [1] for any batch."""
+    model = onnx_text.model("(float[?, 8] x) => (int64[1] y) { y = ArgMax <axis = 1, keepdims = 0>(x) }", opset=13)
+    model.graph.input[0].type.tensor_type.shape.dim[0].Clear()
+    found = measured(call, model, "--batch", "1,4", backends="onnxruntime")
+    assert [row["status"] for row in found] == ["ok"] * 2
+    assert dyno.load("run").records[1].outputs()["y"].shape == (32,)
+
+
+def test_a_later_opset_than_the_engine_s_is_named_with_that(call: Any) -> None:
+    onnx_text.write("net.onnx", "(float[n, 8] x) => (float[n, 8] y) { y = Relu(x) }", opset=99)
+    _, _, err = call("run", "net.onnx", *QUICK[:-1], "onnxruntime", "--out", "run", code=3)
+    assert re.search(r"it is in opset 99 of ai\.onnx, and this version reads up to \d+; export it for that one", err)

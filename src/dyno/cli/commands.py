@@ -607,7 +607,7 @@ def diff(
         [trial_result.load_run(folder) for folder in folders], rtol, atol
     )
     print(export([values, *([ranks] if ranks.rows else [])], format), end="")
-    if any(row["close"] < least for row in values.rows):
+    if least and not all(row["close"] >= least for row in values.rows):  # NaN where nothing was compared
         raise typer.Exit(1)
     raise typer.Exit(UNFINISHED * (bool(failed) or len(folders) < len(models)))
 

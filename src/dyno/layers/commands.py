@@ -217,4 +217,4 @@ def diff_layers(
     )
     print(export(agreement.tables, format), end="")
     missing = exits.left_out(agreement.left_out)
-    return int(agreement.close < least) or missing
+    return int(bool(least) and not agreement.close >= least) or missing

@@ -27,7 +27,7 @@ from dyno.results.rounds import GPU, HOST, Round
 from dyno.results.self_test import SelfTestSummary
 from dyno.worker import tasks
 from dyno.worker.facts.files import MakerFacts
-from dyno.worker.facts.job import SAME_OUTPUTS, Facts
+from dyno.worker.facts.job import NO_VALUES, SAME_OUTPUTS, Facts
 from dyno.worker.record import LOCK, Record, lock_owner
 from dyno.worker.spec import PRECISIONS, Artifact, Job, Trial, UserError, usual_name
 from dyno.worker.tasks import Task
@@ -278,8 +278,10 @@ class TrialResult:
         """The reason why comparing its outputs proves little, or "": they change by themselves, never, or are NaN."""
         if self.facts.random_outputs:
             return "its outputs change from call to call, so they can't be compared"
-        same = any(line.startswith(SAME_OUTPUTS) for each in self.good for line in each.record.warnings)
-        if same:
+        warnings = [line for each in self.good for line in each.record.warnings]
+        if any(line.startswith(NO_VALUES) for line in warnings):
+            return f"{NO_VALUES}, so nothing is compared; --input gives others"
+        if any(line.startswith(SAME_OUTPUTS) for line in warnings):
             return f"{SAME_OUTPUTS}, so agreement proves little"
         nan = self.facts.nan_share
         return f"{nan:.2%} of the output values are NaN, where agreement proves nothing" if nan else ""

@@ -346,7 +346,7 @@ def compare_with_first(runs: Sequence[Results], rtol: float, atol: float) -> tup
     by_trial = [(_name_trial(t), agreement.compare_answers(t, reference)) for t in others]
     notes = (
         f"against {_name_trial(reference)}: {rows[0]['inputs']} inputs; close is |a - b| <= {atol:g} + {rtol:g} |b|",
-        *(f"{_name_trial(t)}: {t.oddity}" for t in good if t.oddity),
+        *dict.fromkeys(f"{_name_trial(t)}: {t.oddity}" for t in good if t.oddity),
         *(f"no outputs from {line}" for line in failed),
     )
     table = AGREEMENT.of(columns(rtol, atol), rows, notes=notes)

@@ -286,6 +286,7 @@ class ApplicationFacts:
 
 
 SAME_OUTPUTS = "the outputs are the same for every input"  # the beginning of a warning
+NO_VALUES = "the outputs have no values for any input"  # the beginning of a warning
 Window = tuple[float, float]  # begin and end in seconds of CLOCK_MONOTONIC
 
 

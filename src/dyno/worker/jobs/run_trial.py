@@ -15,7 +15,7 @@ from dyno.worker import measure, system
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.evaluation import evaluate
 from dyno.worker.facts.engine import ORIGIN, EngineFacts
-from dyno.worker.facts.job import SAME_OUTPUTS, AnsweredImages, SustainedLoad
+from dyno.worker.facts.job import NO_VALUES, SAME_OUTPUTS, AnsweredImages, SustainedLoad
 from dyno.worker.inputs import input_data
 from dyno.worker.jobs.turns import Uninterleaved
 from dyno.worker.journal import Journal
@@ -281,12 +281,12 @@ def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = T
     )
     for sentence in evaluation.warnings:
         journal.warn(sentence)
-    own = [a for name, a in arrays.items() if name.startswith("output:") and len(a) > 1]
-    if own and all((a == a[:1]).all() for a in own):
-        journal.warn(f"{SAME_OUTPUTS}: that they agree with another engine's proves little")
     raw = [a for name, a in arrays.items() if name.startswith("output:")]
+    own = [a for a in raw if len(a) > 1]
     if raw and not any(a.size for a in raw):
-        journal.warn("the outputs have no rows for any input: there is nothing to compare")
+        journal.warn(f"{NO_VALUES}: there is nothing to compare")
+    elif own and all((a == a[:1]).all() for a in own):
+        journal.warn(f"{SAME_OUTPUTS}: that they agree with another engine's proves little")
     return record_finite({name[7:]: a for name, a in arrays.items() if name.startswith("output:")}, journal)
 
 

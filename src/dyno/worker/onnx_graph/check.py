@@ -71,6 +71,9 @@ def session(model: str | bytes, *, optimised: bool = True, threads: int = 0) -> 
 def error_line(error: Exception) -> str:
     """Return ONNX Runtime's error in one line, without its codes, the file's name and the place in its source."""
     text = " ".join(str(error).split())
+    if late := re.search(r"Opset (\d+) is under development.* domain (\S+) is till opset (\d+)", text):
+        opset, domain, newest = late.groups()
+        return f"it is in opset {opset} of {domain}, and this version reads up to {newest}; export it for that one"
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
     text = re.sub(r"^Load model from .*? failed: ?", "", text)
     return shorten(re.sub(r"^\S+\.(?:cc|h):\d+ .*?\) (?=\S)", "", text))

@@ -106,7 +106,7 @@ if __name__ == "__main__":
     batches = {len(values) for values in feeds.values() if np.ndim(values)}
     for name, values in run(load(), feeds).items():
         print(name, values.dtype, "x".join(map(str, values.shape)))
-        if values.ndim == 2 and len(values) in batches:
+        if values.ndim == 2 and values.size and len(values) in batches:
             print("  class with the highest score:", *values.argmax(axis=1))
 """
 
