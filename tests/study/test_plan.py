@@ -1,6 +1,9 @@
 """Studies become trials: every combination, each refusal with its reason, ids that mean the same tomorrow."""
 
+import gzip
+import shutil
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +241,10 @@ def test_models_that_are_not_there(source: str, fields: dict, message: str) -> N
     assert str(caught.value).startswith(message)
 
 
+def named(path: Path) -> ModelSpec:
+    return model_spec(Study(models=(str(path),)), str(path))
+
+
 def test_a_pointer_or_a_page_in_place_of_a_file_is_named(tmp_path: Path) -> None:
     """As a clone without Git LFS and a download behind a login leave them."""
     pointer, page = tmp_path / "net.onnx", tmp_path / "net.safetensors"
@@ -247,6 +254,20 @@ def test_a_pointer_or_a_page_in_place_of_a_file_is_named(tmp_path: Path) -> None
         model_spec(Study(models=(str(pointer),)), str(pointer))
     study = Study(models=("torchvision:resnet18",), weights=str(page))
     refuses(r"net\.safetensors is a web page and not a weights file; download", model_spec, study, study.models[0])
+    for name in ("net.pt", "net.cfg", "weights.safetensors"):
+        shutil.copy(pointer, tmp_path / name)
+        refuses(rf"{name} is a pointer of Git LFS and not the", named, tmp_path / name)
+
+
+def test_a_compressed_file_and_an_ending_in_capitals_say_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "net.onnx").write_bytes(gzip.compress(b"graph"))
+    with zipfile.ZipFile(tmp_path / "net.tflite", "w") as file:
+        file.writestr("net", "graph")
+    shutil.copy(tmp_path / "net.onnx", tmp_path / "net.onnx.gz")
+    (tmp_path / "NET.ONNX").write_bytes(b"graph")
+    for name, kind in (("net.onnx", "gzip"), ("net.tflite", "zip"), ("net.onnx.gz", "gzip")):
+        refuses(rf"{name} is compressed \({kind}\).*; unpack it", named, tmp_path / name)
+    refuses(r"NET\.ONNX ends in capitals; rename it to NET\.onnx", named, tmp_path / "NET.ONNX")
 
 
 def test_weights_alone_are_no_model(tmp_path: Path) -> None:

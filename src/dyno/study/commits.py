@@ -11,6 +11,7 @@ from pathlib import Path
 from dyno.store import cache_dir
 from dyno.worker import registry
 from dyno.worker.nets.checkpoint import PROGRAM, Archive, advise_on_module
+from dyno.worker.record import refuse_stand_in
 from dyno.worker.spec import SAVED, UserError
 
 LENGTH = 12  # hex digits by which a commit is called
@@ -136,6 +137,8 @@ def stored_source(source: str) -> str:
 
     A .cfg is Darknet's. Raises `UserError` for any other file of torch.save; any other source stays as it is.
     """
+    if Path(source).suffix in (DARKNET, *SUFFIXES):
+        refuse_stand_in(source, "checkpoint")
     if Path(source).suffix == DARKNET and ":" not in source:
         return f"darknet:{source}"
     if Path(source).suffix not in SUFFIXES or not Path(source).is_file():

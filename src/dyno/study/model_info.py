@@ -40,7 +40,7 @@ from dyno.worker import registry, system
 from dyno.worker.inspection import ATTACHED, Inspection
 from dyno.worker.nets import huggingface
 from dyno.worker.nets.local_code import sha256_with_imports
-from dyno.worker.record import Record, regular
+from dyno.worker.record import MODEL_FILE, Record, refuse_stand_in, regular
 from dyno.worker.spec import (
     ENDPOINT,
     NETWORK_FILES,
@@ -94,7 +94,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         if not keeps_weights(source):
             common |= {"weights": str(absolute(path)), "weights_sha256": sha256_of(path)}
     if registry.format_of(source):
-        sha256 = sha256_of(path := absolute(_find_file(source, "model file")))
+        sha256 = sha256_of(path := absolute(_find_file(source, MODEL_FILE)))
         return ModelSpec(source=f"file:{beside_its_parts(path, sha256)}", source_sha256=sha256, **common)
     if huggingface.is_folder(source):
         return _of_folder(source.removeprefix(f"{NETWORK_FOLDER}:"), common)
@@ -146,6 +146,9 @@ def _no_model(source: str) -> str:
     if Path(source).suffix in CHECKPOINTS and not Path(source).is_file():
         return f"there is no such file: {source}"
     if Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
+        refuse_stand_in(source, "checkpoint" if Path(source).suffix in CHECKPOINTS else MODEL_FILE)
+        if registry.format_of(source.lower()):
+            return f"{source} ends in capitals; rename it to {Path(source).stem}{Path(source).suffix.lower()}"
         return (
             f"{source} is not a model file ({', '.join(registry.suffixes())}); weights need their network "
             f"(torchvision:resnet50 --weights {source}); a function is given as FILE.py:FUNCTION"
@@ -218,13 +221,7 @@ def _find_file(text: str, what: str) -> Path:
         raise UserError(f"{text} is a folder, not a {what}")
     if not path.is_file():
         raise UserError(f"there is no {what} {text}")
-    beginning = b""
-    with suppress(OSError), path.open("rb") as opened:  # reading the whole file gives the reason
-        beginning = opened.read(64).lstrip().lower()
-    if beginning.startswith(b"version https://git-lfs"):
-        raise UserError(f"{text} is a pointer of Git LFS and not the {what} itself; get that with git lfs pull")
-    if beginning.startswith((b"<!doctype html", b"<html")):
-        raise UserError(f"{text} is a web page and not a {what}; download the file itself")
+    refuse_stand_in(text, what)
     return path
 
 

@@ -216,6 +216,30 @@ def regular(path: Path, what: str) -> Path:
     return path
 
 
+MODEL_FILE = "model file"
+COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"7z\xbc\xaf": "7-Zip",
+}
+
+
+def refuse_stand_in(text: str, what: str) -> None:
+    """Raise a `UserError` if the file is a pointer, a web page or compressed; all but a model file may be zip files."""
+    beginning = b""
+    with suppress(OSError), open(text, "rb") as opened:  # reading the whole file gives the reason
+        beginning = opened.read(64)
+    if beginning.startswith(b"version https://git-lfs"):
+        raise UserError(f"{text} is a pointer of Git LFS and not the {what} itself; get that with git lfs pull")
+    if beginning.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        raise UserError(f"{text} is a web page and not a {what}; download the file itself")
+    kinds = COMPRESSED | ({b"PK\3\4": "zip"} if what == MODEL_FILE else {})
+    for mark in filter(beginning.startswith, kinds):
+        raise UserError(f"{text} is compressed ({kinds[mark]}) and not the {what} itself; unpack it")
+
+
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
     """Raise a `UserError` if one of these folders, or one below them, is a symbolic link.
 
