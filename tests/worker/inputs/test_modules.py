@@ -13,6 +13,7 @@ from dyno.worker.inputs.modules import ModuleInputs, describe_inputs, signature_
 from dyno.worker.inputs.specs import arguments
 from dyno.worker.jobs.inspect_model import inspect_model
 from dyno.worker.spec import DataSpec, Dims, InputSpec, ModelSpec, Preprocess, Tensor, Trial, UserError
+from refusals import refuses
 
 MODEL = ModelSpec("net", "net.py:build")
 
@@ -60,6 +61,14 @@ def test_the_user_s_range_goes_before_the_embedding_s() -> None:
     found = described(Words(), examples, {"ids": {"low": 3, "high": 5}})
     assert (found.inputs[0].low, found.inputs[0].high) == (3, 5)
     assert not any(spec.keyword for spec in found.inputs)
+
+
+def test_offsets_of_an_embedding_bag_are_not_drawn() -> None:
+    """PyTorch may run for ever on offsets that don't ascend."""
+    examples = (torch.arange(12), torch.tensor([0, 4, 8]))
+    refuses(r"'offsets' are the offsets of an EmbeddingBag, which", described, nn.EmbeddingBag(50, 8), examples)
+    (ids,) = described(nn.EmbeddingBag(50, 8), torch.arange(12).reshape(3, 4)).inputs
+    assert (ids.low, ids.high) == (0, 49)
 
 
 def test_every_engine_is_fed_the_same_whatever_it_reads() -> None:
@@ -133,7 +142,8 @@ def test_a_librarys_network_that_takes_no_image_says_how_to_describe_its_inputs(
 def test_a_module_that_refuses_is_told_what_helps(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "import torch\n\n\ndef gray():\n    return torch.nn.Conv2d(1, 2, 3)\n\n\n"
-        "def half():\n    return torch.nn.Conv2d(3, 2, 3).bfloat16()\n\n\nclass Force(torch.nn.Module):\n"
+        "def half():\n    return torch.nn.Conv2d(3, 2, 3).bfloat16()\n\n\n"
+        "def bare():\n    return torch.nn.Conv2d(3, 2, 3, device='meta')\n\n\nclass Force(torch.nn.Module):\n"
         "    def forward(self, x):\n        x = x.clone().requires_grad_()\n"
         "        return torch.autograd.grad((x * x).sum(), x)[0]\n\n\nmade = gray()\n\n\nclass Ids(torch.nn.Module):\n"
         "    def forward(self, ids=None, mask=None):\n        batch, length = ids.shape\n        return ids\n\n\n"
@@ -153,6 +163,7 @@ def test_a_module_that_refuses_is_told_what_helps(tmp_path: Path) -> None:
         ("Words", r"; it takes 'x' as a list\[torch.Tensor\]: wrap it"),
         ("script", r"; it takes 'x' as a Dict\[str, Tensor\]: wrap it"),
         ("half", r"its weights are bfloat16: return module.float\(\), since precisions say in which type it runs"),
+        ("bare", r"the model has no weights yet \(device meta\); give it some first"),
         ("Force", "it computes gradients, which are off"),
         ("made", "made is a Conv2d; it must be a function that returns a module"),
     ):

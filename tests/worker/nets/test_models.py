@@ -21,8 +21,10 @@ from dyno.worker import nets
 from dyno.worker.jobs.inspect_model import inspect_model
 from dyno.worker.nets import model_source, models, saved_modules
 from dyno.worker.nets.local_code import load_file
+from dyno.worker.sessions.torch_support import named_outputs
 from dyno.worker.snippets.modules import module as snippet
 from dyno.worker.spec import Dims, InputSpec, ModelSpec, Preprocess, Trial, UserError
+from refusals import refuses
 from trap import Trap
 
 PLANTED = """
@@ -137,6 +139,25 @@ def test_a_sparse_buffer_counts_with_its_values() -> None:
         return models.weights_sha256(module)
 
     assert hash_buffer(torch.eye(3)) == hash_buffer(torch.eye(3)) != hash_buffer(2 * torch.eye(3))
+
+
+def test_what_torchao_quantised_is_hashed_by_its_parts() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+
+    def hash_quantised(values: torch.Tensor) -> str:
+        net = torch.nn.Linear(32, 32, bias=False)
+        net.weight.data = values
+        torchao.quantize_(net, torchao.Int8WeightOnlyConfig())
+        return models.weights_sha256(net)
+
+    values = torch.arange(1024.0).reshape(32, 32)
+    assert hash_quantised(values) == hash_quantised(values) != hash_quantised(2 * values)
+
+
+def test_a_result_that_is_not_dense_says_what_to_return() -> None:
+    refuses(r"returns a sparse tensor, .* return \.to_dense\(\)", named_outputs, torch.eye(3).to_sparse())
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    refuses(r"returns a nested tensor, .* return \.to_padded_tensor\(0\)", named_outputs, (torch.eye(3), nested))
 
 
 def test_classes_and_channels_reach_the_libraries():

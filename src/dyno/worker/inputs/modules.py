@@ -417,13 +417,21 @@ def _run_and_record(
     positional = iter(args)
     values = {spec.name: keywords[spec.name] if spec.keyword else next(positional) for spec in specs}
     names = {values[spec.name].data_ptr(): spec.name for spec in specs if spec.dtype}
-    lookups = (torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag_forward_only.default)
+    drawn = {values[spec.name].data_ptr(): spec.name for spec in specs if spec.dtype and not spec.feeds}
+    bag = torch.ops.aten.embedding_bag  # a program has what it is made of
+    bags = (bag.padding_idx, bag.default, torch.ops.aten._embedding_bag_forward_only.default)
+    lookups = (torch.ops.aten.embedding.default, *bags)
     limits: dict[str, int] = {}
 
     class EmbeddingWatch(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
         supports_higher_order_operators = True  # torch.cond
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in bags and args[2].numel() > 1 and args[2].data_ptr() in drawn:
+                raise UserError(  # PyTorch may never end on others than ascending ones
+                    f"{drawn[args[2].data_ptr()]!r} are the offsets of an EmbeddingBag, which random values don't fit; "
+                    "let forward take ids of N x L without offsets, or make the offsets"
+                )
             if func in lookups and (name := names.get(args[1].data_ptr())):
                 limits[name] = min(limits.get(name, args[0].shape[0]), args[0].shape[0])
             return func(*args, **(kwargs or {}))

@@ -378,6 +378,10 @@ def _try_inputs(
     """Run the module once; what it takes, and the shapes of its outputs by name."""
     import torch
 
+    if any(each.is_meta for each in module.parameters()):
+        raise UserError(
+            "the model has no weights yet (device meta); give it some first, by to_empty() and a state_dict"
+        )
     try:
         if inputs.inputs:
             inputs, result = modules.verify_inputs(module, model, inputs, dims, _no_memory)

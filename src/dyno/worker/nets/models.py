@@ -142,8 +142,12 @@ def hash_tensors(tensors: Mapping[str, Any]) -> str:
     total = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         # Quantised layers keep their weight and bias in a tuple.
-        for part in value if isinstance(value, tuple) else (value,):
+        parts = [*value] if isinstance(value, tuple) else [value]
+        for part in parts:
             if not isinstance(part, torch.Tensor):
+                continue
+            if hasattr(part, "__tensor_flatten__"):  # torchao keeps what a weight is made of: its values and scales
+                parts += [getattr(part, inner) for inner in part.__tensor_flatten__()[0]]
                 continue
             total.update(f"{name} {part.dtype} {tuple(part.shape)}\n".encode())
             part = part.to_dense() if part.layout != torch.strided else part

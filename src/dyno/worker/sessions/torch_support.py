@@ -132,9 +132,14 @@ def named_outputs(result: Any) -> dict[str, Any]:
     """Return a module's result as tensors by name: output, output_1, output_2… in the order of its tuples and dicts.
 
     Complex ones have their real and imaginary parts along a last axis, as in graphs: NumPy's and PyTorch's casts to a
-    real type drop the imaginary part. Raises a `UserError` for a result without tensors.
+    real type drop the imaginary part. Raises a `UserError` for a result without tensors, or with one that isn't dense.
     """
-    outputs = [real_view(tensor) for tensor in tensors(result)]
+    found = [*tensors(result)]
+    for tensor in found:
+        if tensor.is_nested or str(tensor.layout) != "torch.strided":
+            kind, dense = ("nested", "to_padded_tensor(0)") if tensor.is_nested else ("sparse", "to_dense()")
+            raise UserError(f"the model returns a {kind} tensor, which no engine does; let its forward return .{dense}")
+    outputs = [real_view(tensor) for tensor in found]
     if not outputs:
         raise UserError(f"the model returns a {type(result).__name__} without tensors; it must return at least one")
     return {f"output_{i}" if i else "output": tensor for i, tensor in enumerate(outputs)}
