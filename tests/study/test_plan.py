@@ -261,11 +261,11 @@ def test_a_pointer_or_a_page_in_place_of_a_file_is_named(tmp_path: Path) -> None
 
 def test_a_compressed_file_and_an_ending_in_capitals_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "net.onnx").write_bytes(gzip.compress(b"graph"))
-    with zipfile.ZipFile(tmp_path / "net.tflite", "w") as file:
+    with zipfile.ZipFile(tmp_path / "net.zip", "w") as file:
         file.writestr("net", "graph")
     shutil.copy(tmp_path / "net.onnx", tmp_path / "net.onnx.gz")
     (tmp_path / "NET.ONNX").write_bytes(b"graph")
-    for name, kind in (("net.onnx", "gzip"), ("net.tflite", "zip"), ("net.onnx.gz", "gzip")):
+    for name, kind in (("net.onnx", "gzip"), ("net.zip", "zip"), ("net.onnx.gz", "gzip")):
         refuses(rf"{name} is compressed \({kind}\).*; unpack it", named, tmp_path / name)
     refuses(r"NET\.ONNX ends in capitals; rename it to NET\.onnx", named, tmp_path / "NET.ONNX")
 

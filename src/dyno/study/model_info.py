@@ -40,7 +40,7 @@ from dyno.worker import registry, system
 from dyno.worker.inspection import ATTACHED, Inspection
 from dyno.worker.nets import huggingface
 from dyno.worker.nets.local_code import sha256_with_imports
-from dyno.worker.record import MODEL_FILE, Record, refuse_stand_in, regular
+from dyno.worker.record import Record, refuse_stand_in, regular
 from dyno.worker.spec import (
     ENDPOINT,
     NETWORK_FILES,
@@ -94,7 +94,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         if not keeps_weights(source):
             common |= {"weights": str(absolute(path)), "weights_sha256": sha256_of(path)}
     if registry.format_of(source):
-        sha256 = sha256_of(path := absolute(_find_file(source, MODEL_FILE)))
+        sha256 = sha256_of(path := absolute(_find_file(source, "model file")))
         return ModelSpec(source=f"file:{beside_its_parts(path, sha256)}", source_sha256=sha256, **common)
     if huggingface.is_folder(source):
         return _of_folder(source.removeprefix(f"{NETWORK_FOLDER}:"), common)
@@ -146,7 +146,8 @@ def _no_model(source: str) -> str:
     if Path(source).suffix in CHECKPOINTS and not Path(source).is_file():
         return f"there is no such file: {source}"
     if Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
-        refuse_stand_in(source, "checkpoint" if Path(source).suffix in CHECKPOINTS else MODEL_FILE)
+        is_checkpoint = Path(source).suffix in CHECKPOINTS
+        refuse_stand_in(source, "checkpoint" if is_checkpoint else "model file", may_be_zip=is_checkpoint)
         if registry.format_of(source.lower()):
             return f"{source} ends in capitals; rename it to {Path(source).stem}{Path(source).suffix.lower()}"
         return (
