@@ -133,7 +133,7 @@ class TensorWriter:
             if len({array.shape for array in runs}) > 1:
                 raise UserError("the outputs have another shape for every input, so nothing can be compared")
             np.save(self._folder / f"output{k}.npy", np.stack(runs))
-        if not any(array.size for runs in outputs for array in runs):
+        if outputs and not any(array.size for runs in outputs for array in runs):
             raise UserError("the outputs have no values for any input, so nothing can be compared")
         index = {"tensors": self._files, "feeds": [*feeds[0]], "runs": len(feeds), "outputs": len(outputs)}
         (self._folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
