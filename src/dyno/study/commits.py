@@ -11,7 +11,6 @@ from pathlib import Path
 from dyno.store import cache_dir
 from dyno.worker import registry
 from dyno.worker.nets.checkpoint import PROGRAM, Archive, advise_on_module
-from dyno.worker.record import refuse_stand_in
 from dyno.worker.spec import SAVED, UserError
 
 LENGTH = 12  # hex digits by which a commit is called
@@ -130,6 +129,13 @@ def _find_last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 SUFFIXES = (".pt", ".pth")
 DARKNET = ".cfg"
+COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"7z\xbc\xaf": "7-Zip",
+}
 
 
 def stored_source(source: str) -> str:
@@ -149,6 +155,20 @@ def stored_source(source: str) -> str:
     if not archive.yolo:
         raise UserError(f"{source} is not a model on its own: {advise_on_module(archive)}")
     return f"ultralytics:{source}"
+
+
+def refuse_stand_in(text: str, what: str, *, may_be_zip: bool = True) -> None:
+    """Raise a `UserError` if the file is a pointer of Git LFS, a web page or compressed."""
+    beginning = b""
+    with suppress(OSError), open(text, "rb") as opened:  # reading the whole file gives the reason
+        beginning = opened.read(64)
+    if beginning.startswith(b"version https://git-lfs"):
+        raise UserError(f"{text} is a pointer of Git LFS and not the {what} itself; get that with git lfs pull")
+    if beginning.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        raise UserError(f"{text} is a web page and not a {what}; download the file itself")
+    kinds = COMPRESSED | ({b"PK\3\4": "zip"} if not may_be_zip else {})
+    for mark in filter(beginning.startswith, kinds):
+        raise UserError(f"{text} is compressed ({kinds[mark]}) and not the {what} itself; unpack it")
 
 
 def keeps_weights(source: str) -> bool:

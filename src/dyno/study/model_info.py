@@ -32,7 +32,7 @@ from dyno.store import (
     worker_code_sha256,
 )
 from dyno.study import commits, input_options
-from dyno.study.commits import keeps_weights, stored_source
+from dyno.study.commits import keeps_weights, refuse_stand_in, stored_source
 from dyno.study.defaults import form
 from dyno.study.interpreters import explain_missing, runtime_of
 from dyno.study.study import Choice, Study, find_libraries, list_names, model_name, parse_size
@@ -40,7 +40,7 @@ from dyno.worker import registry, system
 from dyno.worker.inspection import ATTACHED, Inspection
 from dyno.worker.nets import huggingface
 from dyno.worker.nets.local_code import sha256_with_imports
-from dyno.worker.record import Record, refuse_stand_in, regular
+from dyno.worker.record import Record, regular
 from dyno.worker.spec import (
     ENDPOINT,
     NETWORK_FILES,

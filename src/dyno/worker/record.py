@@ -216,29 +216,6 @@ def regular(path: Path, what: str) -> Path:
     return path
 
 
-COMPRESSED = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"7z\xbc\xaf": "7-Zip",
-}
-
-
-def refuse_stand_in(text: str, what: str, *, may_be_zip: bool = True) -> None:
-    """Raise a `UserError` if the file is a pointer of Git LFS, a web page or compressed."""
-    beginning = b""
-    with suppress(OSError), open(text, "rb") as opened:  # reading the whole file gives the reason
-        beginning = opened.read(64)
-    if beginning.startswith(b"version https://git-lfs"):
-        raise UserError(f"{text} is a pointer of Git LFS and not the {what} itself; get that with git lfs pull")
-    if beginning.lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        raise UserError(f"{text} is a web page and not a {what}; download the file itself")
-    kinds = COMPRESSED | ({b"PK\3\4": "zip"} if not may_be_zip else {})
-    for mark in filter(beginning.startswith, kinds):
-        raise UserError(f"{text} is compressed ({kinds[mark]}) and not the {what} itself; unpack it")
-
-
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
     """Raise a `UserError` if one of these folders, or one below them, is a symbolic link.
 

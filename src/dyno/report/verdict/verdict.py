@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from dyno.formatting import counting, indentation, join_names, plain, ratio, short, sized
 from dyno.report import self_test
@@ -225,33 +225,46 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
                 groups.setdefault((t.model, t.size, t.configuration, other.configuration), []).append((t, gain))
                 break
     several = len({(t.model, t.size) for t in results}) > 1
-    unexplained: dict[str, list[str]] = {}
+    unexplained: dict[str, list[_NoGain]] = {}
     for (model, size, name, other_name), slow in list(groups.items())[:MOST_GROUPS]:
         where = f"{model}{sized(size, ' at size ')}: " if several else ""
-        text = f"{name} is {_describe_no_gain(other_name, slow)}"
+        found = _NoGain(name, other_name, _compare_batches(slow))
         if reason := _choose_reason(slow):
-            yield Finding(WARNING, f"{where}{text}: {reason}.")
+            yield Finding(WARNING, f"{where}{found.sentence}: {reason}.")
         else:
-            unexplained.setdefault(where, []).append(text)
-    for where, texts in unexplained.items():
-        yield Finding(WARNING, f"{where}{_join_unexplained(texts)} no reason.")
+            unexplained.setdefault(where, []).append(found)
+    for where, all_found in unexplained.items():
+        yield Finding(WARNING, f"{where}{_join_unexplained(all_found)}.")
     if len(groups) > MOST_GROUPS:
         more = len(groups) - MOST_GROUPS
         yield Finding(NOTE, f"{more} more configurations gain nothing from their precision; see the tables.")
 
 
-def _describe_no_gain(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> str:
-    """Compare a lowered precision with the other one, batch by batch."""
-    slow = sorted(slow, key=lambda pair: pair[0].batch)
+class _NoGain(NamedTuple):
+    """A configuration that isn't faster than the `other`: ratios of batches in words, by their relation."""
+
+    name: str
+    other: str
+    relations: dict[str, str]
+
+    @property
+    def sentence(self) -> str:
+        parts = [
+            f"{relation.format('it' if k else self.other)} ({ratios})"
+            for k, (relation, ratios) in enumerate(self.relations.items())
+        ]
+        return f"{self.name} is {' and '.join(parts)}"
+
+
+def _compare_batches(slow: list[tuple[TrialResult, stats.Speedup]]) -> dict[str, str]:
+    """Return the ratios of a lowered precision to the other one, batch by batch, by their relation."""
     ratios: dict[str, list[str]] = {}
-    for t, gain in slow:
+    for t, gain in sorted(slow, key=lambda pair: pair[0].batch):
         shown = ratio(gain.value, gain.low, gain.high)
         ratios.setdefault(_choose_relation(gain), []).append(f"batch {t.batch}: {shown}")
-    parts: list[str] = []
-    for relation, each in ratios.items():
-        more = [f"{len(each) - MOST_RATIOS} more"] if len(each) > MOST_RATIOS else []
-        parts.append(f"{relation.format('it' if parts else other)} ({'; '.join([*each[:MOST_RATIOS], *more])})")
-    return " and ".join(parts)
+    for each in ratios.values():
+        each[MOST_RATIOS:] = [f"{len(each) - MOST_RATIOS} more"] if len(each) > MOST_RATIOS else []
+    return {relation: "; ".join(each) for relation, each in ratios.items()}
 
 
 def _choose_reason(slow: list[tuple[TrialResult, stats.Speedup]]) -> str:
@@ -261,13 +274,14 @@ def _choose_reason(slow: list[tuple[TrialResult, stats.Speedup]]) -> str:
     return f"at batch {batch}, {reason}" if reason and len({why for _, why in reasons}) > 1 else reason
 
 
-def _join_unexplained(texts: list[str]) -> str:
-    """Join the comparisons: what is not shown of the first, isn't of the second `nor` of the third."""
-    relation = f" is {NOT_SHOWN.format('')}"
-    alike = [text for text in texts if text.count(relation) == 1 and " and " not in text]
-    joined = ", nor ".join([*alike[:1], *(text.replace(relation, " than ") for text in alike[1:])])
-    every = [*filter(None, [joined]), *(text for text in texts if text not in alike)]
-    return f"{'; '.join(every)}; the {'engine reports' if len(texts) == 1 else 'engines report'}"
+def _join_unexplained(found: list[_NoGain]) -> str:
+    """Return one sentence: what is not shown of the first, `nor` is it of the next."""
+    alike = [each for each in found if [*each.relations] == [NOT_SHOWN]]
+    first = [each.sentence for each in alike[:1]]
+    others = [f"{each.name} than {each.other} ({each.relations[NOT_SHOWN]})" for each in alike[1:]]
+    parts = [", nor ".join([*first, *others]), *(each.sentence for each in found if each not in alike)]
+    engines = "engine reports" if len(found) == 1 else "engines report"
+    return f"{'; '.join(filter(None, parts))}; the {engines} no reason"
 
 
 def _choose_relation(gain: stats.Speedup) -> str:

@@ -315,8 +315,8 @@ class Request:
             self._binding.bind_output(name, "cpu")
         try:
             self._session.run_with_iobinding(self._binding)
-        except Exception:  # of a type by the library's version; whatever else it was happens again
-            if not self._outputs:
+        except Exception as e:  # of a type by the library's version
+            if not self._outputs or "shape" not in str(e):
                 raise
             self._misdeclared, self._outputs = [*self._outputs], {}
             self._unplaced = [tensor.name for tensor in self._tensors]
