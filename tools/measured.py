@@ -73,7 +73,7 @@ class Book:
         if "cell" in keys:
             table = pivot(rows, keys["rows"].split(","), keys["columns"].split(","), keys["cell"].replace("_", " "))
             return f"{table}\n\n{run_line(self.runs_of(spec))}"
-        if "run" in rows[0] and len(self.runs_of(spec)) == 1:
+        if "run" in rows[0] and len({row["run"] for row in rows}) == 1:
             table = plain([{k: v for k, v in row.items() if k != "run"} for row in rows])
             return f"{table}\n\n{run_line(self.runs_of(spec))}"
         return plain(rows)
