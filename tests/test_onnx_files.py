@@ -286,6 +286,27 @@ def test_weights_of_eight_bits_that_are_widened_are_not_called_int8(call: Any) -
     assert (found["openvino"]["ran_as"], found["openvino"]["precision_ok"]) == ("1 fp32", "no")
 
 
+def test_weights_of_eight_bit_floats_run_widened_and_a_file_that_nothing_can_run_says_why(
+    call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.random.default_rng(4).standard_normal((64, 64)).astype(np.float32)
+    weights = h.make_tensor("q", KINDS.FLOAT8E4M3FN, values.shape, values.ravel().tolist())
+    q = numpy_helper.to_array(weights)
+    weights.ClearField("int32_data")  # which OpenVINO 2026.4 reads as other values
+    weights.raw_data = q.tobytes()
+    nodes = [h.make_node("DequantizeLinear", ["q", "s"], ["w"]), h.make_node("MatMul", ["x", "w"], ["y"])]
+    model = from_x(nodes, [weights, numpy_helper.from_array(np.float32(0.1), "s")], "y")
+    found = measured(call, model)
+    assert {(row["backend"], row["status"], row["precision"], row["ran_as"]) for row in found} == {
+        ("onnxruntime", "ok", "fp8", "1 fp32"), ("openvino", "ok", "fp8", "1 fp32")
+    }  # fmt: skip
+    assert found[1]["outputs"] == "agree"
+    for backend in ("onnx_runtime.OnnxRuntime", "open_vino.OpenVino"):
+        monkeypatch.setattr(f"dyno.worker.backends.{backend}.file_precisions", ())
+    code, *_ = call("run", "net.onnx", *QUICK, "--out", "none")
+    assert code == 3 and ["no fp8 here" in row["reason"] for row in rows(Path("none"))] == [True, True]
+
+
 def test_what_lies_in_branches_is_quantised_by_nothing_and_each_row_says_so(call: Any) -> None:
     onnx.save(branching(random_weights(2)), "net.onnx")
     words = ("--precision", "fp32,fp16,int8", "--input", "x=-3..3", *SHORT, "--backend", "onnxruntime", "--out", "run")

@@ -260,7 +260,7 @@ def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list
         pairs, counts = sizes(study, inspection), batches(study, inspection)
     except UserError as e:
         raise UserError(f"{model.name}: {e}") from e
-    planned = []
+    planned, refused = [], []
     whole = model
     for height, width in pairs:
         model = uncropped(study, whole, inspection, (height, width))
@@ -273,9 +273,10 @@ def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list
             for choice, precision in _list_configurations(study, choices, model, data):
                 entry = _check_trial(study, _build_trial(study, choice, model, precision, dims, data))
                 lacks = precision not in registry.find(choice.name).precisions
-                if not (entry.refusal and study.adds_precisions and (lacks or precision != _own_precision(model))):
-                    planned.append(replace(entry, model_facts=model_facts))
-    return planned
+                is_unasked = study.adds_precisions and (lacks or precision != _own_precision(model))
+                rows = refused if entry.refusal and is_unasked else planned
+                rows.append(replace(entry, model_facts=model_facts))
+    return planned or refused  # a model that nothing here can run has its reasons
 
 
 def _of_uninspected(study: Study, source: str, choices: list[Choice], error: UserError) -> list[PlannedTrial]:

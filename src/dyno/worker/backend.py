@@ -162,9 +162,10 @@ class Backend(ABC):
     """One way to run models.
 
     `requires` are the distributions whose versions shape its results; `precisions`, `devices` and `options` what it
-    takes, `values` the checks of its options' values (`option_values`), made before anything runs, and `files` the
-    suffixes of model files that it can run (None: unknown). `profiled` are those of its devices on which its sessions
-    can `profile`, and with `loads_onnx` its `load` takes any ONNX file as it is, so that parts of a graph can be run.
+    takes, `file_precisions` those of a file's weights that it runs besides and Dyno doesn't make, `values` the checks
+    of its options' values (`option_values`), made before anything runs, and `files` the suffixes of model files that it
+    can run (None: unknown). `profiled` are those of its devices on which its sessions can `profile`, and with
+    `loads_onnx` its `load` takes any ONNX file as it is, so that parts of a graph can be run.
     One that isn't `offered` runs only where it is named, such as a scripted one; one that `compiles` takes as long to
     `load` as others take to build a file, and one that `builds_slowly` takes longer than all others for its file.
     `install_hint` says how to get its library if that does not belong beside the others.
@@ -175,6 +176,7 @@ class Backend(ABC):
     requires: tuple[str, ...] = ()
     install_hint: str = ""
     precisions: tuple[str, ...] = ()
+    file_precisions: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
     profiled: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
@@ -199,7 +201,8 @@ class Backend(ABC):
         if trial.precision in STORED and trial.precision != trial.model.precision:
             return f"{trial.precision} is for a file with such weights; Dyno doesn't quantise to it"
         precisions = [name for name in self.precisions if name != "tf32" or not on_cpu]
-        if trial.precision not in precisions:
+        of_file = trial.precision == trial.model.precision and trial.precision in self.file_precisions
+        if trial.precision not in precisions and not of_file:
             is_default = not trial.model.file and trial.precision == (trial.model.precision or "fp32")
             names = f"--precision {precisions[0]}, or --backend {self.name}/{precisions[0]}" if precisions else ""
             step = f"; give {names}" if is_default and names else ""

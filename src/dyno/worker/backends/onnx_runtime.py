@@ -81,6 +81,7 @@ class OnnxRuntime(Backend):
     name = "onnxruntime"
     requires = (ONNX_RUNTIME_BUILDS,)
     precisions = ("fp32", "tf32", "fp16", "int8", *STORED)
+    file_precisions = ("fp8",)
     devices = ("cpu", "cuda")
     profiled = ("cpu",)
     options = ("optimization", "spinning", "streams", *CUDA_OPTIONS, *PREPARATION)

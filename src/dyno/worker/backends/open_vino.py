@@ -210,7 +210,7 @@ def plain(value: Any) -> Any:
 
 ENGINE = "OpenVINO"
 # Left to itself OpenVINO computes an FP32 model in bfloat16 where the CPU can, so every precision is asked for by name.
-HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", **dict.fromkeys(("int8", *STORED), "f32")}
+HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", **dict.fromkeys(("int8", "fp8", *STORED), "f32")}
 # What the CPU plugin must be able to do before a hint is more than a wish.
 CAPABILITIES = {"bf16": "BF16", "fp16": "FP16"}
 NUMPY_TYPES = {"boolean": "bool"} | {
@@ -235,6 +235,7 @@ class OpenVino(Backend):
     name = "openvino"
     requires = ("openvino",)
     precisions = ("fp32", "bf16", "fp16", "int8", *STORED)
+    file_precisions = ("fp8",)
     profiled = ("cpu",)
     options = ("streams", "pinning", *PREPARATION)
     values: Mapping[str, Check] = {"streams": whole(1), "pinning": flag, **VALUES}
