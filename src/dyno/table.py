@@ -192,7 +192,7 @@ class Table:
         """Return every column as a DataFrame: whole numbers as Int64, words as objects, all others as float."""
         import pandas as pd
 
-        frame = pd.DataFrame.from_records(self.rows, columns=[c.name for c in self.columns])
+        frame = pd.DataFrame(self.rows, columns=[c.name for c in self.columns], dtype=object)
         kinds = {c.name: "Int64" if c.kind == COUNT else object if c.kind == TEXT else float for c in self.columns}
         return frame.astype(kinds)
 
