@@ -314,8 +314,9 @@ def read_trials(
     ]
     for row in rows if most else ():
         row[LIMIT.name] = limits.name_outcome(limits.check_limits(row, most)) if row["status"] == "ok" else ""
-    columns = [c.name for c in (*COLUMNS, *([LIMIT] if most else []))]
-    table = pd.DataFrame(rows, columns=columns, dtype=object)  # Arrow's strings, which pandas 3 infers, are UTF-8 alone
+    for row in rows:  # pandas 3 makes Arrow's strings of them, which are UTF-8
+        row |= {k: v.encode("utf-8", "backslashreplace").decode() for k, v in row.items() if isinstance(v, str)}
+    table = pd.DataFrame.from_records(rows, columns=[c.name for c in (*COLUMNS, *([LIMIT] if most else []))])
     kinds = dict.fromkeys(table.columns, float) | dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXTS, object)
     kinds |= {LIMIT.name: object} if most else {}
     table = table.astype(kinds).copy()  # the copy defragments the frame, about which pandas warns
