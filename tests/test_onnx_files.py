@@ -678,3 +678,14 @@ def test_a_later_opset_than_the_engine_s_is_named_with_that(call: Any) -> None:
     onnx_text.write("net.onnx", "(float[n, 8] x) => (float[n, 8] y) { y = Relu(x) }", opset=99)
     _, _, err = call("run", "net.onnx", *QUICK[:-1], "onnxruntime", "--out", "run", code=3)
     assert re.search(r"it is in opset 99 of ai\.onnx, and this version reads up to \d+; export it for that one", err)
+
+
+def test_outputs_of_any_number_of_rows_are_compared_by_input(call: Any) -> None:
+    nodes = [h.make_node("NonZero", ["x"], ["where"]), h.make_node("Transpose", ["where"], ["y"], perm=[1, 0])]
+    x, y = h.make_tensor_value_info("x", KINDS.FLOAT, ["n", 4]), h.make_tensor_value_info("y", KINDS.INT64, ["k", 2])
+    onnx.save(
+        h.make_model(h.make_graph(nodes, "net", [x], [y]), opset_imports=[h.make_opsetid("", 17)], ir_version=8),
+        "net.onnx",
+    )
+    _, out, _ = call("diff", "net.onnx", "onnxruntime", "openvino", "--format", "csv", code=0)
+    assert [row["inputs"] for row in csv.DictReader(out.splitlines())] == ["32", "32"]  # each with four rows

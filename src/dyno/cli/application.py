@@ -81,8 +81,8 @@ def _describe(parameter: Any, ctx: Any) -> tuple[str, str]:
     shown = copy.copy(parameter)
     long = [flag for flag in parameter.opts if flag.startswith("--")]
     shown.opts = [flag for flag in parameter.opts if flag not in long[1:]]
-    kind = parameter.type_descriptor.annotation
     if parameter.metavar is None:
+        kind = typing.get_type_hints(ctx.command.callback).get(parameter.name)
         shown.metavar = METAVARS.get(next(iter(typing.get_args(kind)), kind), "TEXT")
     name, help = shown.get_help_record(ctx)
     if parameter.param_type_name == "argument":

@@ -260,7 +260,8 @@ def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list
         pairs, counts = sizes(study, inspection), batches(study, inspection)
     except UserError as e:
         raise UserError(f"{model.name}: {e}") from e
-    planned, refused = [], []
+    planned: list[PlannedTrial] = []
+    refused: list[PlannedTrial] = []
     whole = model
     for height, width in pairs:
         model = uncropped(study, whole, inspection, (height, width))

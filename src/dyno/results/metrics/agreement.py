@@ -488,7 +488,11 @@ def compare_outputs(trial: TrialResult, reference: TrialResult, rtol: float = RT
         raise UserError(
             f"the outputs differ in their number of rows for {apart:.1%} of the inputs, so no row has a partner"
         )
-    return judge_agreement(dict(_by_position(own)), dict(_by_position(other)), rtol, atol)
+    found = judge_agreement(dict(_by_position(own)), dict(_by_position(other)), rtol, atol)
+    counts = reference.output_rows(reference.outputs())
+    fixed = [len(output) for name, output in reference.outputs().items() if name not in counts]
+    varied = [len(rows) * reference.batch for rows in counts.values()]
+    return replace(found, samples=min([*fixed, *varied])) if counts else found
 
 
 def find_largest(trial: TrialResult) -> float:

@@ -150,7 +150,8 @@ class HuggingFace(ModelSource):
             config.use_cache = False  # a cache of keys and values would be an output
         if not model.pretrained:
             return eager(torch, kind(config))
-        options = {"config": config, "local_files_only": True, "dtype": "float32", "output_loading_info": True}
+        dtype = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # below transformers 4.56
+        options = {"config": config, "local_files_only": True, dtype: "float32", "output_loading_info": True}
         try:
             network, report = kind.from_pretrained(rest, **options)
         except (OSError, ValueError, RuntimeError, ImportError) as e:

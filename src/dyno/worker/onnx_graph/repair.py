@@ -267,6 +267,7 @@ def convert_opset(model: Any, wanted: int) -> Any:
     if read_opset(model) == wanted:
         return model
     _drop_defaults(model.graph)
+    _spell_out_axes(model.graph)
     try:
         with _splits_hidden(model) if read_opset(model) > wanted >= SPLIT_SIZES_OPSET else nullcontext():
             converted = _unhide_nodes(onnx.version_converter.convert_version(model, wanted))
@@ -307,6 +308,17 @@ def _drop_defaults(graph: Any) -> None:
         for attribute in list(node.attribute):
             if attribute.name == "noop_with_empty_axes" and attribute.i == 0:
                 node.attribute.remove(attribute)
+
+
+def _spell_out_axes(graph: Any) -> None:
+    """Store lists of int64 as numbers: of axes that are bytes the converter of onnx below 1.22 makes an empty list."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    values = [attribute.t for node in graph.node if node.op_type == "Constant" for attribute in node.attribute]
+    for tensor in (*graph.initializer, *values):
+        if tensor.data_type == TensorProto.INT64 and len(tensor.dims) == 1 and tensor.HasField("raw_data"):
+            numbers = numpy_helper.to_array(tensor).tolist()
+            tensor.CopyFrom(helper.make_tensor(tensor.name, TensorProto.INT64, tensor.dims, numbers))
 
 
 @contextmanager
