@@ -29,10 +29,11 @@ class Sums(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(OrderedDict({"conv-0": nn.Conv2d(3, 8, 3), "norm-0": nn.BatchNorm2d(8)}))
+        self.pool = nn.AdaptiveAvgPool2d(3)
         self.token = nn.Parameter(torch.full((2, 1, 8), 3.0))
-        self.head = nn.Linear(296, 10)
+        self.head = nn.Linear(80, 10)
     def forward(self, x):
-        tokens = self.stem(x).flatten(2).transpose(1, 2)
+        tokens = self.pool(self.stem(x)).flatten(2).transpose(1, 2)
         return self.head(torch.cat([self.token, tokens], 1).flatten(1)).cumsum(1)
 
 def net(): return Sums()

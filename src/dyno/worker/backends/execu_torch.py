@@ -285,10 +285,29 @@ def _add_operators(facts: MakerFacts, path: str) -> MakerFacts:
 
 def _lower_program(program: Any) -> bytes:
     """Return the bytes of the program with all that XNNPACK takes delegated to it."""
+    program = _decompose_pools(program)
     _clean_names(program)
     exir = _import_library("exir")
     partitioner = _import_library("backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()
     return bytes(exir.to_edge_transform_and_lower(program, partitioner=[partitioner]).to_executorch().buffer)
+
+
+def _decompose_pools(program: Any) -> Any:
+    """Return the program without adaptive pools, for which ExecuTorch has no kernels, and with pools for XNNPACK.
+
+    XNNPACK takes averages that don't count their padding, and no windows of one value; without padding it is the same.
+    """
+    torch = torch_support.import_torch()
+    aten, known = torch.ops.aten, torch.export.default_decompositions()
+    pools = (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
+    if any(node.target in pools for node in program.graph.nodes):
+        inner = torch._decomp.get_decompositions([aten._adaptive_avg_pool2d])
+        program = program.run_decompositions({**{pool: known[pool] for pool in pools}, **inner})
+    for node in program.graph.find_nodes(op="call_function", target=aten.avg_pool2d.default):
+        x, size, stride = (*node.args[:3], [])[:3]
+        if len(node.args) <= 3 and not node.kwargs and max(size) > 1 and x.meta["val"].dim() == 4:
+            node.args = (x, size, stride or size, [0, 0], False, False)
+    return program
 
 
 def _clean_names(program: Any) -> None:
