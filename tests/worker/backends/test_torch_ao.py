@@ -12,11 +12,15 @@ import pytest
 from dyno.study.interpreters import missing
 from dyno.worker import extras, registry
 from dyno.worker.backends import torch_ao
+from dyno.worker.nets import models
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Option, Runtime, Trial, Unavailable, UserError
 
 torch = pytest.importorskip("torch")
 TORCHAO = registry.find("torchao")
 NETS = """
+from collections import OrderedDict
+from dataclasses import dataclass
+
 from torch import nn
 
 def mixed():
@@ -26,6 +30,23 @@ def mixed():
     )
 
 def convolutions(): return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
+
+@dataclass
+class Pair:
+    first: object
+    second: object
+
+class Returns(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.layer, self.make = nn.Conv2d(3, 8, 3), make
+    def forward(self, x):
+        y = self.layer(x)
+        return self.make(y, y + 1)
+
+def ordered(): return Returns(lambda a, b: OrderedDict(out=a, aux=b))
+def fields(): return Returns(Pair)
+def scalars(): return Returns(lambda a, b: {"out": a, "aux": (None, 1.0, b)})
 """
 
 
@@ -135,6 +156,21 @@ def test_what_ran_in_int8_is_seen(scheme: str, kinds: set[str], asked: Any, tmp_
     assert facts.precision_truth.refuted is (scheme == "weights"), facts.precision_truth.sentence
     if artifact:
         assert artifact.made_by.calibration and artifact.made_by.calibration.samples == 8
+
+
+@pytest.mark.parametrize("net", ["ordered", "fields", "scalars"])
+def test_networks_are_quantised_whatever_they_return(net: str, asked: Any, tmp_path: Path) -> None:
+    if lacks := missing("torchao"):
+        pytest.skip(f"{lacks} is not installed")
+    trial, x = asked(net, samples=4), np.random.default_rng(0).uniform(-1, 1, (2, 3, 32, 32)).astype(np.float32)
+    made = registry.maker("torchao").make(TORCHAO.recipe(trial), None, tmp_path)  # type: ignore[arg-type]
+    program = torch.export.load(made.path)
+    with torch.no_grad():
+        first, second = program.module()(torch.from_numpy(x))
+        right = models.load(trial.model, trial.dims).layer(torch.from_numpy(x))
+    assert "quantize_per_tensor" in str(program.graph) and len(made.outputs) == 2
+    for found, true in ((first, right), (second, right + 1)):
+        assert (found - true).abs().max() < 0.05 * right.abs().max()
 
 
 @pytest.mark.slow

@@ -146,13 +146,16 @@ def named_outputs(result: Any) -> dict[str, Any]:
 
 
 def tensors(result: Any) -> Iterator[Any]:
-    """Yield the tensors inside nested dicts, lists, tuples and dataclasses, in order."""
-    if hasattr(result, "detach"):
+    """Yield the tensors inside nested dicts, lists, tuples and dataclasses, in order.
+
+    A strict export traces this, and refuses `hasattr` of most objects.
+    """
+    if getattr(type(result), "detach", None):
         yield result
     elif isinstance(result, (Mapping, list, tuple)):
         for item in result.values() if isinstance(result, Mapping) else result:
             yield from tensors(item)
-    elif dataclasses.is_dataclass(result) and not isinstance(result, type):
+    elif getattr(type(result), "__dataclass_fields__", None):
         for field in dataclasses.fields(result):
             yield from tensors(getattr(result, field.name))
 
