@@ -47,6 +47,15 @@ class Returns(nn.Module):
 def ordered(): return Returns(lambda a, b: OrderedDict(out=a, aux=b))
 def fields(): return Returns(Pair)
 def scalars(): return Returns(lambda a, b: {"out": a, "aux": (None, 1.0, b)})
+
+class Sums(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+    def forward(self, x):
+        return self.b(nn.functional.relu6(self.a(x) + 3)) + 2
+
+def sums(): return Sums()
 """
 
 
@@ -171,6 +180,30 @@ def test_networks_are_quantised_whatever_they_return(net: str, asked: Any, tmp_p
     assert "quantize_per_tensor" in str(program.graph) and len(made.outputs) == 2
     for found, true in ((first, right), (second, right + 1)):
         assert (found - true).abs().max() < 0.05 * right.abs().max()
+
+
+def test_sums_with_a_number_are_left_unquantised(asked: Any, tmp_path: Path) -> None:
+    if lacks := missing("torchao"):
+        pytest.skip(f"{lacks} is not installed")
+    trial, x = asked("sums", samples=4), torch.rand(2, 3, 32, 32) * 2 - 1
+    made = registry.maker("torchao").make(TORCHAO.recipe(trial), None, tmp_path)  # type: ignore[arg-type]
+    program = torch.export.load(made.path)
+    with torch.no_grad():
+        (found,), right = program.module()(x), models.load(trial.model, trial.dims)(x)
+    assert str(program.graph).count("dequantize_per_channel.default](") == 2, "both convolutions"
+    assert (found - right).abs().max() < 0.05 * right.abs().max()
+
+
+def test_what_the_quantiser_refuses_is_one_line(asked: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if lacks := missing("torchao"):
+        pytest.skip(f"{lacks} is not installed")
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch_ao.import_torchao(".pt2e.quantize_pt2e"), "prepare_pt2e", refuse)
+    with pytest.raises(UserError, match=r"^torchao can't quantise convolutions: AssertionError; give scheme=dynamic$"):
+        registry.maker("torchao").make(TORCHAO.recipe(asked("convolutions")), None, tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

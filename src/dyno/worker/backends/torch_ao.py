@@ -154,10 +154,11 @@ class TorchAOMaker(Maker):
             data = calibration_of(recipe, Artifact(PROGRAM, "", "", 0, "fp32", inputs, (), 0.0))
             first = _as_tensors(torch, inputs, next(data.feeds(0, 1)))
             config = x86.get_default_x86_inductor_quantization_config(reduce_range=not _has_wide_sums())
-            quantiser = x86.X86InductorQuantizer().set_global(config)
+            quantiser = _make_quantiser(x86.X86InductorQuantizer).set_global(config)
             # The quantiser finds layers by the sources that only a strict export keeps; without, it quantises nothing.
             program = _export(torch, flat, first, recipe, strict=True)
-            quantised = quantise_program(program, quantiser, inputs, data)
+            with refusals(f"torchao can't quantise {recipe.model.name}", "; give scheme=dynamic"):
+                quantised = quantise_program(program, quantiser, inputs, data)
             program = _export(torch, quantised, first, recipe)
             outputs = describe_outputs(quantised(*first))
             path = folder / "model.pt2"
@@ -168,6 +169,17 @@ class TorchAOMaker(Maker):
 
 
 TORCHAO_MAKER = TorchAOMaker()
+
+
+def _make_quantiser(base: Any) -> Any:
+    """Return an X86InductorQuantizer that leaves sums with a number (`conv(x) + 3`) unquantised, on which it stops."""
+
+    class Quantiser(base):  # type: ignore[misc]
+        def _get_input_idx_for_binary_node(self, product: Any, binary: Any) -> tuple[int | None, int | None]:
+            tensors = all(hasattr(value, "op") for value in binary.args[:2])
+            return super()._get_input_idx_for_binary_node(product, binary) if tensors else (None, None)
+
+    return Quantiser()
 
 
 def quantise_program(program: Any, quantiser: Any, inputs: Sequence[Tensor], data: Any) -> Any:
