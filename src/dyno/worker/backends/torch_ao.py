@@ -174,12 +174,12 @@ TORCHAO_MAKER = TorchAOMaker()
 def _make_quantiser(base: Any) -> Any:
     """Return an X86InductorQuantizer that leaves sums with a number (`conv(x) + 3`) unquantised, on which it stops."""
 
-    class Quantiser(base):  # type: ignore[misc]
+    class X86Quantiser(base):  # type: ignore[misc]
         def _get_input_idx_for_binary_node(self, product: Any, binary: Any) -> tuple[int | None, int | None]:
             tensors = all(hasattr(value, "op") for value in binary.args[:2])
             return super()._get_input_idx_for_binary_node(product, binary) if tensors else (None, None)
 
-    return Quantiser()
+    return X86Quantiser()
 
 
 def quantise_program(program: Any, quantiser: Any, inputs: Sequence[Tensor], data: Any) -> Any:
