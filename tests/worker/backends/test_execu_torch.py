@@ -31,12 +31,23 @@ class Sums(nn.Module):
         self.stem = nn.Sequential(OrderedDict({"conv-0": nn.Conv2d(3, 8, 3), "norm-0": nn.BatchNorm2d(8)}))
         self.pool = nn.AdaptiveAvgPool2d(3)
         self.token = nn.Parameter(torch.full((2, 1, 8), 3.0))
-        self.head = nn.Linear(80, 10)
+        self.head = nn.Linear(80, 10, bias=False)
+        self.bias = nn.ParameterList([torch.ones(4), torch.arange(6.0)])
     def forward(self, x):
         tokens = self.pool(self.stem(x)).flatten(2).transpose(1, 2)
-        return self.head(torch.cat([self.token, tokens], 1).flatten(1)).cumsum(1)
+        tokens = torch.cat([self.token, tokens], 1).flatten(1)
+        return nn.functional.linear(tokens, self.head.weight, torch.cat([*self.bias])).cumsum(1)
+
+class Computed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self, x):
+        y = self.first(x[:, 0])
+        return nn.functional.linear(nn.functional.linear(y, y[0]), self.last.weight, y[0, 0])
 
 def net(): return Sums()
+def computed(): return Computed()
 """
 
 
@@ -75,19 +86,23 @@ def test_operators_without_a_kernel_are_named(monkeypatch: pytest.MonkeyPatch, t
         execu_torch.open_program(str(tmp_path / "net.pte"))
 
 
-@needs_it
-@pytest.mark.slow
-def test_modules_and_programs_run_as_requested(call: Any, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    from dyno.worker.nets import models
-
+@pytest.fixture
+def data(tmp_path: Path) -> DataSpec:
     (tmp_path / "nets.py").write_text(NET)
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 3, 8, 8), np.uint8)
-    np.save(tmp_path / "images.npy", pixels)
+    np.save(tmp_path / "images.npy", np.random.default_rng(0).integers(0, 256, (8, 3, 8, 8), np.uint8))
     np.save(tmp_path / "labels.npy", np.zeros(8, np.int64))
     for split in ("calibration", "test"):
         np.save(tmp_path / f"{split}.npy", np.arange(8))
-    data, runtime = DataSpec("noise", str(tmp_path), "1"), Runtime("main", PYTHON, threads=1)
+    return DataSpec("noise", str(tmp_path), "1")
+
+
+@needs_it
+@pytest.mark.slow
+def test_modules_and_programs_run_as_requested(call: Any, data: DataSpec, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from dyno.worker.nets import models
+
+    pixels, runtime = np.load(tmp_path / "images.npy"), Runtime("main", PYTHON, threads=1)
     for precision, kind, off in (("fp32", "float32", 1e-5), ("int8", "int8", 0.1)):
         trial = replace(trial_of(f"{tmp_path}/nets.py:net", precision), data=data, runtime=runtime)
         made = launch(Job("make", runtime, recipe=EXECUTORCH.recipe(trial)), tmp_path / f"make-{precision}", 600)
@@ -110,3 +125,19 @@ def test_modules_and_programs_run_as_requested(call: Any, tmp_path: Path) -> Non
     (tmp_path / "bad.pte").write_bytes(b"no program")
     code, _, err = call("run", "bad.pte", "--python", f"executorch={PYTHON}")
     assert code == 2 and "bad.pte can't be read by ExecuTorch" in err and err.count("\n") == 1
+
+
+@needs_it
+@pytest.mark.slow
+def test_layers_with_computed_weights_or_biases_stay_in_float(data: DataSpec, tmp_path: Path) -> None:
+    runtime, found = Runtime("main", PYTHON, threads=1), {}
+    for precision in ("fp32", "int8"):
+        trial = trial_of(f"{tmp_path}/nets.py:computed", precision)
+        trial = replace(trial, dims=Dims(1, 8, 8), data=data, runtime=runtime)
+        made = launch(Job("make", runtime, recipe=EXECUTORCH.recipe(trial)), tmp_path / f"make-{precision}", 600)
+        assert made.artifact is not None, made.reason
+        ran = launch(Job("run", runtime, trial, artifact=made.artifact), tmp_path / f"run-{precision}", 600)
+        assert ran.status == "ok", ran.reason
+        found[precision] = np.load(tmp_path / f"run-{precision}" / "outputs.npz")["output:output"]
+    assert ran.facts.layers_by_type == {"int8": 1, "float32": 2}
+    assert 0 < np.abs(found["int8"] - found["fp32"]).max() < 0.1 * np.abs(found["fp32"]).max()

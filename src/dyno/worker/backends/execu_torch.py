@@ -259,9 +259,11 @@ class ExecuTorchMaker(Maker):
             example = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in inputs)
             flat = torch_support.positional(torch, module, recipe.model.inputs, flat=True)
             with torch_support.refusals(f"{ENGINE} can't lower {recipe.model.name}"):
+                program = _export_module(torch, flat, example)
                 if recipe.precision == "int8":
-                    flat, facts = _quantise_module(torch, flat, example, inputs, recipe, facts)
-                lowered = _lower_program(torch.export.export(flat, example, strict=False))
+                    flat, facts = _quantise_program(program, inputs, recipe, facts)
+                    program = torch.export.export(flat, example, strict=False)
+                lowered = _lower_program(program)
             outputs = torch_support.describe_outputs(flat(*example))
         (folder / "model.pte").write_bytes(lowered)
         facts = _add_operators(facts, str(folder / "model.pte"))
@@ -283,13 +285,44 @@ def _add_operators(facts: MakerFacts, path: str) -> MakerFacts:
     )  # fmt: skip
 
 
+def _export_module(torch: Any, module: Any, example: Any) -> Any:
+    """Return the exported program with what is computed from weights alone as constants, which XNNPACK asks for."""
+    program = torch.export.export(module, example, strict=False)
+    folding = _import_library("exir.passes.constant_prop_pass")
+    constants = folding.get_propagated_const_tensor_dict(program, _list_kept_operators(torch, program)).keys()
+    outputs = program.graph.output_node().args[0]
+    if all(node.op == "placeholder" for node in constants) or not constants.isdisjoint(outputs):
+        return program
+    program = program.run_decompositions({})  # without operators that write into a constant
+    program = folding.constant_prop_pass(program, _list_kept_operators(torch, program))
+    program.constants.update({name: each.clone() for name, each in program.constants.items()})  # some are views
+    return program
+
+
+def _list_kept_operators(torch: Any, program: Any) -> set[Any]:
+    """Return the operators whose results aren't folded: they write, draw numbers, or make a tensor out of none."""
+    kept = set[Any]()
+    for node in program.graph.nodes:
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        if node.op == "call_function" and (is_random or writes or not node.all_input_nodes):
+            kept.add(node.target)
+    return kept
+
+
 def _lower_program(program: Any) -> bytes:
     """Return the bytes of the program with all that XNNPACK takes delegated to it."""
     program = _decompose_pools(program)
     _clean_names(program)
     exir = _import_library("exir")
     partitioner = _import_library("backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()
-    return bytes(exir.to_edge_transform_and_lower(program, partitioner=[partitioner]).to_executorch().buffer)
+    lowered = exir.to_edge_transform_and_lower(program, partitioner=[partitioner])
+    rest = lowered.exported_program()
+    calls = {node.target for node in rest.graph.nodes if node.op == "call_function"}
+    weights = {target for target in calls if "dequantize_per_channel" in str(target)}
+    if weights:  # of layers that XNNPACK doesn't take; no other kernel reads them in eight bits
+        _import_library("exir.passes.constant_prop_pass").constant_prop_pass(rest, calls - weights)
+    return bytes(lowered.to_executorch().buffer)
 
 
 def _decompose_pools(program: Any) -> Any:
@@ -322,21 +355,34 @@ def _clean_names(program: Any) -> None:
             spec.target = clean
 
 
-def _quantise_module(
-    torch: Any, module: Any, example: Any, inputs: Sequence[Tensor], recipe: Recipe, facts: MakerFacts
+def _quantise_program(
+    program: Any, inputs: Sequence[Tensor], recipe: Recipe, facts: MakerFacts
 ) -> tuple[Any, MakerFacts]:
-    """Return the module in int8 by XNNPACK's quantiser, with the facts of its calibration."""
+    """Return the module of the program in int8 by XNNPACK's quantiser, with the facts of its calibration."""
     xnnpack = _import_library("backends.xnnpack.quantizer.xnnpack_quantizer")
 
     class Quantiser(xnnpack.XNNPACKQuantizer):  # type: ignore[name-defined,misc]
         def annotate(self, graph: Any) -> Any:
-            return _share_ranges(super().annotate(graph))
+            return _share_ranges(_leave_computed_weights(super().annotate(graph)))
 
     data = calibration.calibration_of(recipe, Artifact(PTE.name, "", "", 0, "fp32", tuple(inputs), (), 0.0))
     quantiser = Quantiser().set_global(xnnpack.get_symmetric_quantization_config(is_per_channel=True))
-    quantised = quantise_program(torch.export.export(module, example, strict=False), quantiser, inputs, data)
+    quantised = quantise_program(program, quantiser, inputs, data)
     how = replace(data.facts, method="histogram")
     return quantised, replace(facts, calibration=how, warnings=tuple(data.warnings))
+
+
+def _leave_computed_weights(graph: Any) -> Any:
+    """Leave layers unquantised whose weights are computed from the inputs: no kernel quantises weights per channel."""
+    key = import_torchao(".pt2e.quantizer.quantizer").Q_ANNOTATION_KEY
+    computed = set[Any]()
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" or not computed.isdisjoint(node.all_input_nodes):
+            computed.add(node)
+        specs = node.meta[key].input_qspec_map if key in node.meta else {}
+        if any(getattr(spec, "ch_axis", None) is not None and source in computed for source, spec in specs.items()):
+            del node.meta[key]
+    return graph
 
 
 def _share_ranges(graph: Any) -> Any:
