@@ -600,6 +600,15 @@ def test_a_full_disk_is_told_from_words_and_causes(tmp_path: Path) -> None:
         system.raise_if_disk_full(other, tmp_path)
 
 
+def test_errors_that_cause_each_other_end_a_job(call: Any, tmp_path: Path) -> None:
+    """PyTorch's compiler raises such errors, behind which a job looked for a full disk without end."""
+    (tmp_path / "net.py").write_text(
+        "def net():\n    a, b = ValueError('a'), KeyError('b')\n    a.__cause__, b.__cause__ = b, a\n    raise a\n"
+    )
+    _, _, err = call("run", "net.py:net", "--backend", "pytorch", "--timeout", "60", "--out", "run", code=2)
+    assert "ValueError: a" in err and "killed" not in err
+
+
 def test_a_current_folder_that_was_removed_is_one_line(tmp_path: Path) -> None:
     line = f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} -m dyno {' '.join(FAKE)}"
     done = subprocess.run(

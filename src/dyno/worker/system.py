@@ -254,17 +254,28 @@ CGROUPS, CGROUP_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def list_causes(error: BaseException, implicit: bool = False) -> list[BaseException]:
+    """Return the error, its cause, that one's cause and so on; with `implicit` also what was being handled.
+
+    Each stands there once: PyTorch raises errors that are causes of their own cause.
+    """
+    found: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in found:
+        found.append(cause)
+        cause = cause.__cause__ or (cause.__context__ if implicit else None)
+    return found
+
+
 def raise_if_disk_full(error: BaseException, folder: Path, needed: int = 0) -> None:
     """Raise an `OSError` where the disk of the folder was full, which is no fault of the job that failed.
 
     Libraries wrap such an error, put it into words, or say no more than that a stream failed and remove what they had
     written: so the folder must also have room for `needed` bytes.
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in list_causes(error, implicit=True):
         if isinstance(cause, OSError) and cause.errno in DISK_FULL:
             raise OSError(cause.errno, os.strerror(cause.errno), str(cause.filename or folder)) from error
-        cause = cause.__cause__ or cause.__context__
     named = next((number for number in DISK_FULL if os.strerror(number) in str(error)), 0)
     if number := named or (_lacks_room(folder, needed) if needed else 0):
         raise OSError(number, os.strerror(number), str(folder)) from error

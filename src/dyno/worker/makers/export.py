@@ -503,9 +503,8 @@ def _is_huge(module: Any) -> bool:
 
 def _last_line(e: BaseException) -> str:
     """Return the cause in one line: exporters wrap it in pages of advice."""
-    while e.__cause__ is not None:
-        e = e.__cause__
-    return shorten(f"{type(e).__name__}: {first_line(e)}", 200)
+    first = system.list_causes(e)[-1]
+    return shorten(f"{type(first).__name__}: {first_line(first)}", 200)
 
 
 @contextlib.contextmanager
