@@ -20,6 +20,7 @@ from dyno.worker.registry import find
 from dyno.worker.sessions import gpu
 from dyno.worker.sessions.gpu import SLOTS, slots_of
 from dyno.worker.sessions.onnx_runtime_session import by_run, events_in
+from dyno.worker.sessions.torch_support import compiler_errors
 from dyno.worker.spec import PARTS, Dims, ModelSpec, Preprocess, Runtime, Trial, Unavailable
 
 
@@ -280,3 +281,11 @@ def test_names_are_read_as_the_library_writes_them() -> None:
     text = '[{"cat" : "Node","dur" :1,"ts" :2,"name" :"a"b \\n c,\t{d}_kernel_time","args" : {"op_name" : "Relu"}}]'
     (found,) = events_in(text)
     assert found["name"] == 'a"b \\n c,\t{d}_kernel_time' and found["args"] == {"op_name": "Relu"}
+
+
+def test_what_the_c_compiler_refuses_is_named() -> None:
+    class Failed(RuntimeError):
+        inner_exception = RuntimeError("C++ compile error\n\nCommand:\ng++ x.cpp")
+
+    with pytest.raises(RuntimeError, match=r"RuntimeError: C\+\+ compile error: 'a' is no class$"), compiler_errors():
+        raise Failed("Command:\ng++ x.cpp\nOutput:\nx.cpp:7:1: error: 'a' is no class\nx.cpp:9:1: error: other\n")

@@ -431,7 +431,9 @@ def compiler_errors() -> Iterator[None]:
             ) from e
         inner = getattr(e, "inner_exception", None)  # the wrapper's own first line says only that something failed
         if inner is not None:
-            raise RuntimeError(f"inductor failed: {type(inner).__name__}: {first_line(inner)}") from e
+            refused = re.search(r" error: (.*)", text)  # by the C++ compiler
+            reason = first_line(inner) + (f": {refused[1]}" if refused else "")
+            raise RuntimeError(f"inductor failed: {type(inner).__name__}: {reason}") from e
         raise
 
 
