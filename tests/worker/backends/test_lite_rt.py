@@ -277,8 +277,8 @@ def test_a_module_is_converted(
     from dyno.worker.nets import models
 
     (tmp_path / "nets.py").write_text(
-        "from torch import nn\ndef net():\n    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardswish(), nn.Flatten(), "
-        "nn.LayerNorm(288), nn.GELU(), nn.Linear(288, 10), nn.Softmax(1))\n"
+        "from torch import nn\ndef net():\n    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardswish(), nn.Softsign(), "
+        "nn.Flatten(), nn.LayerNorm(288), nn.GELU(), nn.Linear(288, 10), nn.Softmax(1))\n"
     )
     pixels = np.random.default_rng(0).integers(0, 256, (8, 3, 8, 8), np.uint8)
     np.save(tmp_path / "images.npy", pixels)

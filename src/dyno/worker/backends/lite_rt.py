@@ -441,7 +441,7 @@ def _find_ranges(engine: Any, path: str, feeds: Sequence[Arrays], threads: int) 
     """
     library = importlib.import_module("ai_edge_quantizer")
     kinds, untouched = library.qtyping.TFLOperationName, library.algorithm_manager.AlgorithmName.NO_QUANTIZE
-    for kind in (kinds.INPUT, kinds.OUTPUT, *(kinds[name] for name in KEPT_FLOAT)):
+    for kind in (kinds.INPUT, kinds.OUTPUT, *(kinds[name] for name in KEPT_FLOAT if name in kinds.__members__)):
         engine.update_quantization_recipe(".*", kind, algorithm_key=untouched)
     manager = library.recipe_manager.RecipeManager()
     manager.load_quantization_recipe(engine.get_quantization_recipe())
