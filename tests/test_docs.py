@@ -288,7 +288,7 @@ def test_links_resolve(page: Path) -> None:
         assert there.exists(), f"{target} is not there"
         assert there.is_relative_to(ROOT), f"{target} leads out of the repository"
         if anchor:
-            headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.M)
+            headings = re.findall(r"(?:\A|\n\n)#+ (.*)$", there.read_text(encoding="utf-8"), re.M)
             assert anchor in map(slug, headings), f"{target}: no such heading"
 
 

@@ -331,9 +331,11 @@ def test_a_report_may_be_written_again_but_over_no_file_of_others(call: Any, ref
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_what_was_just_begun_goes_on_if_it_is_dyno_s_alone(call: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("process", ["12345", ""])
+def test_what_was_just_begun_goes_on_if_it_is_dyno_s_alone(call: Any, tmp_path: Path, process: str) -> None:
+    """A command that is killed the moment it has made its lock leaves an empty one."""
     (tmp_path / "run/trials").mkdir(parents=True)
-    (tmp_path / "run/lock").write_text("12345")
+    (tmp_path / "run/lock").write_text(process)
     (tmp_path / "run/mine.txt").touch()
     assert call(*FAKE, *SHORT, "--out", "run")[0] == 2
     (tmp_path / "run/mine.txt").unlink()

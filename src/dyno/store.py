@@ -152,7 +152,7 @@ def check_own(folder: Path) -> None:
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if not names or is_run(folder) or _is_training(folder) or _is_report(folder):
         return
-    if names <= BEGUN and LOCK in names and _has_owner(folder / LOCK):
+    if names <= BEGUN and LOCK in names and _is_lock(folder / LOCK):
         return
     shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
     raise UserError(f"{folder} holds files that Dyno did not write ({shown}); give a new or an empty folder with --out")
@@ -173,9 +173,12 @@ def _is_report(folder: Path) -> bool:
         return False
 
 
-def _has_owner(path: Path) -> bool:
-    """Return whether the file is a lock as Dyno leaves it, which holds a process's number."""
-    return path.is_file() and not path.is_symlink() and path.read_bytes()[:20].strip().isdigit()
+def _is_lock(path: Path) -> bool:
+    """Return whether the file is a lock as Dyno leaves it: with a process's number, or empty if that was killed first."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    content = path.read_bytes()[:20].strip()
+    return content.isdigit() or not content
 
 
 @contextmanager
