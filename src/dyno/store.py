@@ -174,7 +174,7 @@ def _is_report(folder: Path) -> bool:
 
 
 def _is_lock(path: Path) -> bool:
-    """Return whether the file is a lock as Dyno leaves it: with a process's number, or empty if that was killed first."""
+    """Return whether the file is a lock of Dyno's: it has a process's number, or is empty if that was killed first."""
     if path.is_symlink() or not path.is_file():
         return False
     content = path.read_bytes()[:20].strip()

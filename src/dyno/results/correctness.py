@@ -30,6 +30,7 @@ from dyno.worker.spec import PRECISIONS, Trial, UserError
 
 BESIDE = "reference"  # in a run folder: the run of a reference that isn't among its trials
 T = TypeVar("T", Trial, TrialResult)
+BASELINES = ("pytorch", "aoti", "compile", "onnxruntime")  # those that change the network least come first
 SHORTEST_ID = 4  # characters of an id that name a trial
 CHANGING, OTHER_WEIGHTS, OTHER_INPUTS = "outputs change from call to call", "different weights", "different inputs"
 INCOMPARABLE = "not comparable"  # the beginning of the verdict of a row that can't be compared with its reference
@@ -85,13 +86,14 @@ def make_matcher(requested: str, trials: Iterable[T]) -> Callable[[T], bool]:
 def first_trial(trials: Sequence[T], fits: Callable[[T], bool] | None) -> T | None:
     """Return the reference of trials that are compared with each other, in their order in tables; None without one.
 
-    It is the first that `fits`; by default pytorch fp32 with the fewest options, else the first in fp32, or the first.
+    It is the first that `fits`; by default the first of `BASELINES` in fp32, with the fewest options, else the first in
+    fp32, or the first.
     """
     if fits:
         return next((t for t in trials if fits(t)), None)
     full = [t for t in trials if t.precision == "fp32"]
-    baselines = [t for t in full if t.backend == "pytorch"]
-    return min(baselines, key=lambda t: len(t.options)) if baselines else next(iter(full or trials), None)
+    baselines = [t for name in BASELINES for t in sorted(full, key=lambda t: len(t.options)) if t.backend == name]
+    return next(iter(baselines or full or trials), None)
 
 
 def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dict[str, TrialResult]:

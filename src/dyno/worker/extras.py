@@ -17,6 +17,7 @@ EXTRAS = {
     **dict.fromkeys(("onnx", "onnxscript", "onnxruntime", "onnxconverter-common", "onnxslim"), "onnx"),
     "openvino": "openvino",
     "ai-edge-litert": "litert",
+    **dict.fromkeys(("ncnn", "pnnx"), "ncnn"),
     "tensorrt-rtx": "tensorrt_rtx",  # cuda-bindings is in it too, but others need that alone
     **dict.fromkeys(("jinja2", "matplotlib", "squarify"), "report"),
     **dict.fromkeys(("pillow", "pycocotools", "pyyaml", "scikit-learn"), "data"),

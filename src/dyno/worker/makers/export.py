@@ -238,7 +238,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
     _refuse_quantised(module, recipe)
     if isinstance(module, torch.jit.ScriptModule) and "exporter" not in recipe.options:
         exporters = ("torchscript",)  # which keeps both sides of a branch; the other doesn't read TorchScript
-    source = _make_source(torch, module, recipe, detects)
+    source = make_source(torch, module, recipe, detects)
     static = check_control_flow(torch, source.module, source.example)
     notes: list[str] = []
     undecided = ""
@@ -316,7 +316,8 @@ def _of_detector(recipe: Recipe, exporters: tuple[str, ...]) -> tuple[str, ...]:
     return exporters if "exporter" in recipe.options else ("torchscript",)
 
 
-def _make_source(torch: Any, module: Any, recipe: Recipe, rows: bool) -> ExportSource:
+def make_source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> ExportSource:
+    """Return what an export needs: inputs of the recipe's batch, or of several if it is free, and what they give."""
     model, dims = recipe.model, recipe.dims
     free = not dims.batch and (has_batch(model.inputs) or not model.inputs)
     batches = OTHER_BATCHES if free else (dims.batch or 1,)
@@ -458,7 +459,7 @@ def _write_graph(torch: Any, source: ExportSource, exporter: str, opset: int, pa
     options = {key: value for key, value in options.items() if key in supported}
     options |= {"input_names": names, "output_names": list(source.outputs), "opset_version": opset}
     try:
-        with _silence_exporters() as caught, torch.no_grad():
+        with silence_exporters() as caught, torch.no_grad():
             program = torch.onnx.export(source.module, source.example, str(path), **options)
     except MemoryError:
         raise
@@ -508,8 +509,8 @@ def _last_line(e: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _silence_exporters() -> Iterator[list[warnings.WarningMessage]]:
-    # The exporters print to standard output, and warn about their own internals and about each other.
+def silence_exporters() -> Iterator[list[warnings.WarningMessage]]:
+    """Run the block without what exporters print, and yield their warnings: of their internals and of each other."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield caught

@@ -93,6 +93,11 @@ def verified(path: Path, outputs: Sequence[Tensor], source: ExportSource) -> Exp
         return None
     except Exception as e:  # ONNX Runtime's errors have no common base but this one
         raise RefusedGraph(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
+    return compare_results(source, results)
+
+
+def compare_results(source: ExportSource, results: Sequence[Sequence[np.ndarray]]) -> ExportCheck:
+    """Compare the outputs of each case, in their order, with the module's; `WrongGraph` where they differ."""
     if source.rows:
         return _compare_rows(source, results)
     pairs = [(name, case.outputs[name], result[i]) for case, result in zip(source.expected, results, strict=True)

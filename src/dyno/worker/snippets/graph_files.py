@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.backends import aot_package
+from dyno.worker.backends import aot_package, ncnn
 from dyno.worker.backends import lite_rt as litert
 from dyno.worker.backends import onnx_runtime as ort
 from dyno.worker.backends import open_vino as vino
 from dyno.worker.inputs.specs import static_shapes
 from dyno.worker.sessions import onnx_runtime_session as cuda
 from dyno.worker.snippets import Script, ScriptPart
-from dyno.worker.spec import Artifact, Trial, UserError
+from dyno.worker.spec import BATCH, Artifact, Trial, UserError
 
 ONNX_RUNTIME = '''
 
@@ -94,6 +94,32 @@ def run(model, feeds):
     for name, (_, _, scale, zero_point) in PORTS.items():
         if name in results and scale:
             results[name] = (results[name].astype(np.float32) - zero_point) * np.float32(scale)
+    return results
+'''
+NCNN = '''
+
+def load():
+    """The network, with the threads and the types of the measurement."""
+    net = ncnn.Net()
+    for name, value in OPTIONS.items():
+        setattr(net.opt, name, value)
+    if net.load_param(str(FILE)) or net.load_model(str(FILE.with_suffix(".bin"))):
+        raise SystemExit(f"{FILE} can't be loaded")
+    return net
+
+
+def run(net, feeds):
+    """The outputs by name for inputs by name; ncnn reads whole numbers as int32."""
+    extractor, results = net.create_extractor(), {}
+    for name, (_, kind) in INPUTS.items():
+        values = np.asarray(feeds[name], "float32" if kind.startswith("float") else "int32", order="C")
+        extractor.input(BLOBS[name], (ncnn.Mat(values, batch_index=0) if BATCHES else ncnn.Mat(values[0])).clone())
+    for blob, (name, kind, shape) in OUTPUTS.items():
+        code, value = extractor.extract(blob)
+        if code:
+            raise SystemExit(f"ncnn stopped before {blob}")
+        array = np.array(value.numpy(batch_index=0) if BATCHES else value.numpy()[None]).astype(kind)
+        results[name] = array.reshape(shape) if array.size == np.prod(shape) else array
     return results
 '''
 
@@ -178,10 +204,27 @@ def lite_rt(trial: Trial, artifact: Artifact | None, about: dict[str, Any], fold
     return ScriptPart(("numpy", "ai-edge-litert"), imports, constants, LITERT)
 
 
+def n_cnn(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+    """Return the code that opens the graph as `OpenGraph` does."""
+    file = require_file(artifact, trial)
+    opened = ncnn.OpenGraph(file.path, trial.precision, trial.runtime.threads)
+    ends = {t.name: [trial.dims.batch if axis == BATCH else axis for axis in t.shape] for t in file.outputs}
+    outputs = zip(opened.outputs, file.outputs, strict=True)
+    constants = {
+        "FILE": locate_file(about),
+        "OPTIONS": opened.set_options,
+        "BATCHES": opened.has_batches,
+        "BLOBS": {t.name: opened.name_input(t.name, place) for place, t in enumerate(file.inputs)},
+        "OUTPUTS": {blob: (t.name, t.dtype, ends[t.name]) for blob, t in outputs},
+    }
+    return ScriptPart(("numpy", "ncnn"), "import ncnn\n", constants, NCNN)
+
+
 ONNX_RUNTIME_SCRIPT = Script("onnxruntime", onnx_runtime)
 OPENVINO_SCRIPT = Script("openvino", open_vino)
 AOTI_SCRIPT = Script("aoti", aot_inductor)
 LITERT_SCRIPT = Script("litert", lite_rt)
+NCNN_SCRIPT = Script("ncnn", n_cnn)
 
 
 # A script for an engine of TensorRT or TensorRT-RTX, with memory by CUDA's runtime API.

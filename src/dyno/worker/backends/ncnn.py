@@ -1,0 +1,452 @@
+"""ncnn on the CPU (`ncnn`): graphs of .param and .bin, made by pnnx or the user's own."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import re
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker import system
+from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session, refuse_requantising
+from dyno.worker.backends.pytorch import module_inputs
+from dyno.worker.extras import install, load_library
+from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
+from dyno.worker.facts.files import MakerFacts
+from dyno.worker.facts.job import LAYERS, Layer, LayerGraph, Port
+from dyno.worker.inputs.specs import fitted, static_shapes
+from dyno.worker.makers.control_flow import check_control_flow, traced_values
+from dyno.worker.makers.export import make_source, silence_exporters
+from dyno.worker.makers.verify import WrongGraph, compare_results, doubtful
+from dyno.worker.nets import file_facts, models
+from dyno.worker.onnx_graph import file as onnx_file
+from dyno.worker.onnx_graph import graph_facts
+from dyno.worker.sessions import torch_support
+from dyno.worker.spec import BATCH, Artifact, Recipe, Tensor, Trial, Unavailable, UserError
+
+ENGINE, CONVERTER = "ncnn", "pnnx"
+Tensors = tuple[Tensor, ...]
+MAGIC = "7767517"  # the first line of a .param file
+COMPUTE = re.compile("Convolution|InnerProduct|Gemm|MatMul|MultiHeadAttention|SDPA|LSTM|GRU|RNN|Einsum")
+# The parameter of a layer that is 0 unless its weights are in eight bits.
+INT8_TERMS = {"Gemm": 18, "MultiHeadAttention": 18, "SDPA": 18}
+INT8_TERM = 8  # of the other layers that multiply
+KEEPS_CHANNELS = {"Split", "BinaryOp", "UnaryOp", "Scale", "BatchNorm", "Padding", "Interp", "ReLU", "Clip", "Noop"}
+TYPES = {"float32": "f32", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32", "bool": "bool"}
+NUMBERED = re.compile(r"(?:in|out)(\d+)")
+FLAGS = {"fp16": ("use_fp16_storage", "use_fp16_packed", "use_fp16_arithmetic"),
+         "bf16": ("use_bf16_storage", "use_bf16_packed")}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ParamLayer:
+    """A line of a .param file: a layer, the blobs that it reads and writes, and its parameters by number."""
+
+    type: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: dict[int, str] = field(default_factory=dict)
+
+    def read_int(self, key: int, default: int = 0) -> int:
+        """Return a parameter as a whole number."""
+        return int(self.parameters.get(key, default))
+
+
+def read_layers(path: str) -> list[ParamLayer]:
+    """Return the layers of a .param file; raise a `UserError` for a damaged one."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        return [_read_layer(line.split()) for line in lines[2:] if line.strip()]
+    except OSError as e:
+        raise UserError(f"{path} can't be read ({e.strerror})") from e
+    except (ValueError, IndexError) as e:
+        raise UserError(f"{path} is no graph of {ENGINE}, or was cut short: export it again") from e
+
+
+def _read_layer(words: Sequence[str]) -> ParamLayer:
+    """Return the layer of a line: type, name, counts of inputs and outputs, their names, then `number=value`."""
+    first, middle = 4, 4 + int(words[2])
+    last = middle + int(words[3])
+    parameters = {int(key): value for key, _, value in (word.partition("=") for word in words[last:])}
+    return ParamLayer(words[0], words[1], tuple(words[first:middle]), tuple(words[middle:last]), parameters)
+
+
+def describe_inputs(path: str, layers: Sequence[ParamLayer]) -> tuple[Tensor, ...]:
+    """Return the inputs with a free batch; raise a `UserError` for one whose shape nothing tells.
+
+    It stands at the Input layer as width, height and channels; else the channels follow from the first convolution.
+    """
+    readers = {blob: layer for layer in layers for blob in layer.inputs}
+    inputs = []
+    for layer in (each for each in layers if each.type == "Input"):
+        sizes = tuple(size for key in (2, 11, 1, 0) if (size := layer.read_int(key)))  # channels, depth, height, width
+        name, reader = layer.outputs[0], readers.get(layer.outputs[0])
+        while reader and reader.type in KEEPS_CHANNELS:
+            reader = readers.get(reader.outputs[0])
+        dtype = "int32" if reader and reader.type == "Embed" else "float32"
+        if not sizes and reader and reader.type in ("Convolution", "ConvolutionDepthWise"):
+            kernel = reader.read_int(1) * reader.read_int(11, reader.read_int(1))
+            channels = reader.read_int(6) * reader.read_int(7, 1) // max(reader.read_int(0) * kernel, 1)
+            inputs.append(Tensor(name, dtype, (BATCH, channels, "height", "width")))
+        elif sizes or dtype == "int32":
+            inputs.append(Tensor(name, dtype, (BATCH, *(sizes or ("length",)))))
+        else:
+            advice = f"write its width, height and channels at its Input layer: 0=224 1=224 2=3 after {name}"
+            raise UserError(f"{path} doesn't say the shape of its input {name!r}; {advice}")
+    return tuple(sorted(inputs, key=lambda tensor: _find_number(tensor.name)))
+
+
+def _find_number(name: str) -> float:
+    """Return the place of a blob that pnnx named, such as 2 of `out2`."""
+    found = NUMBERED.fullmatch(name)
+    return int(found[1]) if found else math.inf
+
+
+class NcnnFormat(FileFormat):
+    """A graph as text in .param, with its weights beside it in .bin."""
+
+    name = "ncnn"
+    suffixes = (".param",)
+    backend = "ncnn"
+    builders = ("ncnn",)
+    on_device = True
+
+    def fits(self, path: Path) -> bool:
+        """See `FileFormat.fits`: other programs use the suffix too."""
+        if not path.is_file():
+            return True
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC.encode()
+
+    def companions(self, path: Path) -> list[Path]:
+        """Return the file of weights."""
+        return [path.with_suffix(".bin")]
+
+    def read(self, path: str, trial: Trial) -> FileContents:
+        """Read the graph and run it once for the shapes of its outputs; it is int8 if most layers that multiply are."""
+        layers, metadata = read_layers(path), file_facts.read_attached(path)
+        inputs = describe_inputs(path, layers)
+        types = [_has_int8_weights(layer) for layer in layers if COMPUTE.match(layer.type)]
+        height, width = file_facts.find_size(metadata) or (file_facts.DEFAULT_SIZE, file_facts.DEFAULT_SIZE)
+        dims = replace(trial.dims, batch=1, height=trial.dims.height or height, width=trial.dims.width or width)
+        opened = OpenGraph(path, "fp32", 1)
+        arrays: list[np.ndarray] = []
+        if not any("length" in t.shape for t in inputs):
+            shapes = static_shapes(inputs, dims)
+            arrays = opened.answer(inputs, [np.zeros(shapes[t.name], t.dtype) for t in inputs])
+        named = zip(opened.outputs, arrays, strict=False)
+        outputs = tuple(Tensor(name, "float32", (BATCH, *array.shape[1:])) for name, array in named)
+        purpose, images = file_facts.read_purpose(metadata), file_facts.read_image_facts(metadata)
+        precision = "int8" if 2 * sum(types) > len(types) else "fp32"
+        return FileContents(inputs, outputs, precision, task=purpose, image=images)
+
+
+def _has_int8_weights(layer: ParamLayer) -> bool:
+    return layer.read_int(INT8_TERMS.get(layer.type, INT8_TERM)) != 0
+
+
+NCNN_FORMAT = NcnnFormat()
+
+
+class Ncnn(Backend):
+    """ncnn's interpreter on the CPU: in fp16 and bf16 it keeps weights and activations so where the CPU's kernels can.
+
+    A module is traced by TorchScript and converted by pnnx, an ONNX file by pnnx alone.
+    """
+
+    name = "ncnn"
+    requires = ("ncnn",)
+    precisions = ("fp32", "bf16", "fp16")
+    file_precisions = ("int8",)
+    files = (*NcnnFormat.suffixes, ".onnx")
+
+    def refuse(self, trial: Trial) -> str:
+        """See `Backend.refuse`; a file's precision is changed when it is loaded, but for int8."""
+        if trial.model.file.endswith(".onnx") and trial.model.precision not in ("", "fp32"):
+            return f"{CONVERTER} reads float32 weights, and the file's are {trial.model.precision}"
+        return super().refuse(trial) or refuse_requantising(trial)
+
+    def recipe(self, trial: Trial) -> Recipe:
+        """Return the recipe of the graph at the trial's batch, in float32; a graph that was given is used as it is."""
+        precision = "int8" if trial.precision == "int8" else "fp32"
+        here = replace(trial.runtime, device="cpu", threads=1)
+        return Recipe(self.name, NCNN_FORMAT.name, precision, trial.model, trial.dims, runtime=here)
+
+    def probe(self) -> Probe:
+        """Run a layer; say so if this Python can't make files."""
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / "relu.param"
+            path.write_text(f"{MAGIC}\n2 2\nInput in0 0 1 in0 0=2\nReLU relu 1 1 in0 out0\n", encoding="utf-8")
+            path.with_suffix(".bin").write_bytes(b"")
+            opened = OpenGraph(str(path), "fp32", 1)
+            opened.feed([Tensor("in0", "float32", (1, 2))], [np.array([[-1, 2]], np.float32)])
+            works = opened.run()[0].numpy().ravel().tolist() == [0, 2]
+        cure = f"runs .param files, makes none without {CONVERTER}: {install(CONVERTER)}"
+        version = system.versions(self.requires).get("ncnn", "")
+        detail = "" if find_spec(CONVERTER) else cure
+        return Probe(version=version, devices=("cpu",) if works else (), detail=detail)
+
+    def prepare(self, trial: Trial) -> None:
+        """Import the library."""
+        load_library("ncnn")
+
+    def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+        """Return the layers of the graph, as the file has them."""
+        layers = read_layers(artifact.path if artifact else trial.model.file)
+        library = f"{ENGINE} {system.versions(self.requires).get('ncnn', '')}"
+        return LayerGraph(form=LAYERS, library=library, layers=tuple(map(_describe_layer, layers)))
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        """Load the graph with the trial's threads and precision; weights are packed for the CPU here."""
+        if artifact is None:
+            raise UserError(f"{self.name} runs a .param file that was made before")
+        return NcnnSession(trial, artifact)
+
+
+NCNN = Ncnn()
+
+
+def _describe_layer(layer: ParamLayer) -> Layer:
+    computes_in = ("int8" if _has_int8_weights(layer) else "float32") if COMPUTE.match(layer.type) else ""
+    inputs, outputs = (tuple(map(Port, names)) for names in (layer.inputs, layer.outputs))
+    moves = layer.type in ("Split", "Noop")
+    return Layer(
+        name=layer.name, type=layer.type, inputs=inputs, outputs=outputs, computes_in=computes_in, moves=moves
+    )  # fmt: skip
+
+
+class OpenGraph:
+    """A loaded graph and what it was fed; blobs are of ncnn's type `Mat`, with the batch beside up to four axes."""
+
+    def __init__(self, path: str, precision: str, threads: int, name: str = "") -> None:
+        self.library = load_library("ncnn")
+        self.layers = read_layers(path)
+        missing = {each.type for each in self.layers if self.library.layer_to_index(each.type) < 0}
+        if missing:
+            raise UserError(f"{ENGINE} has no layer for {', '.join(sorted(missing))}, which {name or path} needs")
+        self.net = self.library.Net()
+        flags = {flag: kind == precision for kind, names in FLAGS.items() for flag in names}
+        wanted = {"num_threads": threads, "use_vulkan_compute": False, **flags}
+        self.set_options = {name: value for name, value in wanted.items() if hasattr(self.net.opt, name)}
+        for name, value in self.set_options.items():
+            setattr(self.net.opt, name, value)
+        weights = str(NCNN_FORMAT.companions(Path(path))[0])
+        if not Path(weights).is_file():
+            raise UserError(f"{path} needs its weights in {weights}, which is not there")
+        if self.net.load_param(path) or self.net.load_model(weights):
+            raise UserError(f"{path} with {weights} can't be loaded by {ENGINE}; one of them is damaged")
+        self.inputs = {layer.outputs[0] for layer in self.layers if layer.type == "Input"}
+        names = (name for name in self.net.output_names() if name not in self.inputs)  # those that nothing reads
+        self.outputs = sorted(names, key=_find_number)
+        self._feeds: dict[str, Any] = {}
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether this version runs several images at once: those before 1.0.20261020 have no batch."""
+        return hasattr(self.library.Mat, "batch")
+
+    def feed(self, tensors: Sequence[Tensor], arrays: Sequence[np.ndarray]) -> None:
+        """Copy the inputs' arrays; whole numbers become int32, which ncnn reads."""
+        self._feeds = {}
+        for place, (tensor, array) in enumerate(zip(tensors, arrays, strict=True)):
+            typed = array.astype(np.int32 if array.dtype.kind in "iub" else np.float32, copy=False)
+            if tensor.dtype.startswith(("int", "uint")) and (typed != array).any():
+                raise UserError(f"{ENGINE} reads int32, and {tensor.name!r} has numbers beyond it")
+            whole = self.library.Mat(typed, batch_index=0) if self.has_batches else self.library.Mat(typed[0])
+            self._feeds[self.name_input(tensor.name, place)] = whole.clone()
+
+    def name_input(self, name: str, place: int) -> str:
+        """Return the blob of the input of that name and place: pnnx numbers them."""
+        return name if name in self.inputs else f"in{place}"
+
+    def run(self, kept: Sequence[int] | None = None) -> list[Any]:
+        """Return the outputs of a run, or the blobs of these numbers as the engine keeps them between layers."""
+        extractor = self.net.create_extractor()
+        extractor.set_light_mode(kept is None)
+        if any([extractor.input(name, value) for name, value in self._feeds.items()]):
+            raise UserError(f"the graph has no inputs {', '.join(self._feeds)}; it has {', '.join(self.inputs)}")
+        if kept is None:
+            found = [extractor.extract(name) for name in self.outputs]
+        else:
+            blobs = self.net.blobs()
+            found = [extractor.extract(blobs[number].name, 1) for number in kept]
+        if any(code for code, _ in found):
+            raise UserError(f"{ENGINE} stopped in the graph: its layers don't fit these inputs, or memory ran out")
+        return [value for _, value in found]
+
+    def read(self, value: Any, tensor: Tensor | None = None) -> np.ndarray:
+        """Return a blob as an array with its batch first, in the type and the shape of the tensor where it has as many
+        values: ncnn drops axes of one."""
+        array = np.array(value.numpy(batch_index=0) if self.has_batches else value.numpy()[None])
+        if tensor is None:
+            return array
+        shape = [len(array) if axis == BATCH else int(axis) for axis in tensor.shape]
+        array = array.astype(tensor.dtype, copy=False)
+        return array.reshape(shape) if array.size == math.prod(shape) else array
+
+    def answer(
+        self, inputs: Sequence[Tensor], arrays: Sequence[np.ndarray], outputs: Sequence[Tensor] = ()
+    ) -> list[np.ndarray]:
+        """Return the outputs of one run, of these shapes where they have as many values."""
+        self.feed(inputs, arrays)
+        return [self.read(value, *ends) for value, *ends in itertools.zip_longest(self.run(), outputs)]
+
+    def count_types(self) -> Counter[str]:
+        """Count the layers that multiply by type: int8 by their weights, others by what they hand on."""
+        layers = [layer for layer in self.net.layers() if COMPUTE.match(layer.type)]
+        by_name = {layer.name: layer for layer in self.layers}
+        half = "bfloat16" if self.net.opt.use_bf16_storage else "float16"
+        bits = (value.elembits() for value in self.run([layer.tops[0] for layer in layers]))
+        return Counter(
+            "int8" if _has_int8_weights(by_name[layer.name]) else {16: half, 8: "int8"}.get(wide, "float32")
+            for layer, wide in zip(layers, bits, strict=True)
+        )
+
+
+class NcnnSession(Session):
+    """A loaded graph; each run begins anew with the inputs, and makes its outputs."""
+
+    def __init__(self, trial: Trial, artifact: Artifact) -> None:
+        self._trial = trial
+        self._opened = OpenGraph(artifact.path, trial.precision, trial.runtime.threads)
+        if trial.dims.batch > 1 and not self._opened.has_batches:
+            version = self._opened.library.__version__
+            raise Unavailable(f"{ENGINE} {version} runs one image at a time; for batches: pip install --upgrade ncnn")
+        self.inputs = artifact.inputs
+        self._shapes = static_shapes(artifact.inputs, trial.dims)
+        self._outputs = artifact.outputs
+        self.outputs = tuple(t for t in artifact.outputs if BATCH not in t.shape)  # of others only a run tells
+        self._results: list[Any] = []
+
+    def bind(self, feeds: Arrays, slot: int = 0) -> None:
+        """Copy the feeds into blobs."""
+        self._opened.feed(self.inputs, [fitted(feeds, t, self._shapes[t.name]) for t in self.inputs])
+
+    def run(self, slot: int = 0) -> None:
+        """Run all layers, to their end."""
+        self._results = self._opened.run()
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        """Return copies of the outputs by name, whole numbers in the module's types."""
+        pairs = zip(self._outputs, self._results, strict=True)
+        return {tensor.name: self._opened.read(value, tensor) for tensor, value in pairs}
+
+    def facts(self) -> EngineFacts:
+        """Return the layers, and the types of what the layers that multiply hand on."""
+        types = dict(self._opened.count_types())
+        kinds = Counter(layer.type for layer in self._opened.layers if layer.type != "Input")
+        return EngineFacts(
+            layers=kinds.total(), layers_by_type=types, operators=dict(kinds.most_common()),
+            precision_truth=precision_truth(self._trial.precision, types, f"{ENGINE} by the types of its blobs"),
+            threads=self._opened.net.opt.num_threads,
+        )  # fmt: skip
+
+
+class NcnnMaker(Maker):
+    """Traces a module and converts it with pnnx, or an ONNX file; or points to the graph that was given."""
+
+    name = "ncnn"
+    requires = ("pnnx", "ncnn", "torch", "torchvision", "timm", "ultralytics")
+
+    def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
+        """Write FOLDER/model.param and model.bin; the sha256 is over both, .param first."""
+        began, file, path = time.perf_counter(), recipe.model.file, folder / "model.param"
+        facts = self.describe(recipe)
+        is_given = file.endswith(NcnnFormat.suffixes)
+        if is_given:
+            path = Path(file)
+            contents = NCNN_FORMAT.read(file, Trial(recipe.model, self.name, recipe.precision, recipe.dims))
+            inputs, outputs = contents.inputs, contents.outputs
+        elif file:
+            inputs, outputs, facts = _convert_onnx(recipe, facts, path)
+        else:
+            inputs, outputs, facts = _convert_module(recipe, facts, path)
+        parts = [path.read_bytes(), *(part.read_bytes() for part in NCNN_FORMAT.companions(path))]
+        sha256, size = hashlib.sha256(b"".join(parts)).hexdigest(), sum(map(len, parts))
+        facts = replace(facts, weights_sha256=sha256) if is_given else facts
+        seconds = 0.0 if is_given else time.perf_counter() - began
+        return Artifact(
+            NCNN_FORMAT.name, str(path), sha256, size, recipe.precision, inputs, outputs, seconds, "", facts
+        )  # fmt: skip
+
+
+NCNN_MAKER = NcnnMaker()
+
+
+def _convert_onnx(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tensors, Tensors, MakerFacts]:
+    """Convert the ONNX file at the recipe's dims; return inputs, outputs and facts."""
+    inputs, declared = onnx_file.read_io(recipe.model.file)
+    shapes = static_shapes(inputs, recipe.dims)
+    inputs = tuple(replace(t, shape=shapes[t.name]) for t in inputs)
+    with tempfile.TemporaryDirectory() as scratch:
+        copied = Path(scratch) / "model.onnx"  # pnnx writes a file beside what it reads
+        graph_facts.copy_with_weights(Path(recipe.model.file), copied)
+        _convert(copied, inputs, path, recipe.model.name)
+    opened = OpenGraph(str(path), "fp32", 1, recipe.model.name)
+    arrays = opened.answer(inputs, [np.zeros([*map(int, t.shape)], t.dtype) for t in inputs])
+    outputs = []
+    for tensor, array in zip(declared, arrays, strict=True):
+        fixed = [axis if isinstance(axis, int) else size for axis, size in zip(tensor.shape, array.shape, strict=False)]
+        if [*array.shape] != fixed or array.ndim != len(tensor.shape):
+            shown = "x".join(map(str, tensor.shape))
+            raise UserError(f"{CONVERTER} made {tensor.name!r} {'x'.join(map(str, array.shape))} instead of {shown}")
+        kind = "float32" if tensor.dtype.startswith(("float", "bfloat")) else tensor.dtype
+        outputs.append(Tensor(tensor.name, kind, array.shape))
+    return inputs, tuple(outputs), facts
+
+
+def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tensors, Tensors, MakerFacts]:
+    """Convert the module's trace, and compare it with the module; return inputs, outputs and facts."""
+    torch, name = torch_support.import_torch(), recipe.model.name
+    with torch_support.memory_errors(), torch.no_grad():
+        module = models.load(recipe.model, recipe.dims)
+        inputs, source = module_inputs(recipe.model, recipe.dims), make_source(torch, module, recipe)
+        is_static = check_control_flow(torch, source.module, source.example)
+        with tempfile.TemporaryDirectory() as scratch:
+            trace = Path(scratch) / "model.pt"
+            with torch_support.refusals(f"TorchScript can't trace {name}"), silence_exporters() as caught:
+                torch.jit.trace(source.module, source.example, check_trace=False).save(str(trace))
+            if (traced := traced_values(torch, caught)) and not is_static:
+                raise UserError(f"{name} can't be traced: a value of its example became a constant ({traced})")
+            _convert(trace, inputs, path, name)
+    opened = OpenGraph(str(path), "fp32", recipe.runtime.threads, name)
+    outputs = torch_support.describe_outputs({k: torch.from_numpy(v) for k, v in source.expected[0].outputs.items()})
+    results = [opened.answer(inputs, [*case.feeds.values()], outputs) for case in source.expected]
+    try:
+        checked = compare_results(source, results)
+    except WrongGraph as e:
+        raise UserError(f"{CONVERTER} can't convert {name} correctly: it {e}") from e
+    warnings = (*facts.warnings, *doubtful(checked))
+    return inputs, outputs, replace(facts, **models.describe_weights(module), warnings=warnings, verified=checked)
+
+
+def _convert(source: Path, inputs: Sequence[Tensor], path: Path, name: str) -> None:
+    """Write the graph of a trace or an ONNX file, with the model's name for errors; its weights go beside it."""
+    spec = find_spec(CONVERTER)
+    if spec is None or spec.origin is None:
+        raise Unavailable(f"{CONVERTER}, which makes .param files, is not in this Python; {install(CONVERTER)}")
+    if unknown := [t.dtype for t in inputs if t.dtype not in TYPES]:
+        raise UserError(f"{CONVERTER} takes no inputs of {unknown[0]}")
+    shapes = ",".join(f"[{','.join(map(str, t.shape))}]{TYPES[t.dtype]}" for t in inputs)
+    with tempfile.TemporaryDirectory() as scratch:
+        made = {key: Path(scratch) / key for key in ("pnnxparam", "pnnxbin", "pnnxpy", "pnnxonnx", "ncnnpy")}
+        made |= {"ncnnparam": path, "ncnnbin": path.with_suffix(".bin")}
+        words = [f"{key}={place}" for key, place in made.items()]
+        command = [str(Path(spec.origin).with_name("pnnx")), str(source.absolute()), f"inputshape={shapes}", "fp16=0"]
+        done = subprocess.run([*command, *words], cwd=scratch, capture_output=True, text=True, errors="replace")
+    printed = done.stderr + done.stdout
+    if done.returncode or not path.is_file():
+        last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
+        raise UserError(f"{CONVERTER} can't convert {name} (exit code {done.returncode}): {last.strip()}")

@@ -1,0 +1,224 @@
+"""ncnn: graphs with weights written here, whose results NumPy computes, and modules that pnnx converts."""
+
+import platform
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno.report.tables import trial_table
+from dyno.worker import registry
+from dyno.worker.backend import answer_feeds
+from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial, Unavailable, UserError
+
+NCNN = registry.find("ncnn")
+WEIGHTS = np.array([[1, 2, -3, 4], [-5, 6, 7, 8]], np.float32)
+BIAS = np.array([0.5, -1], np.float32)
+X = np.array([[0.5, 1, -1, 2], [3, 0, 0.25, -0.5]], np.float32)
+PARAM = "7767517\n2 2\nInput given 0 1 data 0=4\nInnerProduct layer 1 1 data scores 0=2 1=1 2=8{}\n"
+FLOATS, INT8 = 0, 0x000D4B38  # how weights are stored, before them in the file
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ids, self.conv, self.last = nn.Embedding(9, 4), nn.Conv2d(3, 8, 3), nn.Linear(12, 5)
+    def forward(self, image, unread, ids):
+        features = torch.cat([self.conv(image).mean((2, 3)), self.ids(ids).sum(1)], 1)
+        return {"scores": self.last(features), "features": features}
+
+class Kept(nn.Module):
+    def forward(self, image):
+        return image.mean() + image
+
+class Sorted(nn.Module):
+    def forward(self, image):
+        return image.flatten(1).sort(-1)[0]
+
+class Deciding(nn.Module):
+    def forward(self, image):
+        return image * 2 if image.mean() > 0 else image
+
+def net(): return Net()
+def net_inputs():
+    return {"image": torch.rand(2, 3, 8, 8), "unread": torch.rand(2, 4), "ids": torch.randint(0, 9, (2, 6))}
+
+def small(): return nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 5))
+def lacking(): return Sorted()
+def deciding(): return Deciding()
+def mixing(): return Kept()
+"""
+
+
+@pytest.fixture(autouse=True)
+def library() -> Any:
+    return pytest.importorskip("ncnn", reason="ncnn is not installed")
+
+
+@pytest.fixture
+def nets(tmp_path: Path) -> Path:
+    pytest.importorskip("torch")
+    pytest.importorskip("pnnx", reason="pnnx is not installed")
+    (tmp_path / "nets.py").write_text(NET)
+    return tmp_path / "nets.py"
+
+
+def write_graph(folder: Path, kind: int = FLOATS) -> Path:
+    """A fully connected layer; in eight bits its weights are stored times 10, and its input is rounded to 1 / 32."""
+    path = folder / "graph.param"
+    path.write_text(PARAM.format(" 8=1" if kind == INT8 else ""))
+    weights = WEIGHTS.tobytes() if kind == FLOATS else (WEIGHTS * 10).astype(np.int8).tobytes()
+    scales = b"" if kind == FLOATS else np.array([10, 10, 32], np.float32).tobytes()
+    path.with_suffix(".bin").write_bytes(np.uint32(kind).tobytes() + weights + BIAS.tobytes() + scales)
+    return path
+
+
+def trial_of(path: Path, precision: str = "fp32", own: str = "fp32", batch: int = 2) -> Trial:
+    model = ModelSpec(path.stem, f"file:{path}", precision=own)
+    return Trial(model, "ncnn", precision, Dims(batch, 0, 0), runtime=Runtime(threads=1))
+
+
+@pytest.mark.parametrize(("kind", "precision", "type_"), [(FLOATS, "fp32", "float32"), (INT8, "int8", "int8")])
+def test_a_graph_answers_as_numpy_does(tmp_path: Path, kind: int, precision: str, type_: str) -> None:
+    trial = trial_of(write_graph(tmp_path, kind), precision, precision)
+    made = registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path / "unused")
+    assert (made.precision, made.inputs[0].shape, made.outputs[0].shape) == (precision, ("batch", 4), ("batch", 2))
+    session = NCNN.load(trial, made)
+    (found,) = answer_feeds(session, {"data": X}).items()
+    assert found[0] == "scores"
+    np.testing.assert_allclose(found[1], X @ WEIGHTS.T + BIAS, rtol=0.01 if kind else 1e-6, atol=0.05 if kind else 1e-6)
+    facts = session.facts()
+    assert (facts.layers_by_type, facts.threads, facts.precision_truth.ok) == ({type_: 1}, 1, True)
+    with pytest.raises(UserError, match="'data' wants 2x4, but got 2x3"):
+        session.bind({"data": X[:, :3]})
+
+
+def test_a_file_s_own_precision_decides_what_is_refused(tmp_path: Path) -> None:
+    path = write_graph(tmp_path)
+    assert NCNN.refuse(trial_of(path, "bf16")) == ""
+    assert "run it as int8" in NCNN.refuse(trial_of(path, "fp32", "int8"))
+    assert NCNN.refuse(trial_of(path, "int8")).startswith("ncnn has no int8 here")
+    assert "reads float32 weights" in NCNN.refuse(trial_of(tmp_path / "net.onnx", "fp16", "fp16"))
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_damaged_graphs_are_refused_in_one_line(refused: Any, tmp_path: Path) -> None:
+    path = write_graph(tmp_path)
+    text, weights = path.read_text(), path.with_suffix(".bin")
+    path.write_text(text.replace("0=4", ""))
+    assert "doesn't say the shape of its input 'data'" in refused("run", path)
+    path.write_text(text.replace("InnerProduct", "Unheard"))
+    assert "ncnn has no layer for Unheard" in refused("run", path)
+    path.write_text(text[: text.index("1 1 data")])
+    assert "was cut short" in refused("run", path)
+    path.write_text(text)
+    weights.write_bytes(weights.read_bytes()[:20])
+    assert "can't be loaded by ncnn" in refused("run", path)
+    weights.unlink()
+    assert "needs its weights in" in refused("run", path)
+
+
+def test_an_image_s_channels_follow_from_the_first_convolution(nets: Path, tmp_path: Path) -> None:
+    trial = replace(trial_of(tmp_path), model=ModelSpec("net", f"{nets}:small"), dims=Dims(2, 8, 8))
+    (tmp_path / "made").mkdir()
+    made = Path(registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path / "made").path)
+    contents = registry.formats()["ncnn"].read(str(made), replace(trial_of(made), dims=Dims(1, 8, 8)))
+    assert contents.inputs[0].shape == ("batch", 3, "height", "width")
+    assert contents.outputs[0].shape == ("batch", 5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_module_answers_as_in_pytorch(nets: Path, tmp_path: Path, precision: str) -> None:
+    import torch
+
+    from dyno import Study
+    from dyno.study.model_info import inspect_model, model_spec
+    from dyno.worker.nets import models
+
+    study = Study(models=(f"{nets}:net",))
+    model, _ = inspect_model(model_spec(study, study.models[0]), study)
+    trial = Trial(model, "ncnn", precision, Dims(2, 8, 8), runtime=Runtime(threads=1))
+    made = registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path)
+    session = NCNN.load(trial, made)
+    image = np.random.default_rng(0).standard_normal((2, 3, 8, 8), np.float32)
+    ids = np.arange(12).reshape(2, 6) % 9
+    found = answer_feeds(session, {"image": image, "unread": image[:, 0, 0, :4], "ids": ids})
+    with torch.inference_mode():
+        expected = models.load(model, trial.dims)(torch.from_numpy(image), None, torch.from_numpy(ids))
+    off = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}[precision]
+    for name, value in zip(("output", "output_1"), expected.values(), strict=True):
+        np.testing.assert_allclose(found[name], value.numpy(), rtol=off, atol=off)
+    truth = session.facts().precision_truth
+    is_half = platform.machine() not in ("x86_64", "AMD64")  # where ncnn's layers have arithmetic in fp16
+    assert truth.ok == (precision != "fp16" or is_half), truth.sentence
+    with pytest.raises(UserError, match="'ids' has numbers beyond it"):
+        session.bind({"image": image, "unread": image[:, 0, 0, :4], "ids": ids + 2**40})
+
+
+def outputs_of(folder: str) -> dict[str, str]:
+    """What the table says of each backend's outputs."""
+    frame = trial_table.read_trials(Path(folder)).frame
+    return dict(zip(frame["backend"], frame["outputs"], strict=True))
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_from_the_command_line_to_an_exported_script(call: Any, nets: Path, tmp_path: Path) -> None:
+    words = ("--size", 8, "--batch", 2, "--quick", "--seconds", 0.02, "--warmup", 0.01, "--threads", 1)
+    code, _, err = call("run", "nets.py:small", "--backend", "pytorch,ncnn", *words, "--out", "run")
+    assert code == 0 and outputs_of("run")["ncnn"] == "agree", err
+    assert call("export", "run", "ncnn", "-o", "best")[0] == 0
+    done = subprocess.run([sys.executable, "best.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert "output float32 2x5" in done.stdout, done.stderr
+    code, out, _ = call("inspect", "best.param")
+    assert code == 0 and out.count("Convolution") == 2 and "InnerProduct" in out
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (
+            "mixing",
+            r"pnnx can't convert net correctly: it wrote a graph whose output is off by",
+        ),
+        ("lacking", "ncnn has no layer for .*, which net needs"),
+        ("deciding", "a graph would hold one branch only: .*nets.py, line"),
+    ],
+)
+def test_what_would_be_converted_wrongly_is_refused(nets: Path, tmp_path: Path, source: str, reason: str) -> None:
+    model = ModelSpec("net", f"{nets}:{source}")
+    trial = replace(trial_of(tmp_path), model=model, dims=Dims(2, 8, 8))
+    with pytest.raises(UserError, match=reason):
+        registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path)
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_an_onnx_file_is_converted_and_its_folder_left_alone(call: Any, nets: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    assert call("export", "nets.py:small", "-o", "given/small.onnx", "--size", 8)[0] == 0
+    words = ("--batch", 2, "--quick", "--seconds", 0.02, "--warmup", 0.01, "--backend", "ncnn,onnxruntime")
+    code, _, err = call("run", "given/small.onnx", *words, "--out", "run")
+    assert code == 0 and outputs_of("run") == {"onnxruntime": "", "ncnn": "agree"}, err
+    assert [path.name for path in (tmp_path / "given").iterdir()] == ["small.onnx"]
+
+
+def test_a_library_without_batches_runs_one_image(
+    library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mat:
+        def __new__(cls, array: np.ndarray) -> Any:
+            return library.ncnn.Mat(array)
+
+    path = write_graph(tmp_path)
+    trial = trial_of(path, batch=1)
+    made = registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path)
+    monkeypatch.setattr(library, "Mat", Mat)
+    (found,) = answer_feeds(NCNN.load(trial, made), {"data": X[:1]}).values()
+    np.testing.assert_allclose(found, X[:1] @ WEIGHTS.T + BIAS, rtol=1e-6)
+    with pytest.raises(Unavailable, match="runs one image at a time"):
+        NCNN.load(trial_of(path), made)
