@@ -275,7 +275,7 @@ class OpenGraph:
         """Return the outputs of a run, or the blobs of these numbers as the engine keeps them between layers."""
         extractor = self.net.create_extractor()
         extractor.set_light_mode(kept is None)
-        if any([extractor.input(name, value) for name, value in self._feeds.items()]):
+        if any(extractor.input(name, value) for name, value in self._feeds.items()):
             raise UserError(f"the graph has no inputs {', '.join(self._feeds)}; it has {', '.join(self.inputs)}")
         if kept is None:
             found = [extractor.extract(name) for name in self.outputs]
