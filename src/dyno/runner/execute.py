@@ -39,91 +39,6 @@ from dyno.worker.spec import BUILD, ENERGY, LOOKS, PLAN, TIMING_CACHE, Artifact,
 if TYPE_CHECKING:
     from dyno.results.ranking import UndecidedPair
 
-# Extra rounds for undecided pairs, until they are decided or the time is up; the finalists are measured again.
-
-# One round of these trials, of that number, in which these boundaries are timed.
-Measure = Callable[[list[Trial], int, tuple[str, ...]], None]
-
-
-def go_on(study: Study, run: Run, trials: Sequence[Trial], forms: Forms, measure: Measure, progress: Progress) -> None:
-    """Measure further rounds of the undecided pairs, one model after the other, within `study.minutes` in all.
-
-    A pair whose estimated rounds don't fit into the time left is left undecided. Only the boundary that a pair is
-    compared at is measured. Earlier measurements count, so the same command again
-    changes nothing, and one with more minutes goes on.
-    """
-    models = list(dict.fromkeys(model_key(trial, forms) for trial in trials))
-    for place, name in enumerate(models):
-        own = [trial for trial in trials if model_key(trial, forms) == name]
-        allowed = _sum_seconds(run, own) + (60 * study.minutes - _sum_seconds(run, trials)) / (len(models) - place)
-        while pairs := _find_pending(run.folder, own):
-            left = allowed - _sum_seconds(run, own)
-            hopeful = [pair for pair in pairs if _fits(run, own, pair, left)]
-            ids = frozenset().union(*(pair.trials for pair in hopeful or pairs))
-            todo = [trial for trial in own if trial.id in ids]
-            if not hopeful or sum(_last_seconds(run, trial) for trial in todo) > left:
-                minutes = f"{study.minutes:g} minute{'s' * (study.minutes != 1)}"
-                open_ids = frozenset().union(*(pair.trials for pair in pairs if not pair.decided))
-                if count := len(open_ids):
-                    what = f"{count} trials are left in pairs that {minutes} could not decide"
-                    progress.note(f"{name or 'the comparison'}: {what}")
-                break
-            last = max(_find_last_round(run, trial) for trial in todo)
-            whole = all(_find_last_round(run, trial) == last for trial in todo)
-            boundaries = tuple(name for name in study.boundaries if any(pair.boundary == name for pair in pairs))
-            measure(todo, last + 1 if whole else last, boundaries)  # of one that was cut short, those that lack it
-
-
-def _fits(run: Run, trials: Sequence[Trial], pair: UndecidedPair, left: float) -> bool:
-    """Return whether the rounds that are likely to decide the pair fit into the seconds that are left."""
-    seconds = sum(_last_seconds(run, trial) for trial in trials if trial.id in pair.trials)
-    return pair.more * seconds <= left
-
-
-def list_finalists(folder: Path) -> dict[str, set[str]]:
-    """Return the ids of winners, runners-up and references by the rounds of the selection alone, with their boundaries.
-
-    Because confirmations never enter the selection, an interrupted study finds the same ones when it is run again.
-    """
-    from dyno.report.tables import trial_table
-    from dyno.results import ranking
-
-    return ranking.list_finalists(trial_table.read_trials(folder))
-
-
-def _find_pending(folder: Path, trials: Sequence[Trial]) -> list[UndecidedPair]:
-    """Return the pairs of these trials that need another round.
-
-    They are read from the folder, so a study that is killed loses nothing.
-    """
-    from dyno.report.tables import trial_table
-    from dyno.results.ranking import pending
-
-    ids = {trial.id for trial in trials}
-    return [pair for pair in pending(trial_table.read_trials(folder)) if pair.trials <= ids]
-
-
-def _list_folders(run: Run, trial: Trial, kind: str) -> list[Path]:
-    return list(run.round_folder(trial, 0).parent.glob(f"{kind}[0-9]*"))
-
-
-def _find_last_round(run: Run, trial: Trial) -> int:
-    """Return the number of the last round that the trial has finished."""
-    folders = _list_folders(run, trial, ROUND)
-    return max(int(folder.name.removeprefix(ROUND)) for folder in folders if read_record(folder))
-
-
-def _sum_seconds(run: Run, trials: Sequence[Trial]) -> float:
-    """Return the seconds that the trials' processes have measured, one at a time."""
-    folders = [folder for trial in trials for kind in (ROUND, COMPANION) for folder in _list_folders(run, trial, kind)]
-    return sum(record.seconds for folder in folders if (record := read_record(folder)))
-
-
-def _last_seconds(run: Run, trial: Trial) -> float:
-    record = run.record(trial, _find_last_round(run, trial))
-    return record.seconds if record else 0.0
-
-
 READING_S = 5.0  # of a run, beyond which its answer is not shown again before it ends
 SUSTAINED_TURNS = 2  # of each finalist
 LEAST_ROUNDS = 2  # that every trial has, however few minutes a study has
@@ -132,7 +47,6 @@ SHARE = 1 / 2  # of the study's minutes, beyond which its planned rounds leave t
 BUILDING_S = 30.0  # of making files, after which what is ready gives a first answer
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
-
 OTHER_ROUTE = ("failed", "crashed", "timeout")  # statuses of a failed route after which the next one is tried
 LONGEST_LOG = 100_000  # bytes of what making a file printed
 
@@ -532,6 +446,91 @@ def _builds_slowly(trial: Trial) -> bool:
 
 def _is_incomplete(run: Run, trial: Trial, most: int) -> bool:
     return any(_find_record(run, trial, number) is None for number in range(min(trial.plan.rounds, most)))
+
+
+# Extra rounds for undecided pairs, until they are decided or the time is up.
+
+# One round of these trials, of that number, in which these boundaries are timed.
+Measure = Callable[[list[Trial], int, tuple[str, ...]], None]
+
+
+def go_on(study: Study, run: Run, trials: Sequence[Trial], forms: Forms, measure: Measure, progress: Progress) -> None:
+    """Measure further rounds of the undecided pairs, one model after the other, within `study.minutes` in all.
+
+    A pair whose estimated rounds don't fit into the time left is left undecided. Only the boundary that a pair is
+    compared at is measured. Earlier measurements count, so the same command again
+    changes nothing, and one with more minutes goes on.
+    """
+    models = list(dict.fromkeys(model_key(trial, forms) for trial in trials))
+    for place, name in enumerate(models):
+        own = [trial for trial in trials if model_key(trial, forms) == name]
+        allowed = _sum_seconds(run, own) + (60 * study.minutes - _sum_seconds(run, trials)) / (len(models) - place)
+        while pairs := _find_pending(run.folder, own):
+            left = allowed - _sum_seconds(run, own)
+            hopeful = [pair for pair in pairs if _fits(run, own, pair, left)]
+            ids = frozenset().union(*(pair.trials for pair in hopeful or pairs))
+            todo = [trial for trial in own if trial.id in ids]
+            if not hopeful or sum(_last_seconds(run, trial) for trial in todo) > left:
+                minutes = f"{study.minutes:g} minute{'s' * (study.minutes != 1)}"
+                open_ids = frozenset().union(*(pair.trials for pair in pairs if not pair.decided))
+                if count := len(open_ids):
+                    what = f"{count} trials are left in pairs that {minutes} could not decide"
+                    progress.note(f"{name or 'the comparison'}: {what}")
+                break
+            last = max(_find_last_round(run, trial) for trial in todo)
+            whole = all(_find_last_round(run, trial) == last for trial in todo)
+            boundaries = tuple(name for name in study.boundaries if any(pair.boundary == name for pair in pairs))
+            measure(todo, last + 1 if whole else last, boundaries)  # of one that was cut short, those that lack it
+
+
+def _fits(run: Run, trials: Sequence[Trial], pair: UndecidedPair, left: float) -> bool:
+    """Return whether the rounds that are likely to decide the pair fit into the seconds that are left."""
+    seconds = sum(_last_seconds(run, trial) for trial in trials if trial.id in pair.trials)
+    return pair.more * seconds <= left
+
+
+def list_finalists(folder: Path) -> dict[str, set[str]]:
+    """Return the ids of winners, runners-up and references by the rounds of the selection alone, with their boundaries.
+
+    Because confirmations never enter the selection, an interrupted study finds the same ones when it is run again.
+    """
+    from dyno.report.tables import trial_table
+    from dyno.results import ranking
+
+    return ranking.list_finalists(trial_table.read_trials(folder))
+
+
+def _find_pending(folder: Path, trials: Sequence[Trial]) -> list[UndecidedPair]:
+    """Return the pairs of these trials that need another round.
+
+    They are read from the folder, so a study that is killed loses nothing.
+    """
+    from dyno.report.tables import trial_table
+    from dyno.results.ranking import pending
+
+    ids = {trial.id for trial in trials}
+    return [pair for pair in pending(trial_table.read_trials(folder)) if pair.trials <= ids]
+
+
+def _list_folders(run: Run, trial: Trial, kind: str) -> list[Path]:
+    return list(run.round_folder(trial, 0).parent.glob(f"{kind}[0-9]*"))
+
+
+def _find_last_round(run: Run, trial: Trial) -> int:
+    """Return the number of the last round that the trial has finished."""
+    folders = _list_folders(run, trial, ROUND)
+    return max(int(folder.name.removeprefix(ROUND)) for folder in folders if read_record(folder))
+
+
+def _sum_seconds(run: Run, trials: Sequence[Trial]) -> float:
+    """Return the seconds that the trials' processes have measured, one at a time."""
+    folders = [folder for trial in trials for kind in (ROUND, COMPANION) for folder in _list_folders(run, trial, kind)]
+    return sum(record.seconds for folder in folders if (record := read_record(folder)))
+
+
+def _last_seconds(run: Run, trial: Trial) -> float:
+    record = run.record(trial, _find_last_round(run, trial))
+    return record.seconds if record else 0.0
 
 
 class Files:
