@@ -2,13 +2,14 @@
 
     python benchmarks/matrix.py OUT [--backend pytorch,onnxruntime,openvino] [--precision fp32,fp16,int8]
         [--networks torchvision:resnet18,timm:levit_128s] [--device cuda:0] [--python tensorrt=PATH] [--limit 900]
-        [--rounds 3] [--jobs 6] [--minutes 9]
+        [--batch 1,8,64] [--rounds 3] [--jobs 6] [--minutes 9] [--one-cache]
 
 Weights are random, inputs are crops of scikit-image's photographs. OUT/matrix.csv gets each network's rows as soon as
 they are there, and a network that OUT has already is not run again; OUT/matrix.md is the table. The question is whether
 a network runs and gives the right outputs, not how fast: latencies are of one short round, and with several jobs the
-networks, each with a separate cache and so GPU lock, disturb each other's. Several rounds are measured in turns, so
-that a disturbance is every row's, and say which is the fastest there. After --minutes the same command goes on.
+networks, each with a separate cache and so GPU lock, disturb each other's. With --one-cache they share both: files are
+made side by side, and a GPU runs one trial at a time. Several rounds are measured in turns, so that a disturbance is
+every row's, and say which is the fastest there. After --minutes the same command goes on.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ OTHERS = (
     "torchvision:fcn_resnet50 deeplabv3_mobilenet_v3_large lraspp_mobilenet_v3_large",
     "ultralytics:yolov8n.yaml yolov8n-seg.yaml yolov8n-pose.yaml yolov8n-cls.yaml yolo11n.yaml yolov5n.yaml",
 )
-KEPT = ("model", "backend", "options", "precision", "status", "outputs", "output_error", "answers_changed", "ran_as",
-        "route", "latency_ms", "verdict", "reason")  # fmt: skip
+KEPT = ("model", "backend", "options", "precision", "batch", "status", "outputs", "output_error", "answers_changed",
+        "ran_as", "route", "latency_ms", "verdict", "reason")  # fmt: skip
 FEW_CROPS = 32
 LEAST_S = 30.0  # with less time left than this no network is begun; also for a study to end
 
@@ -63,10 +64,14 @@ def networks() -> list[str]:
 
 def measure(source: str, asked: argparse.Namespace, limit: float) -> list[dict[str, str]]:
     """The rows of one network; one row with a reason where the study gave none."""
-    folder, cache = (asked.out.resolve() / kind / source.replace(":", "-") for kind in ("runs", "caches"))
+    name = source.replace(":", "-")
+    folder, cache = (
+        asked.out.resolve() / "runs" / name,
+        asked.out.resolve() / "caches" / ("" if asked.one_cache else name),
+    )
     command = [sys.executable, "-m", "dyno", "run", source, "--backend", asked.backends, "--device", asked.device]
     command += ["--precision", asked.precision] if asked.precision else []  # else each backend names its own
-    command += ["--batch", str(asked.batch), "--data", str(asked.out / "photos"), "--routes", "usual"]
+    command += ["--batch", asked.batch, "--data", str(asked.out / "photos"), "--routes", "usual"]
     command += ["--rounds", str(asked.rounds), "--seconds", "0.2", "--warmup", "0.2", "--out", str(folder)]
     command += ["--until", "rounds", "--confirm", "0", "--sustained", "0"]
     command += [word for python in asked.python for word in ("--python", python)]
@@ -109,18 +114,25 @@ def cell(row: dict[str, str]) -> str:
     return f"{wrong}{significant(float(row['latency_ms']))} ms{error}{ran}"
 
 
+def way(row: dict[str, str], batches: int) -> str:
+    """The column of a trial: its backend with options and precision, and its batch where there are several."""
+    options = f" ({row['options']})" if row["options"] not in ("", "nan") else ""
+    return f"{row['backend']}{options} {row['precision']}" + (f" b{row['batch']}" if batches > 1 else "")
+
+
 def table(rows: Iterable[dict[str, str]]) -> str:
     """A line for each network and a column for each backend and precision, then what failed and why."""
     rows = list(rows)
-    ways = list(dict.fromkeys(f"{r['backend']} {r['precision']}" for r in rows if r.get("backend")))
+    batches = len({r["batch"] for r in rows if r.get("backend")})
+    ways = list(dict.fromkeys(way(r, batches) for r in rows if r.get("backend")))
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
         own = lines.setdefault(row["model"], {})
         if row.get("backend"):
-            own[f"{row['backend']} {row['precision']}"] = cell(row)
+            own[way(row, batches)] = cell(row)
         else:
             own |= dict.fromkeys(ways, row["status"])
-    body = [[name, *(own.get(way, "") for way in ways)] for name, own in lines.items()]
+    body = [[name, *(own.get(each, "") for each in ways)] for name, own in lines.items()]
     bad = [r for r in rows if r["status"] not in ("ok", "skipped") or r.get("outputs") == "wrong outputs"]
     notes = [f"- {r['model']} {r.get('backend', '')} {r.get('precision', '')}: "
              f"{r['reason'] if r['status'] != 'ok' else r['verdict']}" for r in bad]  # fmt: skip
@@ -172,7 +184,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--precision", default="fp32,fp16,int8")
     parser.add_argument("--rows", type=Path, help="folder of matrix.csv and matrix.md (default: OUT)")
     parser.add_argument("--networks", default="", help="comma-separated sources instead of the whole list")
-    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--batch", default="2", help="one, or several with commas")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--size", default="", help="image size of all networks (default: each one's own)")
     parser.add_argument("--device", default="cpu")
@@ -180,6 +192,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--python", action="append", default=[], help="NAME=PATH, as dyno run has it")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for one network")
     parser.add_argument("--jobs", type=int, default=1, help="networks side by side, each on separate cores")
+    parser.add_argument("--one-cache", action="store_true", help="one cache and GPU queue for all networks")
     parser.add_argument("--minutes", type=float, default=0.0, help="end after so long; run again for the rest")
     return parser.parse_args()
 
