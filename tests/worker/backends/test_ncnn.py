@@ -29,7 +29,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.ids, self.conv, self.last = nn.Embedding(9, 4), nn.Conv2d(3, 8, 3), nn.Linear(12, 5)
-    def forward(self, image, unread, ids):
+    def forward(self, image, ids):
         features = torch.cat([self.conv(image).mean((2, 3)), self.ids(ids).sum(1)], 1)
         return {"scores": self.last(features), "features": features}
 
@@ -47,7 +47,7 @@ class Deciding(nn.Module):
 
 def net(): return Net()
 def net_inputs():
-    return {"image": torch.rand(2, 3, 8, 8), "unread": torch.rand(2, 4), "ids": torch.randint(0, 9, (2, 6))}
+    return {"image": torch.rand(2, 3, 8, 8), "ids": torch.randint(0, 9, (2, 6))}
 
 def small(): return nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 5))
 def lacking(): return Sorted()
@@ -59,6 +59,12 @@ def mixing(): return Kept()
 @pytest.fixture(autouse=True)
 def library() -> Any:
     return pytest.importorskip("ncnn", reason="ncnn is not installed")
+
+
+@pytest.fixture
+def batch(library: Any) -> int:
+    """Two, or one with a version of ncnn that runs one image at a time."""
+    return 2 if hasattr(library.Mat, "batch") else 1
 
 
 @pytest.fixture
@@ -79,23 +85,30 @@ def write_graph(folder: Path, kind: int = FLOATS) -> Path:
     return path
 
 
-def trial_of(path: Path, precision: str = "fp32", own: str = "fp32", batch: int = 2) -> Trial:
+def trial_of(path: Path, precision: str = "fp32", own: str = "fp32", batch: int = 1) -> Trial:
     model = ModelSpec(path.stem, f"file:{path}", precision=own)
     return Trial(model, "ncnn", precision, Dims(batch, 0, 0), runtime=Runtime(threads=1))
 
 
+def trial_of_module(nets: Path, name: str, batch: int) -> Trial:
+    model = ModelSpec("net", f"{nets}:{name}")
+    return Trial(model, "ncnn", "fp32", Dims(batch, 8, 8), runtime=Runtime(threads=1))
+
+
 @pytest.mark.parametrize(("kind", "precision", "type_"), [(FLOATS, "fp32", "float32"), (INT8, "int8", "int8")])
-def test_a_graph_answers_as_numpy_does(tmp_path: Path, kind: int, precision: str, type_: str) -> None:
-    trial = trial_of(write_graph(tmp_path, kind), precision, precision)
+def test_a_graph_answers_as_numpy_does(tmp_path: Path, batch: int, kind: int, precision: str, type_: str) -> None:
+    trial = trial_of(write_graph(tmp_path, kind), precision, precision, batch)
     made = registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path / "unused")
     assert (made.precision, made.inputs[0].shape, made.outputs[0].shape) == (precision, ("batch", 4), ("batch", 2))
     session = NCNN.load(trial, made)
-    (found,) = answer_feeds(session, {"data": X}).items()
+    (found,) = answer_feeds(session, {"data": X[:batch]}).items()
     assert found[0] == "scores"
-    np.testing.assert_allclose(found[1], X @ WEIGHTS.T + BIAS, rtol=0.01 if kind else 1e-6, atol=0.05 if kind else 1e-6)
+    np.testing.assert_allclose(
+        found[1], X[:batch] @ WEIGHTS.T + BIAS, rtol=0.01 if kind else 1e-6, atol=0.05 if kind else 1e-6
+    )
     facts = session.facts()
     assert (facts.layers_by_type, facts.threads, facts.precision_truth.ok) == ({type_: 1}, 1, True)
-    with pytest.raises(UserError, match="'data' wants 2x4, but got 2x3"):
+    with pytest.raises(UserError, match=r"'data' wants \dx4, but got 2x3"):
         session.bind({"data": X[:, :3]})
 
 
@@ -124,8 +137,8 @@ def test_damaged_graphs_are_refused_in_one_line(refused: Any, tmp_path: Path) ->
     assert "needs its weights in" in refused("run", path)
 
 
-def test_an_image_s_channels_follow_from_the_first_convolution(nets: Path, tmp_path: Path) -> None:
-    trial = replace(trial_of(tmp_path), model=ModelSpec("net", f"{nets}:small"), dims=Dims(2, 8, 8))
+def test_an_image_s_channels_follow_from_the_first_convolution(nets: Path, tmp_path: Path, batch: int) -> None:
+    trial = trial_of_module(nets, "small", batch)
     (tmp_path / "made").mkdir()
     made = Path(registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path / "made").path)
     contents = registry.formats()["ncnn"].read(str(made), replace(trial_of(made), dims=Dims(1, 8, 8)))
@@ -134,7 +147,7 @@ def test_an_image_s_channels_follow_from_the_first_convolution(nets: Path, tmp_p
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_module_answers_as_in_pytorch(nets: Path, tmp_path: Path, precision: str) -> None:
+def test_a_module_answers_as_in_pytorch(nets: Path, tmp_path: Path, batch: int, precision: str) -> None:
     import torch
 
     from dyno import Study
@@ -143,22 +156,23 @@ def test_a_module_answers_as_in_pytorch(nets: Path, tmp_path: Path, precision: s
 
     study = Study(models=(f"{nets}:net",))
     model, _ = inspect_model(model_spec(study, study.models[0]), study)
-    trial = Trial(model, "ncnn", precision, Dims(2, 8, 8), runtime=Runtime(threads=1))
+    trial = Trial(model, "ncnn", precision, Dims(batch, 8, 8), runtime=Runtime(threads=1))
     made = registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path)
     session = NCNN.load(trial, made)
-    image = np.random.default_rng(0).standard_normal((2, 3, 8, 8), np.float32)
-    ids = np.arange(12).reshape(2, 6) % 9
-    found = answer_feeds(session, {"image": image, "unread": image[:, 0, 0, :4], "ids": ids})
+    image = np.random.default_rng(0).standard_normal((batch, 3, 8, 8), np.float32)
+    ids = np.arange(6 * batch).reshape(batch, 6) % 9
+    found = answer_feeds(session, {"image": image, "ids": ids})
     with torch.inference_mode():
-        expected = models.load(model, trial.dims)(torch.from_numpy(image), None, torch.from_numpy(ids))
+        expected = models.load(model, trial.dims)(torch.from_numpy(image), torch.from_numpy(ids))
     off = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}[precision]
     for name, value in zip(("output", "output_1"), expected.values(), strict=True):
         np.testing.assert_allclose(found[name], value.numpy(), rtol=off, atol=off)
     truth = session.facts().precision_truth
-    is_half = platform.machine() not in ("x86_64", "AMD64")  # where ncnn's layers have arithmetic in fp16
-    assert truth.ok == (precision != "fp16" or is_half), truth.sentence
+    is_x86 = platform.machine() in ("x86_64", "AMD64")  # where no layer keeps its results in fp16
+    ran = {"fp32": True, "bf16": batch == 2, "fp16": not is_x86}  # versions without batches have no bf16 there
+    assert truth.ok == ran[precision], truth.sentence
     with pytest.raises(UserError, match="'ids' has numbers beyond it"):
-        session.bind({"image": image, "unread": image[:, 0, 0, :4], "ids": ids + 2**40})
+        session.bind({"image": image, "ids": ids + 2**40})
 
 
 def outputs_of(folder: str) -> dict[str, str]:
@@ -168,13 +182,13 @@ def outputs_of(folder: str) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_from_the_command_line_to_an_exported_script(call: Any, nets: Path, tmp_path: Path) -> None:
-    words = ("--size", 8, "--batch", 2, "--quick", "--seconds", 0.02, "--warmup", 0.01, "--threads", 1)
+def test_from_the_command_line_to_an_exported_script(call: Any, nets: Path, tmp_path: Path, batch: int) -> None:
+    words = ("--size", 8, "--batch", batch, "--quick", "--seconds", 0.02, "--warmup", 0.01, "--threads", 1)
     code, _, err = call("run", "nets.py:small", "--backend", "pytorch,ncnn", *words, "--out", "run")
     assert code == 0 and outputs_of("run")["ncnn"] == "agree", err
     assert call("export", "run", "ncnn", "-o", "best")[0] == 0
     done = subprocess.run([sys.executable, "best.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert "output float32 2x5" in done.stdout, done.stderr
+    assert f"output float32 {batch}x5" in done.stdout, done.stderr
     code, out, _ = call("inspect", "best.param")
     assert code == 0 and out.count("Convolution") == 2 and "InnerProduct" in out
 
@@ -190,18 +204,21 @@ def test_from_the_command_line_to_an_exported_script(call: Any, nets: Path, tmp_
         ("deciding", "a graph would hold one branch only: .*nets.py, line"),
     ],
 )
-def test_what_would_be_converted_wrongly_is_refused(nets: Path, tmp_path: Path, source: str, reason: str) -> None:
-    model = ModelSpec("net", f"{nets}:{source}")
-    trial = replace(trial_of(tmp_path), model=model, dims=Dims(2, 8, 8))
+def test_what_would_be_converted_wrongly_is_refused(
+    nets: Path, tmp_path: Path, batch: int, source: str, reason: str
+) -> None:
+    if source == "mixing" and batch == 1:
+        pytest.skip("this version of ncnn has no batches that could be mixed")
+    trial = trial_of_module(nets, source, batch)
     with pytest.raises(UserError, match=reason):
         registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path)
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_an_onnx_file_is_converted_and_its_folder_left_alone(call: Any, nets: Path, tmp_path: Path) -> None:
+def test_an_onnx_file_is_converted_and_its_folder_left_alone(call: Any, nets: Path, tmp_path: Path, batch: int) -> None:
     pytest.importorskip("onnxruntime")
     assert call("export", "nets.py:small", "-o", "given/small.onnx", "--size", 8)[0] == 0
-    words = ("--batch", 2, "--quick", "--seconds", 0.02, "--warmup", 0.01, "--backend", "ncnn,onnxruntime")
+    words = ("--batch", batch, "--quick", "--seconds", 0.02, "--warmup", 0.01, "--backend", "ncnn,onnxruntime")
     code, _, err = call("run", "given/small.onnx", *words, "--out", "run")
     assert code == 0 and outputs_of("run") == {"onnxruntime": "", "ncnn": "agree"}, err
     assert [path.name for path in (tmp_path / "given").iterdir()] == ["small.onnx"]
@@ -221,4 +238,4 @@ def test_a_library_without_batches_runs_one_image(
     (found,) = answer_feeds(NCNN.load(trial, made), {"data": X[:1]}).values()
     np.testing.assert_allclose(found, X[:1] @ WEIGHTS.T + BIAS, rtol=1e-6)
     with pytest.raises(Unavailable, match="runs one image at a time"):
-        NCNN.load(trial_of(path), made)
+        NCNN.load(trial_of(path, batch=2), made)

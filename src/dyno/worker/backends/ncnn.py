@@ -227,11 +227,25 @@ def _describe_layer(layer: ParamLayer) -> Layer:
     )  # fmt: skip
 
 
+def _has_batches(library: Any) -> bool:
+    """Return whether this version runs several images at once: those before 1.0.20261020 have no batch."""
+    return hasattr(library.Mat, "batch")
+
+
+def refuse_batch(batch: int) -> None:
+    """Raise `Unavailable` for a batch that this version of ncnn doesn't run."""
+    library = load_library("ncnn")
+    if batch > 1 and not _has_batches(library):
+        version = library.__version__
+        raise Unavailable(f"{ENGINE} {version} runs one image at a time; for batches: pip install --upgrade ncnn pnnx")
+
+
 class OpenGraph:
     """A loaded graph and what it was fed; blobs are of ncnn's type `Mat`, with the batch beside up to four axes."""
 
     def __init__(self, path: str, precision: str, threads: int, name: str = "") -> None:
         self.library = load_library("ncnn")
+        self.has_batches = _has_batches(self.library)
         self.layers = read_layers(path)
         missing = {each.type for each in self.layers if self.library.layer_to_index(each.type) < 0}
         if missing:
@@ -251,11 +265,6 @@ class OpenGraph:
         names = (name for name in self.net.output_names() if name not in self.inputs)  # those that nothing reads
         self.outputs = sorted(names, key=_find_number)
         self._feeds: dict[str, Any] = {}
-
-    @property
-    def has_batches(self) -> bool:
-        """Whether this version runs several images at once: those before 1.0.20261020 have no batch."""
-        return hasattr(self.library.Mat, "batch")
 
     def feed(self, tensors: Sequence[Tensor], arrays: Sequence[np.ndarray]) -> None:
         """Copy the inputs' arrays; whole numbers become int32, which ncnn reads."""
@@ -319,11 +328,9 @@ class NcnnSession(Session):
     """A loaded graph; each run begins anew with the inputs, and makes its outputs."""
 
     def __init__(self, trial: Trial, artifact: Artifact) -> None:
+        refuse_batch(trial.dims.batch)
         self._trial = trial
         self._opened = OpenGraph(artifact.path, trial.precision, trial.runtime.threads)
-        if trial.dims.batch > 1 and not self._opened.has_batches:
-            version = self._opened.library.__version__
-            raise Unavailable(f"{ENGINE} {version} runs one image at a time; for batches: pip install --upgrade ncnn")
         self.inputs = artifact.inputs
         self._shapes = static_shapes(artifact.inputs, trial.dims)
         self._outputs = artifact.outputs
@@ -363,6 +370,7 @@ class NcnnMaker(Maker):
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Write FOLDER/model.param and model.bin; the sha256 is over both, .param first."""
         began, file, path = time.perf_counter(), recipe.model.file, folder / "model.param"
+        refuse_batch(recipe.dims.batch)
         facts = self.describe(recipe)
         is_given = file.endswith(NcnnFormat.suffixes)
         if is_given:
