@@ -2,7 +2,8 @@
 # All GPU tests, the GPU benchmarks and the study of one network, in one call on a machine with a GPU: bash benchmarks/gpu.sh OUT
 # Nothing is installed: what the machine lacks is skipped with its reason. Every part writes into OUT as it goes, so that
 # a call that is cut short loses nothing. PARTS names the parts to do (default: tests doctor study benchmarks matrix; beside
-# them profile; video: how well the GPU is fed; verdicts; and cores: verdicts on the CPU, a copy on each two cores). The tests
+# them profile; video: how well the GPU is fed; ways: eight networks in every engine; verdicts; and cores: verdicts on the CPU,
+# a copy on each two cores). The tests
 # want a GPU for themselves: where the machine has two, tests and doctor have the first and everything else the second,
 # side by side. All tests take more than 15 minutes: where a call may take ten, TESTS=1 does one half of them and TESTS=2
 # the other, in whole files, as the tests of a file share what they build (TESTS=all, the default, does both).
@@ -80,6 +81,13 @@ fi
 if wanted matrix; then
   python3 benchmarks/matrix.py "$runs/matrix" --device cuda:0 --backend pytorch,tensorrt@optimization=1 --batch 8 --threads 1 \
     --jobs "${MATRIX_JOBS:-3}" --minutes "${MATRIX_MINUTES:-9}" --limit 300 "${pythons[@]:0:2}" --rows "$out" | cut -c1-200
+fi
+
+if wanted ways; then # files are made side by side, and one trial at a time is timed on the GPU; the same call goes on
+  python3 benchmarks/matrix.py "${TMPDIR:-/tmp}/dyno-ways" --device cuda:0 --one-cache --precision fp16 --batch "${WAYS_BATCHES:-1,8,64}" \
+    --backend 'pytorch,pytorch@graph=true,compile,aoti,onnxruntime,tensorrt,torchao@precision=int8' \
+    --networks "torchvision:$(echo resnet18 resnet50 mobilenet_v3_large efficientnet_b0 convnext_tiny swin_t | sed 's/ /,torchvision:/g'),timm:vit_small_patch16_224,timm:regnety_004" \
+    --threads 2 --jobs "${MATRIX_JOBS:-8}" --minutes "${MATRIX_MINUTES:-9}" --limit 560 "${pythons[@]}" --rows "$out/ways" | cut -c1-200
 fi
 
 if wanted profile; then
