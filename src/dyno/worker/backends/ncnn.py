@@ -249,7 +249,7 @@ class OpenGraph:
         self.layers = read_layers(path)
         missing = {each.type for each in self.layers if self.library.layer_to_index(each.type) < 0}
         if missing:
-            raise UserError(f"{ENGINE} has no layer for {', '.join(sorted(missing))}, which {name or path} needs")
+            raise Unavailable(f"{ENGINE} has no layer for {', '.join(sorted(missing))}, which {name or path} needs")
         self.net = self.library.Net()
         flags = {flag: kind == precision for kind, names in FLAGS.items() for flag in names}
         wanted = {"num_threads": threads, "use_vulkan_compute": False, **flags}
