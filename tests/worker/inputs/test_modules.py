@@ -170,3 +170,14 @@ def test_a_module_that_refuses_is_told_what_helps(tmp_path: Path) -> None:
         model = ModelSpec(name, f"{tmp_path / 'net.py'}:{name}")
         with pytest.raises(UserError, match=advice):
             inspect_model(Trial(model, "", "fp32", Dims(1, 0, 0)), [[8, 8]], {})
+
+
+def test_a_saved_module_that_refuses_says_why_and_what_to_save(tmp_path: Path) -> None:
+    """As `yolo export format=torchscript half=True` writes it."""
+    half = torch.nn.Linear(8, 4).half()
+    torch.jit.script(half).save(tmp_path / "net.pt")
+    torch.export.save(torch.export.export(half, (torch.randn(1, 8).half(),)), tmp_path / "net.pt2")
+    for file in ("net.pt", "net.pt2"):
+        trial = Trial(ModelSpec("net", f"saved:{tmp_path / file}"), "", "fp32", Dims(1, 0, 0))
+        with pytest.raises(UserError, match=r"must have the same dtype.*; its weights are float16: save module\.float"):
+            inspect_model(trial, [[8, 8]], {"input": {"shape": ("batch", 8), "dtype": "float32"}})

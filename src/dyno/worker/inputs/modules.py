@@ -422,11 +422,19 @@ def _run_and_record(
     bags = (bag.padding_idx, bag.default, torch.ops.aten._embedding_bag_forward_only.default)
     lookups = (torch.ops.aten.embedding.default, *bags)
     limits: dict[str, int] = {}
+    failed: list[Exception] = []
 
     class EmbeddingWatch(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
         supports_higher_order_operators = True  # torch.cond
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            try:
+                return self.dispatch(func, args, kwargs or {})
+            except Exception as e:
+                failed.append(e)
+                raise
+
+        def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
             if func in bags and args[2].numel() > 1 and args[2].data_ptr() in drawn:
                 raise UserError(  # PyTorch may never end on others than ascending ones
                     f"{drawn[args[2].data_ptr()]!r} are the offsets of an EmbeddingBag, which random values don't fit; "
@@ -434,10 +442,15 @@ def _run_and_record(
                 )
             if func in lookups and (name := names.get(args[1].data_ptr())):
                 limits[name] = min(limits.get(name, args[0].shape[0]), args[0].shape[0])
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
-    with torch.inference_mode(), EmbeddingWatch():
-        return module(*args, **keywords), limits
+    try:
+        with torch.inference_mode(), EmbeddingWatch():
+            return module(*args, **keywords), limits
+    except RuntimeError as e:
+        if failed and isinstance(module, torch.jit.ScriptModule):
+            raise failed[-1] from e  # TorchScript drops the message of what a mode raises
+        raise
 
 
 def _iter_choices(specs: tuple[InputSpec, ...], batch: int) -> Iterator[tuple[InputSpec, ...]]:

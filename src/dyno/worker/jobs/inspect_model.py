@@ -421,7 +421,7 @@ def _advise_on_refusal(module: Any, model: ModelSpec, reason: str, inputs: Seque
         return f"; add --shapes {DECODER_TOKENS}:batchx1:int64, the tokens that its decoder is given"
     kind, rest = models.parse(model.source)
     function = rest.rpartition(":")[2].partition("(")[0] if kind in models.FUNCTIONS else ""
-    advice = modules.advice_on_reason(module, reason, "return")
+    advice = modules.advice_on_reason(module, reason, "save" if kind == saved_modules.SAVED.name else "return")
     return f"; {advice or modules.advice_after_refusal(module, model, function, not inputs)}"
 
 
