@@ -16,7 +16,7 @@ from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
-from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE, ONE_OF, RANDOM
+from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE, ONE_OF, OTHER_SHAPE, RANDOM
 from dyno.worker.spec import TEXT_ORDER, Preprocess
 from dyno.worker.tasks.classify import UNMEASURED
 from dyno.worker.tasks.layouts import UNREAD
@@ -220,14 +220,13 @@ def _report_failure(plain: TrialResult, tried: Sequence[TrialResult], budget: st
 
 def list_weight_findings(results: Results) -> Iterator[Finding]:
     """Yield a warning for each model in float64 that is computed in float32, whose file has averaged weights or other
-    functions too, that runs as in training, or whose folder has no weights."""
+    functions too, that runs as in training, whose folder has no weights, or that OpenVINO reads otherwise."""
     models = dict.fromkeys(t.given for t in results if t.good and IN_SINGLE in remarks.list_warnings(t))
     advice = "values next to a threshold, as in trees, may differ from float64's by more than rounding"
     yield from (Finding(WARNING, f"{model}: {IN_SINGLE}; {advice}.") for model in models)
     lines = ((t.given, line) for t in results if t.good for line in remarks.list_warnings(t))
-    told = dict.fromkeys(
-        f"{model}: {line}." for model, line in lines if line.startswith((AVERAGED, AS_IN_TRAINING, ONE_OF, RANDOM))
-    )
+    beginnings = (AVERAGED, AS_IN_TRAINING, ONE_OF, OTHER_SHAPE, RANDOM)
+    told = dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(beginnings))
     yield from (Finding(WARNING, text) for text in told)
 
 

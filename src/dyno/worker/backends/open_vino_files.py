@@ -16,6 +16,7 @@ from typing import Any
 from dyno.worker.backend import FileContents, FileFormat, Maker
 from dyno.worker.backends.open_vino import TYPE_NAMES, library, plain, read_model, tensors_of
 from dyno.worker.facts.engine import QUANTISED, TYPES
+from dyno.worker.facts.files import OTHER_SHAPE
 from dyno.worker.inputs.specs import axes, image_of
 from dyno.worker.makers.precision import INHERITED
 from dyno.worker.nets import file_facts
@@ -135,6 +136,21 @@ def _constant_behind(port: Any) -> tuple[Any, list[Any]]:
     return (node, beside) if node.get_type_name() == "Constant" else (None, [])
 
 
+def _compare_shapes(model: Any, declared: Sequence[Tensor]) -> tuple[str, ...]:
+    """Return a warning if OpenVINO reads an operator so that an output can't have the shape that its file declares.
+
+    An output without axes is left out: it may be a number, or one whose shape the file leaves open.
+    """
+    ov, differing = library(), []
+    for tensor in declared:
+        shape = ov.PartialShape([axis if isinstance(axis, int) else -1 for axis in tensor.shape])
+        for port in model.outputs:
+            if tensor.shape and tensor.name in port.get_names() and not port.get_partial_shape().compatible(shape):
+                differing.append(f"{tensor.name} {port.get_partial_shape()} for {shape}")
+    advice = "one of the two is wrong: compare its outputs with those of onnxruntime"
+    return (f"{OTHER_SHAPE} ({', '.join(differing)}); {advice}",) if differing else ()
+
+
 class IRMaker(Maker):
     """Converts an ONNX file, weights as they are, or points to the model's own IR."""
 
@@ -157,10 +173,11 @@ class IRMaker(Maker):
             raise UserError("an OpenVINO IR is made from an ONNX file: give one, or a PyTorch model")
         else:
             path, parent_sha256 = folder / "model.xml", parent.sha256
-            ov.save_model(read_model(ov, parent.path), path, compress_to_fp16=False)
+            model = read_model(ov, parent.path)
+            ov.save_model(model, path, compress_to_fp16=False)
             seconds = time.perf_counter() - began
             inputs, outputs = parent.inputs, parent.outputs
-            made_by = replace(made_by, **parent.made_by.set_fields(INHERITED))
+            made_by = replace(made_by, **parent.made_by.set_fields(INHERITED), warnings=_compare_shapes(model, outputs))
         written = [path.read_bytes(), *(part.read_bytes() for part in IR.companions(path))]
         sha256 = hashlib.sha256(b"".join(written)).hexdigest()
         if parent is None:
