@@ -689,3 +689,17 @@ def test_outputs_of_any_number_of_rows_are_compared_by_input(call: Any) -> None:
     )
     _, out, _ = call("diff", "net.onnx", "onnxruntime", "openvino", "--format", "csv", code=0)
     assert [row["inputs"] for row in csv.DictReader(out.splitlines())] == ["32", "32"]  # each with four rows
+
+
+def test_outputs_without_a_shape_are_valid_and_an_input_needs_one(call: Any, photos: Path) -> None:
+    """As TensorFlow's converter writes them; ONNX's checker refuses what its standard and the engines allow."""
+    model = network(["n", 3, 24, 24])
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    found = measured(call, model, "--precision", "fp32,int8", "--calibration", photos, "--batch", "1,2")
+    assert [row["status"] for row in found] == ["ok"] * 8
+    assert {row["outputs"] for row in found if row["backend"] == "openvino"} == {"agree"}
+    assert json.loads(Path("run/models.json").read_text())["models"][0]["signature"][1] == [["n", 6]]
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+    onnx.save(model, "net.onnx")
+    code, _, err = call("run", "net.onnx", *QUICK)
+    assert code == 2 and "net.onnx's input 'image' may have any number of axes; export it with a shape" in err

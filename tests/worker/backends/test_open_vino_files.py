@@ -87,3 +87,11 @@ def test_an_output_of_another_shape_than_declared_is_told(call: Any) -> None:
         assert (said in " ".join(out.split())) == (name == "wrong"), out
         _, out, err = call("export", f"{name}.onnx", "-o", f"{name}.xml", code=0)
         assert (said in " ".join((out + err).split())) == (name == "wrong"), out + err
+
+
+def test_an_ir_of_any_number_of_axes_is_refused(call: Any, tmp_path: Path) -> None:
+    """As OpenVINO converts a scripted module without an example; fed with a number, it would be timed all the same."""
+    x = openvino.opset13.parameter(openvino.PartialShape.dynamic(), float, name="x")
+    openvino.save_model(openvino.Model([openvino.opset13.relu(x)], [x], "m"), tmp_path / "m.xml")
+    _, _, err = call("run", "m.xml", code=2)
+    assert "input 'x' may have any number of axes; convert the model with a shape or an example" in err

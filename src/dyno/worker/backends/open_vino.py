@@ -551,6 +551,8 @@ def _tensor_of(port: Any, place: int) -> Tensor:
     if kind not in NUMPY_TYPES:
         raise UserError(f"{name!r} is {'text' if kind == 'string' else kind}, which no array of numbers holds; "
                         "convert the model with inputs and outputs of float32")  # fmt: skip
+    if port.get_node().get_type_name() == "Parameter" and port.get_partial_shape().rank.is_dynamic:
+        raise UserError(f"input {name!r} may have any number of axes; convert the model with a shape or an example")
     return Tensor(name, NUMPY_TYPES[kind], shape)
 
 

@@ -24,9 +24,13 @@ VALUES = {
 def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Read the inputs and outputs of an ONNX file; a free dimension has the file's name for it, else INPUT_AXIS.
 
-    Raises `UserError` for a file that is missing, empty, cut short or not ONNX.
+    An output without a shape in the file has the one that follows from the inputs'. Raises `UserError` for a file that
+    is missing, empty, cut short or not ONNX.
     """
-    graph = read_model(path).graph
+    model = read_model(path)
+    if _list_open_ends(model):
+        model = import_onnx().shape_inference.infer_shapes(model)
+    graph = model.graph
     constants = {tensor.name for tensor in graph.initializer}
     inputs = tuple(_read_tensor(value) for value in graph.input if value.name not in constants)
     return inputs, tuple(_read_tensor(value) for value in graph.output)
@@ -35,24 +39,31 @@ def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 def check(path: str) -> None:
     """Raise a `UserError` for an invalid graph.
 
-    That is one that ONNX's own checker refuses, that takes or returns something other than tensors of numbers, or whose
-    external weights are missing.
+    That is one that ONNX's own checker refuses, that takes or returns something other than tensors of numbers, that has
+    an input of any number of axes, or whose external weights are missing. The checker alone asks for outputs' shapes.
     """
     onnx = import_onnx()
     model = read_model(path)
     graph = model.graph
     _only_tensors(path, {"input": graph.input, "output": graph.output})
     check_files_beside(path)
-    unsorted = repair.order(model)  # which every engine reads, and the checker doesn't
-    if unsorted and list_files_beside(Path(path)):
-        return  # the checker looks for their weights beside a file of the sorted graph
+    open_ends = _list_open_ends(model)
+    for value in open_ends:
+        value.type.tensor_type.shape.SetInParent()
+    changed = repair.order(model) or open_ends  # every engine reads such a graph, and the checker doesn't
+    if changed and list_files_beside(Path(path)):
+        return  # the checker looks for their weights beside a file of the changed graph
     try:
-        onnx.checker.check_model(model if unsorted else path)
+        onnx.checker.check_model(model if changed else path)
     except (onnx.checker.ValidationError, UnicodeDecodeError) as e:
         # Its message names a node: in other bytes than UTF-8 that is another error, or lost (Python 3.11.2).
         message = "" if isinstance(e, UnicodeDecodeError) else str(e)
         reason = shorten(message) or "a name in it is not UTF-8; export it again"
         raise UserError(f"{path} is not a valid ONNX graph: {reason}") from e
+
+
+def _list_open_ends(model: Any) -> list[Any]:
+    return [value for value in model.graph.output if not value.type.tensor_type.HasField("shape")]
 
 
 def _only_tensors(path: str, sides: dict[str, Any]) -> None:
@@ -75,6 +86,8 @@ def _only_tensors(path: str, sides: dict[str, Any]) -> None:
                 zipmap = kind == "map_type" or value.type.sequence_type.elem_type.HasField("map_type")
                 option = ", for scikit-learn's classifiers by skl2onnx's options={'zipmap': False}" if zipmap else ""
                 raise UserError(f"{path}'s {side} {value.name!r} is {VALUES[kind]}; {remedy}{option}")
+            if side == "input" and not value.type.tensor_type.HasField("shape"):
+                raise UserError(f"{path}'s input {value.name!r} may have any number of axes; export it with a shape")
 
 
 def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
