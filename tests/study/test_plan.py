@@ -277,9 +277,18 @@ def test_weights_alone_are_no_model(tmp_path: Path) -> None:
         model_spec(Study(models=(str(path),)), str(path))
 
 
-def test_a_file_of_keras_is_to_become_onnx() -> None:
-    for name in ("net.keras", "net.h5"):
-        refuses(rf"{name} is a file of Keras.*'net\.onnx', format='onnx'", model_spec, Study(models=(name,)), name)
+def test_a_model_of_another_program_is_to_become_onnx(tmp_path: Path) -> None:
+    (tmp_path / "tf").mkdir()
+    (tmp_path / "tf" / "saved_model.pb").touch()
+    for name, said in (
+        ("net.keras", r"Keras.*'net\.onnx', format='onnx'"),
+        ("net.h5", r"Keras.*'net\.onnx', format='onnx'"),
+        ("net.pb", r"TensorFlow.*; write an ONNX file: python -m tf2onnx\.convert .* --output net\.onnx"),
+        (f"{tmp_path}/tf", r"TensorFlow.* --output tf\.onnx"),
+        ("net.pdmodel", "PaddlePaddle.*; write an ONNX file: paddle2onnx"),
+        ("net.gguf", r"llama\.cpp, which Dyno doesn't read; give the model as an ONNX file"),
+    ):
+        refuses(rf"{name} is a model of {said}", model_spec, Study(models=(name,)), name)
 
 
 def test_a_folder_is_no_model(tmp_path: Path) -> None:

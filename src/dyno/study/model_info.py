@@ -60,7 +60,18 @@ from dyno.worker.spec import (
 
 NEAR = 0.75  # similarity at which a name is suggested; among a thousand names something is always half alike
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which need their network
-KERAS = (".keras", ".h5", ".hdf5")
+# Files of programs that Dyno doesn't read, and what makes an ONNX file of them; GRAPH is a folder of TensorFlow.
+KERAS, TENSORFLOW, GRAPH = "Keras", "TensorFlow", "saved_model.pb"
+OTHERS = {
+    ".keras": KERAS, ".h5": KERAS, ".hdf5": KERAS, ".pb": TENSORFLOW, ".pdmodel": "PaddlePaddle",
+    ".caffemodel": "Caffe", ".mlmodel": "Core ML", ".mlpackage": "Core ML", ".gguf": "llama.cpp", ".param": "ncnn",
+    ".mnn": "MNN",
+}  # fmt: skip
+WRITERS = {
+    KERAS: "let Keras write an ONNX file: model.export('{stem}.onnx', format='onnx')",
+    TENSORFLOW: "write an ONNX file: python -m tf2onnx.convert --saved-model FOLDER --output {stem}.onnx",
+    "PaddlePaddle": "write an ONNX file: paddle2onnx --model_dir FOLDER --save_file {stem}.onnx",
+}
 LIBRARIES = "site-packages"  # packages there are identified by their version
 INSPECTION_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "transformers", "onnx", "openvino")
 
@@ -126,6 +137,9 @@ def _no_model(source: str) -> str:
         return "a model has an empty name; give a model's file, or one like torchvision:resnet18"
     if Path(source, "study.toml").is_file():
         return f"{source} is a run folder; to resume it: dyno run {shlex.quote(str(Path(source, 'study.toml')))}"
+    if program := TENSORFLOW if Path(source, GRAPH).is_file() else OTHERS.get(Path(source).suffix):
+        writer = WRITERS.get(program, "give the model as an ONNX file").format(stem=Path(source).stem)
+        return f"{source} is a model of {program}, which Dyno doesn't read; {writer}"
     if Path(source).is_dir():
         return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
     if named := form(source, registry.names()):
@@ -136,11 +150,6 @@ def _no_model(source: str) -> str:
         return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
     if source.endswith(".ort"):
         return f"{source} is in ONNX Runtime's own format, which nothing else reads; give its original .onnx file"
-    if Path(source).suffix in KERAS:
-        return (
-            f"{source} is a file of Keras, which Dyno doesn't read; let Keras write an ONNX file: "
-            f"model.export('{Path(source).stem}.onnx', format='onnx')"
-        )
     if Path(source).suffix == ".py":
         return _name_functions(source)
     if Path(source).suffix in CHECKPOINTS and not Path(source).is_file():
