@@ -117,7 +117,9 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         return ModelSpec(source=f"saved:{absolute(path)}", source_sha256=sha256, **common)
     if ":" not in source:
         raise UserError(_no_model(source))
-    return ModelSpec(source=_make_absolute(source), source_sha256=_source_sha256(source), **common)
+    return ModelSpec(
+        source=_make_absolute(source), source_sha256=_source_sha256(source, common.get("weights", "")), **common
+    )
 
 
 def _of_folder(name: str, common: dict[str, Any]) -> ModelSpec:
@@ -242,11 +244,15 @@ def _make_absolute(source: str) -> str:
     return f"{absolute(_find_file(path, 'Python file'))}:{function}" if path.endswith(".py") else source
 
 
-def _source_sha256(source: str) -> str:
+def _source_sha256(source: str, weights: str) -> str:
     """Return the hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source, with the files it imports.
 
-    Of a library only the module's own file is hashed, because its version identifies it; "" without such a file.
+    Of a library only the module's own file is hashed, because its version identifies it; "" without such a file. A
+    network of timm is also what the configuration beside its weights says.
     """
+    config = Path(weights).parent / huggingface.CONFIG
+    if source.startswith("timm:") and weights and config.is_file():
+        return sha256_of(config)
     module, _, name = source.rpartition(":")
     if module in NETWORK_FILES:
         return sha256_of(Path(name)) if Path(name).is_file() else ""

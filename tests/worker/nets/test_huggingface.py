@@ -18,7 +18,7 @@ from dyno.data.decode import Transform
 from dyno.results.trial_result import load_run
 from dyno.study.model_info import inspect_model, model_spec
 from dyno.worker.nets import models
-from dyno.worker.spec import ModelSpec
+from dyno.worker.spec import Dims, ModelSpec
 from refusals import refuses
 
 transformers = pytest.importorskip("transformers")
@@ -271,6 +271,28 @@ def test_a_model_of_timm_is_named_as_one(call: Any, tmp_path: Path) -> None:
     assert code == 2 and given[0] == "timm:test_vit" and given[1] == "--weights"
     spec, inspection = inspect(given[0], weights=given[2])
     assert inspection.outputs == 5 and torch.equal(models.load(spec).state_dict()["head.bias"], net.head.bias)
+
+
+@pytest.mark.slow
+def test_the_configuration_that_timm_stored_beside_its_weights_counts(refused: Any, call: Any, tmp_path: Path) -> None:
+    """It says how images are prepared; the library's own says what its published weights were trained on."""
+    timm = pytest.importorskip("timm")
+    from timm.models._hub import save_for_hf
+
+    net = timm.create_model("test_vit", num_classes=5, img_size=48, act_layer="relu").eval()
+    trained = {"input_size": (3, 48, 48), "mean": (0.5, 0.4, 0.3), "std": (0.2,) * 3, "crop_pct": 0.5}
+    net.pretrained_cfg |= trained
+    more = {"model_args": {"img_size": 48, "act_layer": "relu"}, "label_names": [*"abced"], "pretrained_cfg": trained}
+    save_for_hf(net, tmp_path / "mine", model_config=more, safe_serialization=True)
+    weights = tmp_path / "mine" / "model.safetensors"
+    spec, inspection = inspect("timm:test_vit", weights=str(weights))
+    found = inspection.preprocess
+    assert (inspection.size, found.mean, found.std, found.resize) == ((48, 48), (0.5, 0.4, 0.3), (0.2,) * 3, 2.0)
+    image = torch.randn(2, 3, 48, 48)
+    assert torch.equal(models.load(spec, Dims(1, 48, 48))(image), net(image))
+    photographs(tmp_path / "pets", *"abcde")
+    words = ("run", "timm:test_vit", "--weights", weights, "--backend", "pytorch", "--data", "pets", "--dry-run")
+    assert "'d' is class 3 of pets and class 4 of test_vit" in refused(*words)
 
 
 def test_a_folder_without_a_processor_has_a_guess(folders: Path, call: Any, tmp_path: Path) -> None:

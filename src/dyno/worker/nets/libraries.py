@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from dyno.worker import tasks
 from dyno.worker.extras import load_library
+from dyno.worker.inspection import Purpose, order_class_names
 from dyno.worker.nets import random_weights
+from dyno.worker.nets.huggingface import CONFIG
 from dyno.worker.nets.model_source import BuildCode, ImageConfig, ModelSource
 from dyno.worker.sessions.torch_support import one_thread
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
@@ -90,13 +94,19 @@ class Timm(ModelSource):
 
     def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
         config = _find_library("timm", rest).get_pretrained_cfg(rest)
-        if config is None:
+        own = _read_timm_config(model, rest).get("pretrained_cfg") or (config and dataclasses.asdict(config))
+        if not own:
             return None, None
-        settings = load_library("timm.data").resolve_data_config(pretrained_cfg=dataclasses.asdict(config))
+        settings = load_library("timm.data").resolve_data_config(pretrained_cfg=own)
         resize = 0.0 if settings["crop_mode"] == "squash" else 1 / settings["crop_pct"]
         height, width = settings["input_size"][1:]
         mean, std = tuple(settings["mean"]), tuple(settings["std"])
         return Preprocess(mean, std, resize, settings["interpolation"]), (height, width)
+
+    def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
+        config = _read_timm_config(model, rest)
+        names = config.get("label_names") or (config.get("pretrained_cfg") or {}).get("label_names") or ()
+        return dataclasses.replace(super().read_purpose(model, rest, module), class_names=order_class_names(names))
 
     def write_code(self, model: ModelSpec, rest: str, network: Any, dims: Dims, classes: int | None) -> BuildCode:
         options = _choose_timm_options(model, rest, dims, classes)
@@ -104,6 +114,19 @@ class Timm(ModelSource):
 
 
 TIMM = Timm()
+
+
+def _read_timm_config(model: ModelSpec, name: str) -> dict[str, Any]:
+    """Return the configuration that timm stored beside the model's weights: images' preparation, names of classes and
+    arguments; {} without one of this network."""
+    path = Path(model.weights).with_name(CONFIG) if model.weights else None
+    if path is None or not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(f"{path} can't be read: {e}") from e
+    return found if isinstance(found, dict) and found.get("architecture") == name.partition(".")[0] else {}
 
 
 def _choose_torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
@@ -134,12 +157,16 @@ def _list_branch_options(network: Any) -> dict[str, Any]:
 
 def _choose_timm_options(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> dict[str, Any]:
     """Return the options of `timm.create_model`: channels, classes, and the size of a model built for one size."""
-    options: dict[str, Any] = {"in_chans": model.channels}
+    stored = _read_timm_config(model, name).get("model_args") or {}
+    taken = inspect.signature(load_library("timm").create_model).parameters  # a file to load, among others
+    options: dict[str, Any] = {key: value for key, value in stored.items() if key not in taken}
+    options["in_chans"] = model.channels
     if classes is not None:
         options["num_classes"] = classes
     config = load_library("timm").get_pretrained_cfg(name)
     size = (dims.height, dims.width) if dims else None
-    if config and config.fixed_input_size and size and size != tuple(config.input_size[1:]):
+    has_other = config and config.fixed_input_size and size != tuple(config.input_size[1:])
+    if size and (has_other or "img_size" in options):
         options["img_size"] = size
     return options
 
