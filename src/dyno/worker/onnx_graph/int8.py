@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import platform
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -173,8 +173,56 @@ def _quantise_graph(prepared: Path, seen: CalibratedGraph, excluded: Iterable[st
     )
     quantizer.quantize_model()
     quantised = quantizer.model.model
+    _restore_clips(seen.model, quantised)
     order(quantised)  # the tool's own overlooks what branches and loops read
     return quantised
+
+
+def _restore_clips(prepared: Any, quantised: Any) -> None:
+    """Put back each Clip and Relu that the tool dropped though the values in eight bits reach beyond its bounds.
+
+    They do where they are symmetric around 0 and the bounds aren't, and where 0 is outside the bounds.
+    """
+    from onnx import NodeProto
+    from onnx.numpy_helper import to_array
+
+    graph, bounds = quantised.graph, {tensor.name: tensor for tensor in prepared.graph.initializer}
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    makers = {name: node for node in graph.node for name in node.output}
+    readers = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
+    kept = {node.name for node in graph.node}
+    for node in prepared.graph.node:
+        out = node.output[0] if node.output else ""
+        if node.op_type not in ("Clip", "Relu") or node.name in kept or not (out in readers and out in makers):
+            continue
+        scale, zero = (to_array(stored[name]).reshape(-1)[0] for name in readers[out].input[1:3])
+        reached = [
+            (int(end) - int(zero)) * float(scale) for end in (np.iinfo(zero.dtype).min, np.iinfo(zero.dtype).max)
+        ]
+        low, high = _read_bounds(node, bounds)
+        if reached[0] >= low - scale and reached[1] <= high + scale:
+            continue
+        back = NodeProto()
+        back.CopyFrom(node)
+        back.input[0] = f"{out}_unclipped"
+        makers[out].output[[*makers[out].output].index(out)] = back.input[0]
+        graph.node.append(back)
+        for name in {*node.input[1:]} & bounds.keys() - stored.keys():
+            stored[name] = bounds[name]
+            graph.initializer.append(bounds[name])
+
+
+def _read_bounds(node: Any, stored: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the bounds of a Clip or Relu; those that are computed are such that no value is within them."""
+    from onnx.numpy_helper import to_array
+
+    if node.op_type == "Relu":
+        return 0.0, np.inf
+    low, high = [*node.input[1:], "", ""][:2]
+    return (
+        float(to_array(stored[low])) if low in stored else np.inf if low else -np.inf,
+        float(to_array(stored[high])) if high in stored else -np.inf if high else np.inf,
+    )
 
 
 def _prepare_graph(model: Any, data: Calibration, scratch: Path) -> tuple[Any, list[str]]:
