@@ -720,3 +720,13 @@ def test_a_clip_stays_where_eight_bits_do_not_clip_alike(call: Any, photos: Path
     exact = outputs.pop(("onnxruntime", "fp32"))
     errors = {form: np.linalg.norm(own - exact) / np.linalg.norm(exact) for form, own in outputs.items()}
     assert max(errors.values()) < 0.03, errors
+
+
+def test_a_transposed_convolution_in_groups_is_no_end_of_the_quantisation(call: Any) -> None:
+    text = """(float[n, 8, 8, 8] x) => (float[n, 4, 17, 17] y) {
+        c = Conv<pads = [1, 1, 1, 1]>(x, w) y = ConvTranspose<strides = [2, 2], group = 2>(c, v, b) }"""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (8, 8, 3, 3), "v": (8, 2, 3, 3), "b": (4,)}
+    model = onnx_text.model(text, **{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()})
+    found = measured(call, model, "--precision", "fp32,int8", "--input", "x=-3..3", backends="onnxruntime")
+    assert [(row["status"], row["outputs"]) for row in found] == [("ok", ""), ("ok", "agree")]

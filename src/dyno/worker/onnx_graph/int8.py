@@ -130,6 +130,8 @@ def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> Ca
     prepared, notes = _prepare_graph(model, data, scratch)
     excluded, transformer = _find_attention(prepared)
     excluded |= decoding(prepared.graph, recipe.model)
+    if scheme.quantise_bias:
+        excluded |= _find_grouped(prepared)
     fused = (*OBSERVED, *(MOVES if JOINTS in recipe.options else ()))
     types = fused if scheme.fused else LINEAR if transformer else _every_type()
     ranges, collected = _calibrate_ranges(scratch, types, data, recipe)
@@ -253,6 +255,14 @@ def _find_attention(model: Any) -> tuple[set[str], bool]:
     products = [n for n in model.graph.node if n.op_type in LINEAR and n.input[1] not in weights]
     attention = any(node.op_type in ("MatMul", "Gemm") for node in products)
     return {n.name for n in products}, attention or any(n.op_type == "LayerNormalization" for n in model.graph.node)
+
+
+def _find_grouped(model: Any) -> set[str]:
+    """Return the transposed convolutions in groups with a bias: the tool has a scale for each channel of a group alone,
+    and fails at the bias, which has one for each channel.
+    """
+    found = (node for node in model.graph.node if node.op_type == "ConvTranspose" and len(node.input) > 2)
+    return {node.name for node in found if any(a.name == "group" and a.i > 1 for a in node.attribute)}
 
 
 def _calibrate_ranges(scratch: Path, types: Iterable[str], data: Calibration, recipe: Recipe) -> tuple[Ranges, Any]:
