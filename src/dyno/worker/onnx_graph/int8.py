@@ -194,8 +194,9 @@ def _restore_clips(prepared: Any, quantised: Any) -> None:
     readers = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
     kept = {node.name for node in graph.node}
     for node in prepared.graph.node:
-        out = node.output[0] if node.output else ""
-        if node.op_type not in ("Clip", "Relu") or node.name in kept or not (out in readers and out in makers):
+        names = [f"{name}{suffix}" for name in node.output for suffix in ("", "_QuantizeLinear_Input")]  # of an output
+        out = next((name for name in names if name in readers and name in makers), "")
+        if node.op_type not in ("Clip", "Relu") or node.name in kept or not out:
             continue
         scale, zero = (to_array(stored[name]).reshape(-1)[0] for name in readers[out].input[1:3])
         reached = [
@@ -206,7 +207,7 @@ def _restore_clips(prepared: Any, quantised: Any) -> None:
             continue
         back = NodeProto()
         back.CopyFrom(node)
-        back.input[0] = f"{out}_unclipped"
+        back.input[0], back.output[0] = f"{out}_unclipped", out
         makers[out].output[[*makers[out].output].index(out)] = back.input[0]
         graph.node.append(back)
         for name in {*node.input[1:]} & bounds.keys() - stored.keys():
