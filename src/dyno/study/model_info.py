@@ -64,7 +64,7 @@ CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which
 KERAS, TENSORFLOW, GRAPH = "Keras", "TensorFlow", "saved_model.pb"
 OTHERS = {
     ".keras": KERAS, ".h5": KERAS, ".hdf5": KERAS, ".pb": TENSORFLOW, ".pdmodel": "PaddlePaddle",
-    ".caffemodel": "Caffe", ".mlmodel": "Core ML", ".mlpackage": "Core ML", ".gguf": "llama.cpp", ".param": "ncnn",
+    ".caffemodel": "Caffe", ".mlmodel": "Core ML", ".mlpackage": "Core ML", ".gguf": "llama.cpp",
     ".mnn": "MNN",
 }  # fmt: skip
 WRITERS = {
