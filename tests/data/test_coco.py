@@ -289,6 +289,9 @@ def test_files_that_are_not_coco_s(coco: Any, make: Any) -> None:
         json.dumps(
             {**tables, "images": [tables["images"][0], {**tables["images"][0], "id": 77}]}
         ): "lists 000.jpg twice",
+        json.dumps(
+            {**tables, "images": [tables["images"][0], {"file_name": "./000.jpg", "id": 77}]}
+        ): "lists 000.jpg twice",
         json.dumps({**tables, "images": [{"id": 1, "file_name": 3}]}): "a file_name among its images is not a string",
         json.dumps({**tables, "categories": [{"id": 1, "name": "a"}, {"id": "x", "name": "b"}]}): "neither all numbers",
         "[" * 100_000: "is not JSON",

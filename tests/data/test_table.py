@@ -133,6 +133,8 @@ def test_a_split_is_tested_on_and_another_calibrated(folder: Path) -> None:
     ("text", "wrong"),
     [
         ("path,label\nimg_000.jpg,a\nimg_000.jpg,b\n", "lists img_000.jpg twice"),
+        ("path,label\nimg_000.jpg,a\n./img_000.jpg,a\n", "lists ./img_000.jpg twice"),
+        ("img_000.jpg,a,test\nimg_001.jpg,b,test\n", "has 3 columns without names; add a first row that names them"),
         ("path,label\nimg_000.jpg,a\nimg_001.jpg,\n", "row 3 has no label"),
         ("path,label\nimg_000.jpg,a,b\n", "row 2 has 3 cells, not 2"),
         ("path,label\nimg_000.jpg,a\nlost.jpg,b\n", "1 of 2 images of t.csv are not in .*images, e.g. lost.jpg"),

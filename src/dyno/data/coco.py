@@ -225,7 +225,7 @@ def _read_file(file: Path) -> _File:
     if not all(isinstance(image["file_name"], str) for image in parts["images"]):
         raise UserError(f"{file}: a file_name among its images is not a string")
     for image in parts["images"]:
-        image["file_name"] = image["file_name"].replace("\\", "/")
+        image["file_name"] = Path(image["file_name"].replace("\\", "/")).as_posix()  # ./a.png is a.png
     names = [image["file_name"] for image in parts["images"]]
     if twice := next((name for name, count in Counter(names).items() if count > 1), ""):
         raise UserError(f"{file} lists {twice} twice; list each image once, with one image_id for all its annotations")

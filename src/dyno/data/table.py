@@ -79,6 +79,9 @@ class LabelTable(DataFormat):
         folder, suffix = find_image_folder(file, table.names)
         rows = zip(table.names, labels, table.splits, strict=True)
         photos = [Photo(folder / (name + suffix), printable(name), label, split) for name, label, split in rows]
+        paths = Counter(photo.path for photo in photos)  # ./a.png is a.png
+        if twice := next((photo.name for photo in reversed(photos) if paths[photo.path] > 1), ""):
+            raise UserError(f"{file} lists {twice} twice; each image needs one row with one class")
         photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
         warnings = [line for line in (missing, _warn_unlisted(photos, folder, file)) if line]
         about = {"label_source": "imagenet1k" if standard else "table", **({"warnings": warnings} if warnings else {})}
@@ -191,13 +194,15 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
         if wrong := next((n for n, mark in enumerate(marks, begin + 1) if len(mark) != 1), 0):
             raise UserError(f"{file}, row {wrong}: {len(marks[wrong - begin - 1])} classes are 1; each image needs one")
         labels = [str(mark[0]) for mark in marks]
+    elif not any(shown):
+        raise UserError(
+            f"{file} has {len(shown)} columns without names; add a first row that names them, such as path,label,split"
+        )
     else:
         raise UserError(f"{file} has no column that is called label or class, but {', '.join(shown)}; name it label")
     names = [row[paths].replace("\\", "/") for row in body]
     if empty := next((n for n, cells in enumerate(zip(names, labels, strict=True), begin + 1) if not all(cells)), 0):
         raise UserError(f"{file}, row {empty} has no {'label' if names[empty - begin - 1] else 'path'}")
-    if twice := next((name for name, count in Counter(names).items() if count > 1), ""):
-        raise UserError(f"{file} lists {twice} twice; each image needs one row with one class")
     splits = ["test"] * len(body) if split is None else [row[split].lower() for row in body]
     return _LabelRows(names, labels, splits, classes, texts)
 
