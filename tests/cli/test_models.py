@@ -121,6 +121,7 @@ def test_weights_that_do_not_fit_name_keys(refused: Any, net: str, tmp_path: Pat
         (["timm:resnett18"], "timm has no model 'resnett18'; did you mean timm:resnet18?"),
         (["no_such_module_here:net"], "No module named 'no_such_module_here'; install it"),
         (["net.py:nett", "--size", "8"], "net.py has no function 'nett'; did you mean net?"),
+        (["net.py:net", "--size", "8", "--classes", "3"], "net has 5 classes, not 3; omit --classes, which shapes the"),
         (["net.py:net", "--size", "9"], "net: the model refuses 1x3x9x9: "),
         (["net.py:net", "--size", "2"], "net: the model refuses 1x3x2x2: "),
     ],

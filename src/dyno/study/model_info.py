@@ -300,6 +300,11 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
                 raise InspectionFailed(model.name, record)
             remember(Path(scratch) / "job", "inspections", key)
     inspection = record.inspection or Inspection()
+    if model.classes and inspection.outputs not in (0, model.classes):
+        raise UserError(
+            f"{model.name} has {inspection.outputs} classes, not {model.classes}; omit --classes, which shapes the "
+            "libraries' models and functions that take num_classes"
+        )
     if len(study.models) == 1:
         refuse_sizes(study, model, inspection)
     channels = study.channels if inspection.channels is None else inspection.channels
