@@ -290,6 +290,8 @@ def test_one_value_has_the_name_of_one_in_python() -> None:
     assert (study.models, study.backends, study.batches, study.sizes) == (("fake:n",), ("pytorch",), (8,), ("32",))
     assert study == Study(models="fake:n", backends="pytorch", precisions="fp16", batches=8, sizes=32)
     refuses(r"^batch and batches are one setting; give one of them$", Study, models="fake:n", batch=1, batches=[2])
+    refuses("^size is one size: give '480x640' for height and width, or sizes", Study, model="fake:n", size=(480, 640))
+    assert Study(model="fake:n", size="480x640").sizes == ("480x640",) and Study(model="n", size=[32]).sizes == ("32",)
     refuses(r"unknown precision 'fp61'", dyno.evaluate, "fake:n", "digits", precision="fp61")
 
 

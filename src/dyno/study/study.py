@@ -14,7 +14,7 @@ import signal
 import sys
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -349,9 +349,16 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
 
 
 def name_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by the names of fields: `batch` is `batches`, and so on; raise `UserError` if both are given."""
+    """Return settings by the names of fields: `batch` is `batches`, and so on.
+
+    Raises `UserError` if both are given, and for a `size` of two numbers, which elsewhere are height and width.
+    """
     if both := next((one for one in ONE if one in settings and ONE[one] in settings), ""):
         raise UserError(f"{both} and {ONE[both]} are one setting; give one of them")
+    size = settings.get("size")
+    if isinstance(size, Sized) and not isinstance(size, str) and len(size) > 1:
+        pair = "x".join(map(str, several(size)[:2]))
+        raise UserError(f"size is one size: give '{pair}' for height and width, or sizes for several")
     return {ONE.get(name, name): value for name, value in settings.items()}
 
 
