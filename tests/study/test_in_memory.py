@@ -1,5 +1,7 @@
 """A module in memory is a model: stored under its content, found again, run by processes that don't have its code."""
 
+import subprocess
+import sys
 import types
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -134,6 +136,25 @@ def test_threads_may_each_have_a_study() -> None:
     with ThreadPoolExecutor(3) as pool:
         studies = [*pool.map(lambda net: Study(models=net, sizes=[8]), nets)]
     assert len({study.models for study in studies}) == 3
+
+
+@pytest.mark.slow
+def test_a_thread_may_store_a_module_after_another_that_did_ended(tmp_path: Path) -> None:
+    """PyTorch alone ends with a segmentation fault here where there is no GPU."""
+    program = """
+import threading, torch, dyno
+
+def store(net):
+    print(dyno.Study(models=net, size=8).models)
+
+for outputs in (3, 4):
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, outputs, 3), torch.nn.Flatten())
+    thread = threading.Thread(target=store, args=(net,))
+    thread.start()
+    thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "") and len({*done.stdout.split()}) == 2
 
 
 @pytest.mark.parametrize("name", ["tokens", "data", "lstm", "quantised", "script"])

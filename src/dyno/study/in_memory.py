@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,33 @@ def saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int,
     that takes the module, else as TorchScript. Raises `UserError` if neither does, or if its inputs are unknown.
     """
     with ONE_AT_A_TIME:
+        if threading.current_thread() is not threading.main_thread():
+            _enter_fake_mode()
         return _save_module(value, overrides, channels, size)
+
+
+@cache
+def _enter_fake_mode() -> None:
+    """Enter PyTorch's fake mode for the first time in a thread that doesn't end.
+
+    Without a GPU, PyTorch 2.11 keeps memory of the thread that was first; an export after that thread's end is a
+    segmentation fault.
+    """
+    import_torch()
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    entered = threading.Event()
+
+    def enter() -> None:
+        try:
+            with FakeTensorMode():
+                pass
+        finally:
+            entered.set()
+        threading.Event().wait()
+
+    threading.Thread(target=enter, daemon=True).start()
+    entered.wait()
 
 
 def _save_module(
