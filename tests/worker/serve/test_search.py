@@ -96,8 +96,9 @@ def test_one_number_and_those_of_numpy_are_numbers() -> None:
 
 def test_a_trace_begins_with_its_first_request(tmp_path: Path) -> None:
     path = tmp_path / "trace.txt"
-    path.write_text("# seconds\n100.5\n100.75\n102\n")
-    assert read_trace(path).tolist() == [0.0, 0.25, 1.5]
+    for encoding in ("utf-8", "utf-8-sig"):
+        path.write_text("# seconds\n100.5\n100.75\n102\n", encoding)
+        assert read_trace(path).tolist() == [0.0, 0.25, 1.5]
 
 
 @pytest.mark.parametrize(

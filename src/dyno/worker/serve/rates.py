@@ -115,7 +115,7 @@ def read_trace(path: Path) -> np.ndarray:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about empty files, which are reported below
-            times = np.loadtxt(path, dtype=np.float64, ndmin=1)
+            times = np.loadtxt(path, dtype=np.float64, ndmin=1, encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"there is no trace {path}") from None
     except OSError as e:
