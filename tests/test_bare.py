@@ -116,6 +116,16 @@ def test_a_library_that_is_broken_here_is_named_with_its_user(importable: Any) -
         extras.load_library("brokenlib", "video")
 
 
+def test_a_library_that_a_limit_keeps_out_is_not_to_be_installed(importable: Any) -> None:
+    reason = "libbroken.so: failed to map segment from shared object"
+    importable("mappedlib", f"raise ImportError('{reason}')")
+    with pytest.raises(Unavailable, match=rf"^mappedlib can't be imported \({reason}\); allow more memory \(ulimit"):
+        extras.load_library("mappedlib")
+    importable("noexeclib", f"raise ImportError('{reason}: Operation not permitted')")
+    with pytest.raises(Unavailable, match=r"; its file system is mounted noexec: install it on another$"):
+        extras.load_library("noexeclib")
+
+
 @pytest.mark.parametrize(
     ("words", "extra"),
     [

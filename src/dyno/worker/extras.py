@@ -52,6 +52,13 @@ IMPORTED = {
     "yaml": "pyyaml",
     "markupsafe": "jinja2",
 }
+# What the loader says of a library that is installed, and what helps.
+CURES = {
+    "object: operation not permitted": "its file system is mounted noexec: install it on another",
+    "failed to map segment": "allow more memory (ulimit -v)",
+    "cannot allocate memory": "allow more memory (ulimit -v)",
+    "too many open files": "allow more open files (ulimit -n)",
+}
 
 
 def load_library(module: str, user: str = "", error: type[Exception] = Unavailable, cure: str = "") -> Any:
@@ -63,7 +70,8 @@ def load_library(module: str, user: str = "", error: type[Exception] = Unavailab
         is_absent = isinstance(e, ModuleNotFoundError) and f"{module}.".startswith(f"{e.name}.")
         first, *_ = str(e).splitlines() or [type(e).__name__]
         reason = "is not installed in this Python" if is_absent else f"can't be imported ({first})"
-        raise error(f"{f'{user} needs {name}, which' if user else name} {reason}; {cure or install(name)}") from e
+        cure = next((cure for words, cure in CURES.items() if words in first.lower()), cure or install(name))
+        raise error(f"{f'{user} needs {name}, which' if user else name} {reason}; {cure}") from e
 
 
 def install(*libraries: str) -> str:
