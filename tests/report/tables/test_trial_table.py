@@ -84,6 +84,20 @@ def test_numbers_are_those_of_the_samples(demo: Results, frame: pd.DataFrame) ->
     assert r["reference"] == one(frame, "pytorch fp32")["trial"]
 
 
+def test_a_percentile_lies_in_its_interval_though_one_round_has_a_long_tail(tmp_path: Path) -> None:
+    """That round's median is undisturbed, so both count it."""
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch", statuses=("ok",) * 6)])
+    [file] = folder.glob("trials/*/r3/samples.npz")
+    arrays = dict(np.load(file))
+    times = arrays["latency_model"]
+    arrays["latency_model"] = np.where(times > np.percentile(times, 80), 9 * times, times)
+    np.savez(file, **arrays)
+    row = trial_table.read_trials(load_run(folder)).frame.iloc[0]
+    for name in ("p90", "p95"):
+        low, value, high = (row[f"latency_model_ms_{name}{end}"] for end in ("_low", "", "_high"))
+        assert low < value < high and high > 1.5 * value
+
+
 def test_failed_rows_say_why_and_good_rounds_still_count(frame: pd.DataFrame) -> None:
     crashed, timeout = one(frame, "fake fp32"), one(frame, "fake bf16")
     assert (crashed["status"], crashed["rounds"], crashed["verdict"]) == ("crashed", 2, "slower")

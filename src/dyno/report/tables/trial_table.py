@@ -443,10 +443,11 @@ def _compute_latencies(t: TrialResult) -> dict[str, float]:
 
 
 def _compute_percentile(sampled: Sequence[tuple[Round, np.ndarray]], q: float) -> stats.Interval:
-    """Compute a percentile over several processes with an interval as the latency has it; of a single one, its own."""
+    """Compute a percentile over several processes, those whose medians are undisturbed; of a single one, its own."""
     if len(sampled) == 1:
         return stats.percentile_interval(sampled[0][1], q)
-    return stats.center(by_build((r, stats.percentile_of(samples, q)) for r, samples in sampled))
+    each, medians = (by_build((r, stats.percentile_of(x, share)) for r, x in sampled) for share in (q, 0.5))
+    return stats.center(each, medians)
 
 
 def _measure_rate(t: TrialResult) -> stats.Interval:

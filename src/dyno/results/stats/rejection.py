@@ -96,14 +96,15 @@ def _summarise_studies(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
     return kept.mean(axis=1, where=~is_far), errors, rejected
 
 
-def center(values: Sequence[float]) -> Interval:
+def center(values: Sequence[float], medians: Sequence[float] = ()) -> Interval:
     """Return the geometric mean of positive values, one of each process, without disturbed ones, and its 95 % interval.
 
-    One process gives NaN limits: its own samples tell nothing about the next process.
+    The disturbed ones are told by `medians`, one of each process, as in `over_rounds`; without them by the values. One
+    process gives NaN limits: its own samples tell nothing about the next process.
     """
     if not values:
         return Interval(math.nan, math.nan, math.nan)
-    kept = keep_undisturbed(np.log(values))
+    kept = np.delete(np.log(values), find_rejected(np.log(medians or values)))
     mean = float(kept.mean())
     if len(kept) < 2:
         return Interval(math.exp(mean), math.nan, math.nan)
