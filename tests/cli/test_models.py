@@ -130,6 +130,47 @@ def test_models_that_do_not_work(refused: Any, net: str, words: list[str], line:
     assert line in refused("run", *words, "--backend", "pytorch")
 
 
+READING = """
+import json
+import torch
+{first}
+
+def net():
+    made = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 5))
+    torch.nn.init.constant_(made[2].weight, {value})
+    return made
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "value"),
+    [
+        ("", "float(torch.load('held.pt')['v'])"),
+        ("import safetensors.torch", "float(safetensors.torch.load_file('held.safetensors')['v'])"),
+        ("HELD = json.load(open('held.json'))", "HELD['v']"),
+    ],
+    ids=["torch", "safetensors", "json"],
+)
+def test_files_that_the_model_s_code_reads_are_part_of_it(call: Any, tmp_path: Path, first: str, value: str) -> None:
+    """No file that was made of the earlier weights is taken for one of these."""
+    torch, runtime = pytest.importorskip("torch"), pytest.importorskip("onnxruntime")
+    from safetensors.torch import save_file
+
+    (tmp_path / "net.py").write_text(READING.format(first=first, value=value))
+    sums = []
+    for held in (1.0, 2.0, 1.0):
+        torch.save({"v": torch.tensor(held)}, tmp_path / "held.pt")
+        save_file({"v": torch.tensor(held)}, tmp_path / "held.safetensors")
+        (tmp_path / "held.json").write_text(json.dumps({"v": held}))
+        out = call("export", "net.py:net", "--size", "8", "-o", "net.onnx", code=0)[1]
+        assert ("cached" in out) == (len(sums) == 2), "the first one's file is still there"
+        feed = {"input": np.ones((1, 3, 8, 8), np.float32)}
+        session = runtime.InferenceSession(tmp_path / "net.onnx")
+        sums.append(session.run(None, feed)[0] - session.run(None, {"input": 0 * feed["input"]})[0])
+    np.testing.assert_allclose([each.mean() for each in sums], [3, 6, 3], rtol=1e-5)
+
+
 def test_a_stored_module_is_compared_with_its_own_weights(call: Any, net: str, tmp_path: Path) -> None:
     import torch
 

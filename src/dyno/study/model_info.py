@@ -39,7 +39,7 @@ from dyno.study.study import Choice, Study, find_libraries, list_names, model_na
 from dyno.worker import registry, system
 from dyno.worker.inspection import ATTACHED, Inspection
 from dyno.worker.nets import huggingface
-from dyno.worker.nets.local_code import sha256_with_imports
+from dyno.worker.nets.local_code import hash_file, sha256_with_imports
 from dyno.worker.record import Record, regular
 from dyno.worker.spec import (
     ENDPOINT,
@@ -289,7 +289,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     parts = [model, options, lasting, worker_code_sha256(*outside(file_format)), versions(runtime, libraries)]
     key = digest([*parts, sha256_of(attached) if attached.is_file() else ""])[:24]
     record = good_record(remembered("inspections", key))
-    if record is None:
+    if record is None or (record.inspection and _have_changed(record.inspection.files)):
         with tempfile.TemporaryDirectory() as scratch:
             trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=runtime)
             job = Job("inspect", runtime, trial, options=options)
@@ -318,7 +318,13 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
         keypoints=inspection.keypoints,
         inputs=inspection.inputs,
         outputs=inspection.declared,
+        files_sha256=digest(sorted(inspection.files.values())) if inspection.files else "",
     ), inspection
+
+
+def _have_changed(files: Mapping[str, str]) -> bool:
+    """Return whether a file that the model's code read has another content now, or is gone."""
+    return any(not Path(name).is_file() or hash_file(name) != sha256 for name, sha256 in files.items())
 
 
 def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:

@@ -57,7 +57,8 @@ class Inspection(Purpose):
     (nothing where they can't be counted), `parameters` a module's or a file's, `channels` and `precision` a file's, and
     `signature` the shapes of the inputs and outputs of a file. `preprocess_guessed` says that images are normalised,
     and nothing says by which mean and standard deviation. `unsupported_images` says how the model wants its images
-    prepared where Dyno can't, and `unchecked_images` why that couldn't be checked ("" elsewhere).
+    prepared where Dyno can't, and `unchecked_images` why that couldn't be checked ("" elsewhere). `files` has the
+    sha256 of each file that the user's code read while it made the network.
     """
 
     size: tuple[int, int] = (0, 0)
@@ -78,3 +79,4 @@ class Inspection(Purpose):
     preprocess_guessed: bool = False
     unsupported_images: str = ""
     unchecked_images: str = ""
+    files: dict[str, str] = field(default_factory=dict)

@@ -199,6 +199,7 @@ class ModelSpec:
     of each, (17, 3).
     `inputs` are a module's arguments, () for the one image called `input`; of a file, () unless values were described.
     `outputs` are those outputs of a file in whose shapes it declares the batch, with `batch` at its axis.
+    `files_sha256` is the content of the files that the source's own code reads ("" for none).
     """
 
     name: str
@@ -216,6 +217,7 @@ class ModelSpec:
     keypoints: tuple[int, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
     outputs: tuple[Tensor, ...] = ()
+    files_sha256: str = ""
 
     @property
     def file(self) -> str:
@@ -420,8 +422,8 @@ UNHASHED = {
 }
 # Fields that came later count only where they say something, so that the ids of what was stored before them hold.
 LATER = {
-    ModelSpec: {"task", "keypoints", "inputs"}, Preprocess: {"letterbox", "squash"}, Plan: {"blocks", "block_s"},
-    Trial: {"side"},
+    ModelSpec: {"task", "keypoints", "inputs", "files_sha256"}, Preprocess: {"letterbox", "squash"},
+    Plan: {"blocks", "block_s"}, Trial: {"side"},
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.inputs.specs import axes, image_of, is_image, is_length, is_side, static_shapes
 from dyno.worker.inspection import Inspection, Purpose
-from dyno.worker.nets import file_facts, flops, libraries, models, saved_modules, ultralytics_models
+from dyno.worker.nets import file_facts, flops, libraries, local_code, models, saved_modules, ultralytics_models
 from dyno.worker.nets.file_facts import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import first_line, is_memory_error, named_outputs
 from dyno.worker.spec import BATCH, Dims, InputSpec, ModelSpec, Tensor, Trial, UserError
@@ -287,6 +287,7 @@ def inspect_model(
 def _inspect_module(
     model: ModelSpec, sizes: list[list[int]], overrides: Mapping[str, Mapping[str, Any]], task: str
 ) -> Inspection:
+    local_code.note_files()
     preprocess = models.preprocess(model)
     own = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
     requested = tuple(overrides.get("input", {}).get("shape", ()))[2:]
@@ -341,6 +342,7 @@ def _inspect_module(
         batch=1 if one_image else 0 if inputs.free else inputs.batch,
         batches=(1, inputs.batch, most) if most else None,
         batch_reason=libraries.TAKES_ONE_IMAGE if one_image else limit,
+        files=local_code.hash_files_read(),
     )
 
 

@@ -9,7 +9,9 @@ import importlib
 import importlib.abc
 import importlib.util
 import json
+import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -168,7 +170,7 @@ def running(what: str, passed: type[Exception] = UserError) -> Iterator[None]:
     Errors of the type `passed` pass unchanged. PyTorch's process-wide settings are restored at the end.
     """
     try:
-        with settings_kept(import_torch()):
+        with settings_kept(import_torch()), _FILES.noting():
             yield
     except (UserError, Unavailable, passed):
         raise
@@ -179,3 +181,68 @@ def running(what: str, passed: type[Exception] = UserError) -> Iterator[None]:
         ) from e
     except Exception as e:
         raise UserError(f"{what} failed: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}") from e
+
+
+# Files that the user's code reads while it makes a network, such as weights: they shape it as its code does.
+
+CODE = (".py", ".pyc", ".pyi", ".so")
+OF_THE_SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/lib/", "/usr/share/")
+
+
+class _Files:
+    """Files that the user's code opened, told by Python's audit events; a hook for these lasts as long as the process.
+
+    What the code writes itself is left out.
+    """
+
+    def __init__(self) -> None:
+        self.hooked, self.running = False, 0
+        self.read: set[str] = set()
+        self.written: set[str] = set()
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    def note(self, event: str, given: tuple[Any, ...]) -> None:
+        """Note one opened file; raises nothing, which would be raised where the file is opened."""
+        if event == "open" and self.running and isinstance(given[0], (str, bytes, os.PathLike)):
+            with contextlib.suppress(OSError, ValueError):
+                writes = isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+                (self.written if writes else self.read).add(str(absolute(Path(os.fsdecode(given[0])))))
+
+
+_FILES = _Files()
+
+
+def note_files() -> None:
+    """Note from now on what the user's code reads; safetensors opens files without an audit event, so it gets one."""
+    if _FILES.hooked:
+        return
+    _FILES.hooked = True
+    sys.addaudithook(_FILES.note)
+    with contextlib.suppress(ImportError):
+        library = importlib.import_module("safetensors.torch")
+        package, opener = importlib.import_module("safetensors"), library.safe_open
+
+        def safe_open(filename: Any, *args: Any, **options: Any) -> Any:
+            sys.audit("open", filename, "r", os.O_RDONLY)
+            return opener(filename, *args, **options)
+
+        library.safe_open = package.safe_open = safe_open  # type: ignore[attr-defined]
+
+
+def hash_files_read() -> dict[str, str]:
+    """Return the sha256 of each noted file that is there, without code and files of libraries and the system."""
+    libraries = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    found = {}
+    for name in sorted(_FILES.read - _FILES.written):
+        path = Path(name)
+        if path.suffix not in CODE and not name.startswith((*libraries, *OF_THE_SYSTEM)) and path.is_file():
+            with contextlib.suppress(OSError):
+                found[name] = hash_file(path)
+    return found
