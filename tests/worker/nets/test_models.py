@@ -122,6 +122,19 @@ def test_random_weights_depend_on_the_seed_alone():
     assert models.weights_sha256(first) == models.weights_sha256(again) != models.weights_sha256(other)
 
 
+def test_a_function_may_draw_from_any_generator(tmp_path: Path) -> None:
+    (tmp_path / "drawn.py").write_text(
+        "import random, numpy, torch\n"
+        "def net():\n"
+        "    made = torch.nn.Linear(3, 2)\n"
+        "    made.bias.data = torch.tensor([random.random(), numpy.random.rand()])\n"
+        "    return made\n"
+    )
+    source = f"{tmp_path / 'drawn.py'}:net"
+    first, again, other = (models.load(spec(source, seed=seed)) for seed in (2**40, 2**40, 1))
+    assert first.bias.tolist() == again.bias.tolist() and not (first.bias == other.bias).any()
+
+
 def test_weights_sha256_sees_values_types_shapes_and_names():
     net = torch.nn.Linear(2, 3)
     before = models.weights_sha256(net)

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import hashlib
 import inspect
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -110,9 +111,16 @@ def build(model: ModelSpec, dims: Dims | None = None) -> Any:
 
 
 def _build_seeded(model: ModelSpec, dims: Dims | None, state: Mapping[str, Any] | None = None) -> Any:
-    load_library("torch").manual_seed(model.seed)
+    _seed(model.seed)
     source, rest = find_source(model)
     return source.build(model, rest, dims, state)
+
+
+def _seed(seed: int) -> None:
+    """Seed every generator that the user's code may draw from, so that each process makes the same network."""
+    load_library("torch").manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def _other_classes(model: ModelSpec, classes: int) -> str:
@@ -196,8 +204,7 @@ class UserFunction(ModelSource):
         source = f"{model.source.partition('(')[0]}_inputs"
         if _find_attribute(source, model.source_sha256)[2] is None:
             return None
-        load_library("torch").manual_seed(model.seed)
-        np.random.seed(model.seed)
+        _seed(model.seed)
         example = replace(model, source=source)
         return _call_function(_find_function(example), example)
 
@@ -298,7 +305,7 @@ def load_application(model: ModelSpec) -> Application:
     kind, rest = parse(model.source)
     if kind not in FUNCTIONS:
         raise UserError(f"{model.source} is a network alone; give an application as FILE.py:NAME, with {NEEDED}")
-    torch.manual_seed(model.seed)
+    _seed(model.seed)
     location, module, attribute = _find_attribute(model.source, model.source_sha256)
     value = _call_function(_check_function(model, location, module, attribute), model)
     name = rest.rpartition("/")[2]
