@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -169,6 +170,26 @@ def test_files_that_the_model_s_code_reads_are_part_of_it(call: Any, tmp_path: P
         session = runtime.InferenceSession(tmp_path / "net.onnx")
         sums.append(session.run(None, feed)[0] - session.run(None, {"input": 0 * feed["input"]})[0])
     np.testing.assert_allclose([each.mean() for each in sums], [3, 6, 3], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_code_of_a_package_is_read_again_when_it_changes(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files aren't known before the package is imported, which a job does."""
+    runtime = pytest.importorskip("onnxruntime")
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held/__init__.py").touch()
+    (tmp_path / "held/nets.py").write_text(
+        "import torch\nfrom held.values import VALUE\n"
+        "class Net(torch.nn.Module):\n    def forward(self, x): return VALUE * x.mean((2, 3))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    for value in (2.0, 3.0):
+        (tmp_path / "held/values.py").write_text(f"VALUE = {value}\n")
+        call("export", "held.nets:Net", "--size", "8", "-o", "net.onnx", code=0)
+        [out] = runtime.InferenceSession(tmp_path / "net.onnx").run(None, {"input": np.ones((1, 3, 8, 8), np.float32)})
+        assert out.tolist() == [[value] * 3]
 
 
 def test_a_stored_module_is_compared_with_its_own_weights(call: Any, net: str, tmp_path: Path) -> None:

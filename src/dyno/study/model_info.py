@@ -300,6 +300,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
                 raise InspectionFailed(model.name, record)
             remember(Path(scratch) / "job", "inspections", key)
     inspection = record.inspection or Inspection()
+    files = inspection.files
     if model.classes and inspection.outputs not in (0, model.classes):
         raise UserError(
             f"{model.name} has {inspection.outputs} classes, not {model.classes}; omit --classes, which shapes the "
@@ -318,7 +319,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
         keypoints=inspection.keypoints,
         inputs=inspection.inputs,
         outputs=inspection.declared,
-        files_sha256=digest(sorted(inspection.files.values())) if inspection.files else "",
+        files_sha256=digest(sorted([Path(name).name, sha] for name, sha in files.items())) if files else "",
     ), inspection
 
 

@@ -342,7 +342,7 @@ def _inspect_module(
         batch=1 if one_image else 0 if inputs.free else inputs.batch,
         batches=(1, inputs.batch, most) if most else None,
         batch_reason=libraries.TAKES_ONE_IMAGE if one_image else limit,
-        files=local_code.hash_files_read(),
+        files=models.hash_files_read(model),
     )
 
 

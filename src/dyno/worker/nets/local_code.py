@@ -183,9 +183,10 @@ def running(what: str, passed: type[Exception] = UserError) -> Iterator[None]:
         raise UserError(f"{what} failed: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}") from e
 
 
-# Files that the user's code reads while it makes a network, such as weights: they shape it as its code does.
+# Files that the user's code reads while it makes a network, such as weights, and modules that it imports.
 
 CODE = (".py", ".pyc", ".pyi", ".so")
+OWN = Path(__file__).parents[2]  # Dyno's package
 OF_THE_SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/lib/", "/usr/share/")
 
 
@@ -197,6 +198,7 @@ class _Files:
 
     def __init__(self) -> None:
         self.hooked, self.running = False, 0
+        self.imported_before: frozenset[str] = frozenset()
         self.read: set[str] = set()
         self.written: set[str] = set()
 
@@ -223,7 +225,7 @@ def note_files() -> None:
     """Note from now on what the user's code reads; safetensors opens files without an audit event, so it gets one."""
     if _FILES.hooked:
         return
-    _FILES.hooked = True
+    _FILES.hooked, _FILES.imported_before = True, frozenset(sys.modules)
     sys.addaudithook(_FILES.note)
     with contextlib.suppress(ImportError):
         library = importlib.import_module("safetensors.torch")
@@ -236,13 +238,20 @@ def note_files() -> None:
         library.safe_open = package.safe_open = safe_open  # type: ignore[attr-defined]
 
 
-def hash_files_read() -> dict[str, str]:
-    """Return the sha256 of each noted file that is there, without code and files of libraries and the system."""
+def hash_files_read(source: Path | None) -> dict[str, str]:
+    """Return the sha256 of each noted file and imported module, without those of libraries and the system.
+
+    Left out are also the source's own file and those beside it that it imports: see `sha256_with_imports`.
+    """
     libraries = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    modules = [module for name, module in [*sys.modules.items()] if name not in _FILES.imported_before]
+    code = {str(absolute(Path(file))) for module in modules if (file := getattr(module, "__file__", None))}
+    code = {name for name in code if name.endswith(".py") and not Path(name).is_relative_to(OWN)}
+    code -= {str(absolute(path)) for path in (source, *local_files(source))} if source else set()
+    data = {name for name in _FILES.read - _FILES.written if not name.endswith(CODE)}
     found = {}
-    for name in sorted(_FILES.read - _FILES.written):
-        path = Path(name)
-        if path.suffix not in CODE and not name.startswith((*libraries, *OF_THE_SYSTEM)) and path.is_file():
+    for name in sorted(code | data):
+        if not name.startswith((*libraries, *OF_THE_SYSTEM)) and Path(name).is_file():
             with contextlib.suppress(OSError):
-                found[name] = hash_file(path)
+                found[name] = hash_file(name)
     return found

@@ -8,6 +8,7 @@ import difflib
 import hashlib
 import inspect
 import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -240,6 +241,15 @@ def _find_attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
     for part in split_call(path)[0].split("."):
         value = getattr(value, part, None)
     return location, module, value
+
+
+def hash_files_read(model: ModelSpec) -> dict[str, str]:
+    """Return the sha256 of each file that a function's code has read or imported, beyond those of `source_sha256`."""
+    location = model.source.rpartition(":")[0]
+    if parse(model.source)[0] not in FUNCTIONS:
+        return {}
+    file = location if location.endswith(".py") else getattr(sys.modules.get(location), "__file__", None)
+    return local_code.hash_files_read(Path(file) if file and model.source_sha256 else None)
 
 
 def call_options(model: ModelSpec, function: Callable[..., Any] | None = None) -> dict[str, Any]:
