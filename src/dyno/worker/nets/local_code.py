@@ -170,7 +170,7 @@ def running(what: str, passed: type[Exception] = UserError) -> Iterator[None]:
     Errors of the type `passed` pass unchanged. PyTorch's process-wide settings are restored at the end.
     """
     try:
-        with settings_kept(import_torch()), _FILES.noting():
+        with settings_kept(import_torch()), _OPENED.noting():
             yield
     except (UserError, Unavailable, passed):
         raise
@@ -190,7 +190,7 @@ OWN = Path(__file__).parents[2]  # Dyno's package
 OF_THE_SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/lib/", "/usr/share/")
 
 
-class _Files:
+class _OpenedFiles:
     """Files that the user's code opened, told by Python's audit events; a hook for these lasts as long as the process.
 
     What the code writes itself is left out.
@@ -218,15 +218,15 @@ class _Files:
                 (self.written if writes else self.read).add(str(absolute(Path(os.fsdecode(given[0])))))
 
 
-_FILES = _Files()
+_OPENED = _OpenedFiles()
 
 
 def note_files() -> None:
     """Note from now on what the user's code reads; safetensors opens files without an audit event, so it gets one."""
-    if _FILES.hooked:
+    if _OPENED.hooked:
         return
-    _FILES.hooked, _FILES.imported_before = True, frozenset(sys.modules)
-    sys.addaudithook(_FILES.note)
+    _OPENED.hooked, _OPENED.imported_before = True, frozenset(sys.modules)
+    sys.addaudithook(_OPENED.note)
     with contextlib.suppress(ImportError):
         library = importlib.import_module("safetensors.torch")
         package, opener = importlib.import_module("safetensors"), library.safe_open
@@ -244,11 +244,11 @@ def hash_files_read(source: Path | None) -> dict[str, str]:
     Left out are also the source's own file and those beside it that it imports: see `sha256_with_imports`.
     """
     libraries = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    modules = [module for name, module in [*sys.modules.items()] if name not in _FILES.imported_before]
+    modules = [module for name, module in [*sys.modules.items()] if name not in _OPENED.imported_before]
     code = {str(absolute(Path(file))) for module in modules if (file := getattr(module, "__file__", None))}
     code = {name for name in code if name.endswith(".py") and not Path(name).is_relative_to(OWN)}
     code -= {str(absolute(path)) for path in (source, *local_files(source))} if source else set()
-    data = {name for name in _FILES.read - _FILES.written if not name.endswith(CODE)}
+    data = {name for name in _OPENED.read - _OPENED.written if not name.endswith(CODE)}
     found = {}
     for name in sorted(code | data):
         if not name.startswith((*libraries, *OF_THE_SYSTEM)) and Path(name).is_file():
