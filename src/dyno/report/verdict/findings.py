@@ -16,7 +16,7 @@ from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
-from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE, ONE_OF, OTHER_SHAPE, RANDOM
+from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE, ONE_OF, OTHER_SHAPE, OTHER_VALUES, RANDOM
 from dyno.worker.spec import TEXT_ORDER, Preprocess
 from dyno.worker.tasks.classify import UNMEASURED
 from dyno.worker.tasks.layouts import UNREAD
@@ -225,7 +225,7 @@ def list_weight_findings(results: Results) -> Iterator[Finding]:
     advice = "values next to a threshold, as in trees, may differ from float64's by more than rounding"
     yield from (Finding(WARNING, f"{model}: {IN_SINGLE}; {advice}.") for model in models)
     lines = ((t.given, line) for t in results if t.good for line in remarks.list_warnings(t))
-    beginnings = (AVERAGED, AS_IN_TRAINING, ONE_OF, OTHER_SHAPE, RANDOM)
+    beginnings = (AVERAGED, AS_IN_TRAINING, ONE_OF, OTHER_SHAPE, OTHER_VALUES, RANDOM)
     told = dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(beginnings))
     yield from (Finding(WARNING, text) for text in told)
 

@@ -13,14 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dyno.worker.backend import FileContents, FileFormat, Maker
 from dyno.worker.backends.open_vino import TYPE_NAMES, library, plain, read_model, tensors_of
 from dyno.worker.facts.engine import QUANTISED, TYPES
-from dyno.worker.facts.files import OTHER_SHAPE
+from dyno.worker.facts.files import OTHER_SHAPE, OTHER_VALUES
+from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import axes, image_of
 from dyno.worker.makers.precision import INHERITED
 from dyno.worker.nets import file_facts
-from dyno.worker.spec import Artifact, Preprocess, Recipe, Tensor, Trial, UserError, to_json
+from dyno.worker.onnx_graph.check import session
+from dyno.worker.spec import Artifact, DataSpec, Preprocess, Recipe, Tensor, Trial, UserError, to_json
 
 LAYER = re.compile("Convolution|MatMul|LSTM|GRU|RNN|ScaledDotProduct|Einsum")
 RESTORING = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "FakeQuantize")
@@ -29,6 +33,8 @@ YES = ("yes", "true", "1")
 NUMBER = re.compile(r"[\d.eE+-]+")
 NAMES = {type_: precision for precision, type_ in reversed(TYPES.items())} | {"float64": "fp32"}
 KEPT = "framework"  # the entry of an IR's information under which OpenVINO keeps an ONNX file's metadata
+FAR = 0.2  # of the norm of an output, for one that is computed otherwise: rounding is far below
+LARGEST = 1 << 30  # bytes of a file whose outputs are compared when it is converted
 INFO = "model_info"  # that of OpenVINO's Model API, which ultralytics writes too
 
 
@@ -151,6 +157,45 @@ def _compare_shapes(model: Any, declared: Sequence[Tensor]) -> tuple[str, ...]:
     return (f"{OTHER_SHAPE} ({', '.join(differing)}); {advice}",) if differing else ()
 
 
+def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, ...]:
+    """Return a warning if outputs for a random input are far from ONNX Runtime's; () where that can't be told.
+
+    It can't for whole numbers, outputs of another shape, random ones, files that ONNX Runtime refuses and huge ones.
+    """
+    if recipe.precision in QUANTISED or parent.bytes > LARGEST:
+        return ()
+    dims, ov = replace(recipe.dims, batch=recipe.dims.batch or 1), library()
+    try:
+        feeds = next(
+            input_data.batches(DataSpec(), recipe.model.preprocess, parent.inputs, dims, 1, recipe.model.inputs)
+        )
+        given = {tensor.name: feeds[tensor.name] for tensor in parent.inputs}
+        runner = session(parent.path)
+        expected, again = (runner.run([tensor.name for tensor in parent.outputs], given) for _ in range(2))
+        results = ov.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(given)
+        found = [results[tensor.name] for tensor in parent.outputs]
+    except MemoryError:
+        raise
+    except Exception:  # the libraries' errors have no common base, and the engine's own run tells what is wrong
+        return ()
+    if not all(map(np.array_equal, expected, again)):
+        return ()
+    names = [t.name for t, a, b in zip(parent.outputs, found, expected, strict=True) if _is_far(a, b)]
+    advice = "one of the two is wrong: compare its outputs with those of onnxruntime"
+    return (f"{OTHER_VALUES} ({', '.join(names)}); {advice}",) if names else ()
+
+
+def _is_far(found: np.ndarray, expected: np.ndarray) -> bool:
+    """Return whether numbers of floating point differ by more than rounding, or others of them are finite."""
+    if expected.dtype.kind != "f" or found.shape != expected.shape:
+        return False
+    known = np.isfinite(expected)
+    if (known != np.isfinite(found)).any():
+        return True
+    a, b = found[known].astype(np.float64), expected[known].astype(np.float64)
+    return bool(np.linalg.norm(a - b) > FAR * np.linalg.norm(b))
+
+
 class IRMaker(Maker):
     """Converts an ONNX file, weights as they are, or points to the model's own IR."""
 
@@ -177,7 +222,8 @@ class IRMaker(Maker):
             ov.save_model(model, path, compress_to_fp16=False)
             seconds = time.perf_counter() - began
             inputs, outputs = parent.inputs, parent.outputs
-            made_by = replace(made_by, **parent.made_by.set_fields(INHERITED), warnings=_compare_shapes(model, outputs))
+            warnings = _compare_shapes(model, outputs) or _compare_values(model, parent, recipe)
+            made_by = replace(made_by, **parent.made_by.set_fields(INHERITED), warnings=warnings)
         written = [path.read_bytes(), *(part.read_bytes() for part in IR.companions(path))]
         sha256 = hashlib.sha256(b"".join(written)).hexdigest()
         if parent is None:

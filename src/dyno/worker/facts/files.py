@@ -13,6 +13,7 @@ AVERAGED = "the weights file has averaged weights too"  # the beginning of a war
 AS_IN_TRAINING = "the graph runs as in training"  # the beginning of a warning
 RANDOM = "the weights are random"  # the beginning of a warning
 OTHER_SHAPE = "OpenVINO gives an output another shape than the ONNX file declares"  # the beginning of a warning
+OTHER_VALUES = "OpenVINO gives outputs other values than ONNX Runtime"  # the beginning of a warning
 ONE_OF = "one of the file's signatures was run"  # the beginning of a warning
 
 
