@@ -133,12 +133,12 @@ class Book:
         with path.open(newline="", encoding="utf-8") as file:
             new = [{"machine": machine, "date": date, **row} for row in csv.DictReader(file)]
         new = [row for row in new if row["model"] not in without]
-        names = {row["network"] for row in new}
+        names, fields = {row["network"] for row in new}, list(self.rows(MATRIX)[0])
         rows = [row for row in self.rows(MATRIX) if row["network"] not in names] + new
         rows.sort(key=lambda row: row["network"])
         self.read[MATRIX] = rows
         with (self.folder / "data" / f"{MATRIX}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer = csv.DictWriter(file, fields, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
 

@@ -6,7 +6,7 @@ import hashlib
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -327,13 +327,20 @@ class FileFormat(ABC):
 
 
 def artifact_of(
-    path: Path, format: str, precision: str, ends: Ends, made_by: MakerFacts, began: float, parent_sha256: str = ""
+    path: Path,
+    format: str,
+    precision: str,
+    ends: Ends,
+    made_by: MakerFacts,
+    began: float,
+    parent_sha256: str = "",
+    beside: Sequence[Path] = (),
 ) -> Artifact:
-    """Return the artifact of the single file at `path`, with these inputs and outputs, made since `began`.
+    """Return the artifact of the file at `path` with those `beside` it, these inputs and outputs, made since `began`.
 
     `began` is a time of `perf_counter`, in seconds.
     """
-    content = path.read_bytes()
+    content = b"".join(each.read_bytes() for each in (path, *beside))
     sha256, seconds = hashlib.sha256(content).hexdigest(), time.perf_counter() - began
     return Artifact(format, str(path), sha256, len(content), precision, *ends, seconds, parent_sha256, made_by)
 
@@ -353,7 +360,8 @@ def describe_given(file_format: FileFormat, recipe: Recipe, made_by: MakerFacts)
     contents = file_format.read(path, Trial(recipe.model, file_format.backend, recipe.precision, recipe.dims))
     made_by = replace(made_by, parameters=contents.parameters)
     ends = (contents.inputs, contents.outputs)
-    artifact = artifact_of(Path(path), file_format.name, contents.precision, ends, made_by, 0.0)
+    beside = file_format.companions(Path(path))
+    artifact = artifact_of(Path(path), file_format.name, contents.precision, ends, made_by, 0.0, beside=beside)
     return replace(artifact, seconds=0.0, made_by=replace(made_by, weights_sha256=artifact.sha256))
 
 

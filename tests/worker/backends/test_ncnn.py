@@ -13,7 +13,8 @@ import pytest
 from dyno.report.tables import trial_table
 from dyno.worker import registry
 from dyno.worker.backend import answer_feeds
-from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial, Unavailable, UserError
+from dyno.worker.backends.ncnn import OpenGraph
+from dyno.worker.spec import Dims, ModelSpec, Runtime, Tensor, Trial, Unavailable, UserError
 
 NCNN = registry.find("ncnn")
 WEIGHTS = np.array([[1, 2, -3, 4], [-5, 6, 7, 8]], np.float32)
@@ -130,6 +131,12 @@ def test_damaged_graphs_are_refused_in_one_line(refused: Any, tmp_path: Path) ->
     assert "ncnn has no layer for Unheard" in refused("run", path)
     path.write_text(text[: text.index("1 1 data")])
     assert "was cut short" in refused("run", path)
+    path.write_text(text[: text.index(" scores")])
+    assert "lacks names of its inputs or outputs" in refused("run", path)
+    path.write_text(text.replace("0=4", "0=four"))
+    assert "is a damaged graph of ncnn" in refused("run", path)
+    path.write_text(text.replace("0=4", "").replace("InnerProduct", "Split").replace("scores", "data"))
+    assert "doesn't say the shape of its input 'data'" in refused("run", path), "a graph that goes round"
     path.write_text(text)
     weights.write_bytes(weights.read_bytes()[:20])
     assert "can't be loaded by ncnn" in refused("run", path)
@@ -222,6 +229,12 @@ def test_an_onnx_file_is_converted_and_its_folder_left_alone(call: Any, nets: Pa
     code, _, err = call("run", "given/small.onnx", *words, "--out", "run")
     assert code == 0 and outputs_of("run") == {"onnxruntime": "", "ncnn": "agree"}, err
     assert [path.name for path in (tmp_path / "given").iterdir()] == ["small.onnx"]
+
+
+def test_a_graph_that_lost_an_output_is_refused(tmp_path: Path) -> None:
+    opened = OpenGraph(str(write_graph(tmp_path)), "fp32", 1)
+    with pytest.raises(UserError, match="pnnx made 1 outputs of 2"):
+        opened.answer([Tensor("data", "float32", (1, 4))], [X[:1]], 2)
 
 
 def test_a_library_without_batches_runs_one_image(

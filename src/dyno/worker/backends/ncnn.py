@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import math
 import re
 import subprocess
@@ -19,7 +17,17 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import system
-from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session, refuse_requantising
+from dyno.worker.backend import (
+    Arrays,
+    Backend,
+    FileContents,
+    FileFormat,
+    Maker,
+    Session,
+    artifact_of,
+    describe_given,
+    refuse_requantising,
+)
 from dyno.worker.backends.pytorch import module_inputs
 from dyno.worker.extras import install, load_library
 from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
@@ -66,19 +74,17 @@ class ParamLayer:
 
 def read_layers(path: str) -> list[ParamLayer]:
     """Return the layers of a .param file; raise a `UserError` for a damaged one."""
-    try:
+    with torch_support.refusals(f"{path} is no graph of {ENGINE}, or was cut short"):
         lines = Path(path).read_text(encoding="utf-8").split("\n")
         return [_read_layer(line.split()) for line in lines[2:] if line.strip()]
-    except OSError as e:
-        raise UserError(f"{path} can't be read ({e.strerror})") from e
-    except (ValueError, IndexError) as e:
-        raise UserError(f"{path} is no graph of {ENGINE}, or was cut short: export it again") from e
 
 
 def _read_layer(words: Sequence[str]) -> ParamLayer:
     """Return the layer of a line: type, name, counts of inputs and outputs, their names, then `number=value`."""
     first, middle = 4, 4 + int(words[2])
     last = middle + int(words[3])
+    if len(words) < last:
+        raise ValueError(f"the line of {words[1]} lacks names of its inputs or outputs")
     parameters = {int(key): value for key, _, value in (word.partition("=") for word in words[last:])}
     return ParamLayer(words[0], words[1], tuple(words[first:middle]), tuple(words[middle:last]), parameters)
 
@@ -93,8 +99,9 @@ def describe_inputs(path: str, layers: Sequence[ParamLayer]) -> tuple[Tensor, ..
     for layer in (each for each in layers if each.type == "Input"):
         sizes = tuple(size for key in (2, 11, 1, 0) if (size := layer.read_int(key)))  # channels, depth, height, width
         name, reader = layer.outputs[0], readers.get(layer.outputs[0])
-        while reader and reader.type in KEEPS_CHANNELS:
-            reader = readers.get(reader.outputs[0])
+        for _ in layers:  # at most; a damaged graph may go round
+            if reader and reader.type in KEEPS_CHANNELS:
+                reader = readers.get(reader.outputs[0])
         dtype = "int32" if reader and reader.type == "Embed" else "float32"
         if not sizes and reader and reader.type in ("Convolution", "ConvolutionDepthWise"):
             kernel = reader.read_int(1) * reader.read_int(11, reader.read_int(1))
@@ -137,15 +144,17 @@ class NcnnFormat(FileFormat):
     def read(self, path: str, trial: Trial) -> FileContents:
         """Read the graph and run it once for the shapes of its outputs; it is int8 if most layers that multiply are."""
         layers, metadata = read_layers(path), file_facts.read_attached(path)
-        inputs = describe_inputs(path, layers)
-        types = [_has_int8_weights(layer) for layer in layers if COMPUTE.match(layer.type)]
+        with torch_support.refusals(f"{path} is a damaged graph of {ENGINE}"):
+            inputs = describe_inputs(path, layers)
+            types = [_has_int8_weights(layer) for layer in layers if COMPUTE.match(layer.type)]
         height, width = file_facts.find_size(metadata) or (file_facts.DEFAULT_SIZE, file_facts.DEFAULT_SIZE)
         dims = replace(trial.dims, batch=1, height=trial.dims.height or height, width=trial.dims.width or width)
         opened = OpenGraph(path, "fp32", 1)
         arrays: list[np.ndarray] = []
         if not any("length" in t.shape for t in inputs):
             shapes = static_shapes(inputs, dims)
-            arrays = opened.answer(inputs, [np.zeros(shapes[t.name], t.dtype) for t in inputs])
+            opened.feed(inputs, [np.zeros(shapes[t.name], t.dtype) for t in inputs])
+            arrays = [opened.read(value) for value in opened.run()]
         named = zip(opened.outputs, arrays, strict=False)
         outputs = tuple(Tensor(name, "float32", (BATCH, *array.shape[1:])) for name, array in named)
         purpose, images = file_facts.read_purpose(metadata), file_facts.read_image_facts(metadata)
@@ -206,7 +215,7 @@ class Ncnn(Backend):
         """Return the layers of the graph, as the file has them."""
         layers = read_layers(artifact.path if artifact else trial.model.file)
         library = f"{ENGINE} {system.versions(self.requires).get('ncnn', '')}"
-        return LayerGraph(form=LAYERS, library=library, layers=tuple(map(_describe_layer, layers)))
+        return LayerGraph(form=LAYERS, library=library, layers=tuple(_describe_layer(layer, trial) for layer in layers))
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Load the graph with the trial's threads and precision; weights are packed for the CPU here."""
@@ -218,8 +227,9 @@ class Ncnn(Backend):
 NCNN = Ncnn()
 
 
-def _describe_layer(layer: ParamLayer) -> Layer:
-    computes_in = ("int8" if _has_int8_weights(layer) else "float32") if COMPUTE.match(layer.type) else ""
+def _describe_layer(layer: ParamLayer, trial: Trial) -> Layer:
+    kind = "int8" if _has_int8_weights(layer) else "float32" if trial.precision == "fp32" else ""  # else a run tells
+    computes_in = kind if COMPUTE.match(layer.type) else ""
     inputs, outputs = (tuple(map(Port, names)) for names in (layer.inputs, layer.outputs))
     moves = layer.type in ("Split", "Noop")
     return Layer(
@@ -305,12 +315,12 @@ class OpenGraph:
         array = array.astype(tensor.dtype, copy=False)
         return array.reshape(shape) if array.size == math.prod(shape) else array
 
-    def answer(
-        self, inputs: Sequence[Tensor], arrays: Sequence[np.ndarray], outputs: Sequence[Tensor] = ()
-    ) -> list[np.ndarray]:
-        """Return the outputs of one run, of these shapes where they have as many values."""
+    def answer(self, inputs: Sequence[Tensor], arrays: Sequence[np.ndarray], outputs: int) -> list[Any]:
+        """Return the blobs of one run's outputs; raise a `UserError` where there are not as many as expected."""
         self.feed(inputs, arrays)
-        return [self.read(value, *ends) for value, *ends in itertools.zip_longest(self.run(), outputs)]
+        if len(self.outputs) != outputs:
+            raise UserError(f"{CONVERTER} made {len(self.outputs)} outputs of {outputs}")
+        return self.run()
 
     def count_types(self) -> Counter[str]:
         """Count the layers that multiply by type: int8 by their weights, others by what they hand on."""
@@ -369,24 +379,15 @@ class NcnnMaker(Maker):
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Write FOLDER/model.param and model.bin; the sha256 is over both, .param first."""
-        began, file, path = time.perf_counter(), recipe.model.file, folder / "model.param"
+        began, path, facts = time.perf_counter(), folder / "model.param", self.describe(recipe)
+        if recipe.model.file.endswith(NcnnFormat.suffixes):
+            return describe_given(NCNN_FORMAT, recipe, facts)
         refuse_batch(recipe.dims.batch)
-        facts = self.describe(recipe)
-        is_given = file.endswith(NcnnFormat.suffixes)
-        if is_given:
-            path = Path(file)
-            contents = NCNN_FORMAT.read(file, Trial(recipe.model, self.name, recipe.precision, recipe.dims))
-            inputs, outputs = contents.inputs, contents.outputs
-        elif file:
-            inputs, outputs, facts = _convert_onnx(recipe, facts, path)
-        else:
-            inputs, outputs, facts = _convert_module(recipe, facts, path)
-        parts = [path.read_bytes(), *(part.read_bytes() for part in NCNN_FORMAT.companions(path))]
-        sha256, size = hashlib.sha256(b"".join(parts)).hexdigest(), sum(map(len, parts))
-        facts = replace(facts, weights_sha256=sha256) if is_given else facts
-        seconds = 0.0 if is_given else time.perf_counter() - began
-        return Artifact(
-            NCNN_FORMAT.name, str(path), sha256, size, recipe.precision, inputs, outputs, seconds, "", facts
+        convert = _convert_onnx if recipe.model.file else _convert_module
+        inputs, outputs, facts = convert(recipe, facts, path)
+        beside = NCNN_FORMAT.companions(path)
+        return artifact_of(
+            path, NCNN_FORMAT.name, recipe.precision, (inputs, outputs), facts, began, beside=beside
         )  # fmt: skip
 
 
@@ -403,7 +404,8 @@ def _convert_onnx(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tensor
         graph_facts.copy_with_weights(Path(recipe.model.file), copied)
         _convert(copied, inputs, path, recipe.model.name)
     opened = OpenGraph(str(path), "fp32", 1, recipe.model.name)
-    arrays = opened.answer(inputs, [np.zeros([*map(int, t.shape)], t.dtype) for t in inputs])
+    zeros = [np.zeros([*map(int, t.shape)], t.dtype) for t in inputs]
+    arrays = [opened.read(value) for value in opened.answer(inputs, zeros, len(declared))]
     outputs = []
     for tensor, array in zip(declared, arrays, strict=True):
         fixed = [axis if isinstance(axis, int) else size for axis, size in zip(tensor.shape, array.shape, strict=False)]
@@ -431,7 +433,10 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tens
             _convert(trace, inputs, path, name)
     opened = OpenGraph(str(path), "fp32", recipe.runtime.threads, name)
     outputs = torch_support.describe_outputs({k: torch.from_numpy(v) for k, v in source.expected[0].outputs.items()})
-    results = [opened.answer(inputs, [*case.feeds.values()], outputs) for case in source.expected]
+    results = []
+    for case in source.expected:
+        found = opened.answer(inputs, [*case.feeds.values()], len(outputs))
+        results.append([opened.read(value, tensor) for value, tensor in zip(found, outputs, strict=True)])
     try:
         checked = compare_results(source, results)
     except WrongGraph as e:

@@ -33,6 +33,7 @@ YES = ("yes", "true", "1")
 NUMBER = re.compile(r"[\d.eE+-]+")
 NAMES = {type_: precision for precision, type_ in reversed(TYPES.items())} | {"float64": "fp32"}
 KEPT = "framework"  # the entry of an IR's information under which OpenVINO keeps an ONNX file's metadata
+ADVICE = "one of the two is wrong: compare its outputs with those of onnxruntime"  # of two readings of a file
 FAR = 0.2  # of the norm of an output, for one that is computed otherwise: rounding is far below
 LARGEST = 1 << 30  # bytes of a file whose outputs are compared when it is converted
 INFO = "model_info"  # that of OpenVINO's Model API, which ultralytics writes too
@@ -153,8 +154,7 @@ def _compare_shapes(model: Any, declared: Sequence[Tensor]) -> tuple[str, ...]:
         for port in model.outputs:
             if tensor.shape and tensor.name in port.get_names() and not port.get_partial_shape().compatible(shape):
                 differing.append(f"{tensor.name} {port.get_partial_shape()} for {shape}")
-    advice = "one of the two is wrong: compare its outputs with those of onnxruntime"
-    return (f"{OTHER_SHAPE} ({', '.join(differing)}); {advice}",) if differing else ()
+    return (f"{OTHER_SHAPE} ({', '.join(differing)}); {ADVICE}",) if differing else ()
 
 
 def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, ...]:
@@ -181,8 +181,7 @@ def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, 
     if not all(map(np.array_equal, expected, again)):
         return ()
     names = [t.name for t, a, b in zip(parent.outputs, found, expected, strict=True) if _is_far(a, b)]
-    advice = "one of the two is wrong: compare its outputs with those of onnxruntime"
-    return (f"{OTHER_VALUES} ({', '.join(names)}); {advice}",) if names else ()
+    return (f"{OTHER_VALUES} ({', '.join(names)}); {ADVICE}",) if names else ()
 
 
 def _is_far(found: np.ndarray, expected: np.ndarray) -> bool:
