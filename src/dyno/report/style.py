@@ -26,7 +26,7 @@ COLORS = {
     "torchao": "#7A5195",
     "litert": "#5C4B3B",
     "executorch": "#882255",
-    "ncnn": "#117733",
+    "ncnn": "#332288",
     "fake": "#8A8A8A",
 }
 SPARE = ("#CC79A7", "#B8A800", "#7A5195", "#5C4B3B", "#8A8A8A")
