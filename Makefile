@@ -22,9 +22,9 @@ JOBS := $(addprefix tests/,cli devices jobs runner training) $(filter-out $(READ
 FAST := -q -m "not slow and not gpu"
 USUAL := -m "not rare"
 
-# A PYTHONPATH or an activated environment of the caller's must not decide what is tested here. The byte-code of what is
-# tested is kept: the tests start hundreds of processes, and each would compile it anew.
-unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX PYTHONDONTWRITEBYTECODE
+# A PYTHONPATH, an activated environment or an exported width of the caller's must not decide what is tested here. The
+# byte-code of what is tested is kept: the tests start hundreds of processes, and each would compile it anew.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX PYTHONDONTWRITEBYTECODE COLUMNS LINES
 export UV_PYTHON_DOWNLOADS := never
 export UV_HTTP_TIMEOUT ?= 300
 # Threads that wait by spinning take the processors from the process beside them: a quarter of make check's time.
