@@ -99,7 +99,7 @@ def test_refusals_name_what_there_is() -> None:
     assert fake.refuse(TRIAL) == ""
     assert fake.refuse(replace(TRIAL, precision="fp8")) == "fake has no fp8 here (it has fp32, fp16, int8)"
     step = "; give --precision int8, or --backend torchao/int8"
-    assert find("torchao").refuse(TRIAL) == f"torchao has no fp32 here (it has int8){step}"
+    assert find("torchao").refuse(TRIAL) == f"torchao has no fp32 here (it has int8, fp8, int4){step}"
     assert fake.refuse(replace(TRIAL, precision="tf32")) == "tf32 is a mode of NVIDIA GPUs; a CPU has none"
     assert (
         find("pytorch").refuse(replace(TRIAL, precision="int8")) == "pytorch has no int8 here (it has fp32, fp16, bf16)"

@@ -198,7 +198,7 @@ class Backend(ABC):
         on_cpu = trial.runtime.device == "cpu"
         if trial.precision == "tf32" and on_cpu:
             return "tf32 is a mode of NVIDIA GPUs; a CPU has none"
-        if trial.precision in STORED and trial.precision != trial.model.precision:
+        if trial.precision in STORED and trial.precision not in (trial.model.precision, *self.precisions):
             return f"{trial.precision} is for a file with such weights; Dyno doesn't quantise to it"
         precisions = [name for name in self.precisions if name != "tf32" or not on_cpu]
         of_file = trial.precision == trial.model.precision and trial.precision in self.file_precisions

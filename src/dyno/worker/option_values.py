@@ -33,11 +33,12 @@ def option(default: Any, help: str, usual: str = "", *, flags: str | None = "", 
     return field(default=default, metadata=metadata)
 
 
-def one_of(*names: str) -> Check:
-    """Return a check for one of these words."""
+def one_of(*values: Option) -> Check:
+    """Return a check for one of these words or numbers."""
+    names = [str(value) for value in values]
 
     def check_word(value: Option) -> str:
-        if value in names:
+        if value in values:
             return ""
         similar = difflib.get_close_matches(str(value), names, 1)
         return f"one of {', '.join(names)}" + (f"; did you mean {similar[0]}?" if similar else "")

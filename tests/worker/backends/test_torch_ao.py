@@ -1,4 +1,4 @@
-"""torchao's INT8: what is refused, what is calibrated, and what really ran."""
+"""torchao's INT8, FP8 and INT4: what is refused, what is calibrated, and what really ran."""
 
 from __future__ import annotations
 
@@ -87,6 +87,48 @@ def test_what_it_refuses_is_one_line(asked: Any) -> None:
     on_gpu = replace(trial, runtime=Runtime(device="cuda:0"))
     assert torch_ao.scheme_of(on_gpu) == "dynamic"
     assert "is for CPUs" in TORCHAO.refuse(replace(on_gpu, options={"scheme": "static"}))
+    assert TORCHAO.refuse(asked(scheme="static", search=False)) == "search is for scheme=dynamic and scheme=weights"
+
+
+@pytest.mark.parametrize(
+    ("precision", "scheme", "other"), [("fp8", "dynamic", "weights"), ("int4", "weights", "dynamic")]
+)
+def test_fp8_and_int4_are_for_gpus(precision: str, scheme: str, other: str, asked: Any) -> None:
+    on_cpu = replace(asked(), precision=precision)
+    assert TORCHAO.refuse(on_cpu) == f"torchao's {precision} is for NVIDIA GPUs; on a CPU give int8"
+    on_gpu = replace(on_cpu, runtime=Runtime(device="cuda:0"), data=DataSpec())
+    assert TORCHAO.refuse(on_gpu) == ""
+    assert TORCHAO.recipe(on_gpu) is None
+    assert TORCHAO.checked(on_gpu)["scheme"] == scheme  # type: ignore[attr-defined]
+    refused = TORCHAO.refuse(replace(on_gpu, options={"scheme": other}))
+    assert refused == f"torchao's {precision} has scheme={scheme} alone; omit scheme"
+    expected = "" if precision == "int4" else "group is for int4, whose weights share scales in groups"
+    assert TORCHAO.refuse(replace(on_gpu, options={"group": 32})) == expected
+
+
+def test_a_group_has_a_number_of_weights_that_kernels_know(asked: Any) -> None:
+    trial = replace(asked(group=48), precision="int4", runtime=Runtime(device="cuda:0"))
+    with pytest.raises(UserError, match=r"^group=48: torchao's group must be one of 32, 64, 128, 256$"):
+        TORCHAO.checked(trial)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "expected"),
+    [
+        ("int8", {"search": False}, ("Int8DynamicActivationInt8WeightConfig", {"set_inductor_config": False})),
+        ("int8", {"scheme": "weights"}, ("Int8WeightOnlyConfig", {"set_inductor_config": True})),
+        ("fp8", {}, ("Float8DynamicActivationFloat8WeightConfig", {"set_inductor_config": True})),
+        ("int4", {"group": 32}, ("Int4WeightOnlyConfig", {"group_size": 32, "set_inductor_config": True,
+                                                          "int4_packing_format": "tile_packed_to_4d"})),
+    ],
+)  # fmt: skip
+def test_torchao_gets_what_the_options_say(
+    precision: str, options: dict[str, Option], expected: tuple[str, dict[str, Any]], asked: Any
+) -> None:
+    if lacks := missing("torchao"):
+        pytest.skip(f"{lacks} is not installed")
+    trial = replace(asked(**options), precision=precision, runtime=Runtime(device="cuda:0"))
+    assert torch_ao.config_of(trial, TORCHAO.checked(trial)) == expected  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("flags", "fused"), [({"avx2"}, False), ({"avx2", "avx_vnni"}, True), (set[str](), True)])
@@ -139,6 +181,13 @@ def test_what_a_run_called_is_counted_once_in_its_type() -> None:
              Call("aten::_int_mm"), Call("aten::mm"), Call("aten::_weight_int8pack_mm"), Call("aten::add"),
              Call("onednn::qconv_prepack"), Call("cpp_fused_mm_0")]  # fmt: skip
     assert torch_ao.count_types(calls) == {"float32": 3, "int8": 2}
+
+
+def test_kernels_of_a_gpu_are_counted_by_their_names() -> None:
+    names = ("aten::_int_mm", "triton_tem_fused__int_mm_mul_7", "aten::_scaled_mm", "aten::_weight_int4pack_mm",
+             "triton_tem_fused_addmm_3", "aten::addmm", "triton_poi_fused__to_copy_1")  # fmt: skip
+    counted = torch_ao.count_types([Call(name) for name in names], "bfloat16")
+    assert counted == {"int8": 2, "float8": 1, "int4": 1, "bfloat16": 2}
 
 
 @pytest.mark.parametrize(("scheme", "kinds"), [("static", {"int8"}), ("weights", {"float32"})])
@@ -212,3 +261,36 @@ def test_a_network_without_linear_layers_is_refused(asked: Any) -> None:
         pytest.skip(f"{lacks} is not installed")
     with pytest.raises(UserError, match="convolutions has no linear layer, which scheme=dynamic quantises"):
         TORCHAO.load(asked("convolutions", scheme="dynamic"), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("precision", "options", "kind", "left"),
+    [("int8", {}, "int8", 0), ("int8", {"search": False}, "int8", 0), ("fp8", {"search": False}, "float8", 1),
+     ("int4", {"search": False, "group": 32}, "int4", 1)],
+)  # fmt: skip
+def test_what_ran_on_a_gpu_is_seen(
+    precision: str, options: dict[str, Option], kind: str, left: int, asked: Any
+) -> None:
+    if not torch.cuda.is_available() or missing("torchao"):
+        pytest.skip("PyTorch sees no GPU here, or torchao is not installed")
+    trial = replace(asked(**options), precision=precision, runtime=Runtime(device="cuda:0"), data=DataSpec())
+    session: Any = TORCHAO.load(trial, None)
+    eager: Any = registry.find("pytorch").load(replace(trial, backend="pytorch", precision="fp32", options={}), None)
+    x = np.random.default_rng(0).standard_normal((2, 3, 32, 32), np.float32)
+    for each in (session, eager):
+        each.bind({"input": x})
+        each.run()
+        each.wait()
+    (got,), (right,) = session.fetch().values(), eager.fetch().values()
+    off = np.abs(got - right).max() / np.abs(right).max()
+    assert 0 < off < 0.2, "quantised, and still the same network"
+    facts = session.facts()
+    assert facts.layers_by_type[kind] == 3 - left, facts.layers_by_type
+    assert facts.layers_by_type["bfloat16"] == 1 + left, "the convolution, and what the kernels don't take"
+    assert [note for note in facts.notes if "unquantised" in note] == (
+        [f"torchao left 1 of 3 linear layers unquantised: 1 of {'10 x 4096' if precision == 'fp8' else '128 x 16'}"]
+        if left
+        else []
+    )
+    assert facts.options["allow_tf32"] is False

@@ -43,8 +43,7 @@ from dyno.worker.sessions.torch_support import (
 )
 from dyno.worker.spec import BATCH, Artifact, DataSpec, Dims, ModelSpec, Tensor, Trial, Unavailable, UserError
 
-# The type of a module's weights before anything is quantised.
-TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "float32"}
+TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 MODULE_OPTIONS: Mapping[str, Check] = {
     "channels_last": flag, "cudnn_benchmark": flag, "input": one_of(*input_data.READ),
 }  # fmt: skip
@@ -118,6 +117,11 @@ class PyTorch(Backend):
 PYTORCH = PyTorch()
 
 
+def weight_type(trial: Trial) -> str:
+    """Return the type of a module's weights before any is quantised: below 16 bits bfloat16 on a GPU, else float32."""
+    return TYPES.get(trial.precision, "float32" if trial.runtime.device == "cpu" else "bfloat16")
+
+
 def module_inputs(model: ModelSpec, dims: Dims) -> tuple[Tensor, ...]:
     """Return the tensors that a module takes at that batch and size."""
     image = dims.shapes.get("input", (BATCH, model.channels, "height", "width"))
@@ -135,7 +139,7 @@ class TorchSession(Session):
         self._device = device_named(self._torch, trial.runtime.device)
         configure(self._torch, trial, bool(options["cudnn_benchmark"]))
         self._layout = self._torch.channels_last if options["channels_last"] else self._torch.contiguous_format
-        dtype = self._dtype = getattr(self._torch, TYPES[trial.precision])
+        dtype = self._dtype = getattr(self._torch, weight_type(trial))
         self._module, self._weights = self._load_module()
         self._pixels = input_data.wants_pixels(options)
         self.slots = self._slots_wanted()
@@ -154,7 +158,7 @@ class TorchSession(Session):
         return self._place_module(module), weights
 
     def _place_module(self, module: Any) -> Any:
-        return cast(module.to(self._device, memory_format=self._layout), TYPES[self._trial.precision])
+        return cast(module.to(self._device, memory_format=self._layout), weight_type(self._trial))
 
     def _slots_wanted(self) -> int:
         return SLOTS if self._on_gpu else 1

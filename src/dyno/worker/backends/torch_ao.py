@@ -1,7 +1,8 @@
-"""PyTorch quantised to INT8 by torchao and compiled by inductor (`torchao`)."""
+"""PyTorch quantised by torchao and compiled by inductor (`torchao`): INT8, and on NVIDIA GPUs FP8 and INT4."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from collections import Counter
@@ -12,13 +13,13 @@ from typing import Any
 
 from dyno.worker import system
 from dyno.worker.backend import Maker, Session, artifact_of
-from dyno.worker.backends.pytorch import PyTorch, module_inputs
+from dyno.worker.backends.pytorch import PyTorch, module_inputs, weight_type
 from dyno.worker.backends.torch_compile import MODES, CompiledSession
 from dyno.worker.extras import install, load_library
 from dyno.worker.facts.engine import UNKNOWN, EngineFacts, Probe, precision_truth
 from dyno.worker.inputs.calibration import calibration_data, calibration_of, missing_data
 from dyno.worker.nets import models, saved_modules
-from dyno.worker.option_values import Check, one_of, whole
+from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions.torch_support import (
     describe_outputs,
     import_torch,
@@ -27,6 +28,7 @@ from dyno.worker.sessions.torch_support import (
     positional,
     refusals,
     refuse_script,
+    settings_kept,
     silenced,
 )
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, UserError
@@ -40,39 +42,64 @@ NARROW = (
     "without VNNI INT8 sums overflow, so activations were calibrated to seven bits",
     "without VNNI INT8 sums overflow, so inductor's fused INT8 layers are not used",
 )
-CONFIGS = {DYNAMIC: "Int8DynamicActivationInt8WeightConfig", WEIGHTS: "Int8WeightOnlyConfig"}
+CONFIGS = {
+    ("int8", DYNAMIC): "Int8DynamicActivationInt8WeightConfig",
+    ("int8", WEIGHTS): "Int8WeightOnlyConfig",
+    ("fp8", DYNAMIC): "Float8DynamicActivationFloat8WeightConfig",
+    ("int4", WEIGHTS): "Int4WeightOnlyConfig",
+}
+SCHEMES = {"int8": DYNAMIC, "fp8": DYNAMIC, "int4": WEIGHTS}  # where nothing is calibrated
+GROUP = 128
+GROUPS = (32, 64, 128, 256)  # weights of four bits that share a scale
+TILED = "tile_packed_to_4d"  # PyTorch's own kernels of four bits read this order; the default needs another library
 PROGRAM = "torch_export"  # the format of the quantised program
-QUANTISED = re.compile(r"::(?:qconv|qlinear|_int_mm|int8_|_scaled_int8)")
+QUANTISED = {
+    "int8": re.compile(r"::(?:qconv|qlinear|_int_mm|int8_|_scaled_int8)|^triton_tem.*_int_mm"),
+    "float8": re.compile(r"::_scaled_mm|^triton_tem.*_scaled_mm"),
+    "int4": re.compile(r"::_weight_int4pack_mm"),
+}
+TEMPLATE = "triton_tem"  # begins the name of a kernel that inductor writes for a product
 PRODUCT = re.compile(r"conv|linear|mm\b|mm_|_mm|addmm|attention|lstm|gru|einsum")
 MOVES = re.compile(r"prepack|reorder|pack_weight|::t$|convert")
 
 
 class TorchAO(PyTorch):
-    """torchao's INT8 behind torch.compile; the weights and activations are quantised by torchao alone.
+    """torchao's quantised module behind torch.compile; the weights and activations are quantised by torchao alone.
 
     Options: `scheme` (static: by the X86InductorQuantizer, calibrated; dynamic: linear layers, activations as they
-    come; weights: linear layers, weights alone), `samples` of the calibration, and `mode` as of `compile`.
+    come; weights: linear layers, weights alone), `samples` of the calibration, `group` (weights of int4 that share a
+    scale), `search` (bool: the compiler's search for fast kernels that torchao recommends), `mode` as of `compile`.
     """
 
     name = "torchao"
     compiles = True
     requires = ("torch", "torchao")
-    precisions = ("int8",)
+    precisions = ("int8", "fp8", "int4")
     profiled = ()
-    options = ("scheme", "samples", "mode")
+    options = ("scheme", "samples", "group", "search", "mode")
     values: Mapping[str, Check] = {
-        "scheme": one_of(STATIC, DYNAMIC, WEIGHTS), "samples": whole(1), "mode": one_of(*MODES),
+        "scheme": one_of(STATIC, DYNAMIC, WEIGHTS), "samples": whole(1), "group": one_of(*GROUPS), "search": flag,
+        "mode": one_of(*MODES),
     }  # fmt: skip
 
     def refuse(self, trial: Trial) -> str:
         """See `Backend.refuse`; a static scheme is for CPUs and needs calibration data."""
         if reason := super().refuse(trial):
             return reason
-        if scheme_of(trial) != STATIC:
-            return "" if "samples" not in trial.options else "samples is for scheme=static, which is calibrated"
-        if trial.runtime.device != "cpu":
+        scheme, options, on_cpu = scheme_of(trial), trial.options, trial.runtime.device == "cpu"
+        if trial.precision != "int8" and on_cpu:
+            return f"torchao's {trial.precision} is for NVIDIA GPUs; on a CPU give int8"
+        if scheme == STATIC and not on_cpu:
             return "scheme=static is for CPUs (X86InductorQuantizer); give scheme=dynamic or scheme=weights"
-        return missing_data(trial)
+        if scheme != STATIC and (trial.precision, scheme) not in CONFIGS:
+            return f"torchao's {trial.precision} has scheme={SCHEMES[trial.precision]} alone; omit scheme"
+        if "samples" in options and scheme != STATIC:
+            return "samples is for scheme=static, which is calibrated"
+        if "group" in options and trial.precision != "int4":
+            return "group is for int4, whose weights share scales in groups"
+        if "search" in options and scheme == STATIC:
+            return "search is for scheme=dynamic and scheme=weights"
+        return missing_data(trial) if scheme == STATIC else ""
 
     def recipe(self, trial: Trial) -> Recipe | None:
         """Return the recipe of the calibrated program at the trial's batch; other schemes need no file."""
@@ -89,7 +116,7 @@ class TorchAO(PyTorch):
         torch, quantization = import_torch(), import_torchao()
         layer = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
         with torch.no_grad(), silenced():
-            quantization.quantize_(layer, getattr(quantization, CONFIGS[DYNAMIC])())
+            quantization.quantize_(layer, getattr(quantization, CONFIGS["int8", DYNAMIC])())
             layer(torch.randn(2, 32))
         devices = ("cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count())))
         found = system.versions(("torchao",)).get("torchao", "")
@@ -108,9 +135,12 @@ class TorchAO(PyTorch):
 
     def checked(self, trial: Trial) -> dict[str, Any]:
         """See `PyTorch.checked`."""
-        fused = trial.runtime.device == "cpu" and (scheme_of(trial) == STATIC or _has_wide_sums())
-        defaults = {"mode": "default", "freeze": fused, "scheme": scheme_of(trial)}
-        return {**defaults, **super().checked(trial), "channels_last": False}
+        on_cpu, scheme = trial.runtime.device == "cpu", scheme_of(trial)
+        fused = on_cpu and (scheme == STATIC or _has_wide_sums())
+        defaults = {"mode": "default", "freeze": fused, "scheme": scheme}
+        defaults |= {"search": True} if scheme != STATIC else {}
+        defaults |= {"group": GROUP} if trial.precision == "int4" else {}
+        return {**defaults, **super().checked(trial), "channels_last": not on_cpu}
 
 
 TORCHAO = TorchAO()
@@ -123,8 +153,18 @@ def _has_wide_sums() -> bool:
 
 
 def scheme_of(trial: Trial) -> str:
-    """Return the trial's scheme: by default static on a CPU, and dynamic on a GPU."""
-    return str(trial.options.get("scheme", STATIC if trial.runtime.device == "cpu" else DYNAMIC))
+    """Return the trial's scheme: by default static on a CPU, and on a GPU the precision's."""
+    return str(trial.options.get("scheme", STATIC if trial.runtime.device == "cpu" else SCHEMES[trial.precision]))
+
+
+def config_of(trial: Trial, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of torchao's configuration for a scheme that isn't static."""
+    name = CONFIGS[trial.precision, scheme_of(trial)]
+    known = inspect.signature(getattr(import_torchao(), name)).parameters
+    arguments = {"set_inductor_config": options["search"]}
+    if trial.precision == "int4":
+        arguments |= {"group_size": options["group"], "int4_packing_format": TILED}
+    return name, {key: value for key, value in arguments.items() if key in known}
 
 
 def import_torchao(module: str = "") -> Any:
@@ -205,6 +245,7 @@ class TorchAOSession(CompiledSession):
 
     def __init__(self, trial: Trial, options: dict[str, Any], artifact: Artifact | None) -> None:
         self._artifact = artifact
+        self._notes: tuple[str, ...] = ()
         super().__init__(trial, options)
 
     def _load_module(self) -> tuple[Any, str]:
@@ -215,16 +256,29 @@ class TorchAOSession(CompiledSession):
 
     def _make_callable(self, dtype: Any) -> Callable[..., Any]:
         """Return the quantised module as a function of the slot's tensors; inductor fuses a program's Q/DQ pairs."""
-        torch, quantization, scheme = self._torch, import_torchao(), self._options["scheme"]
         if self._artifact is not None:
             program: Callable[..., Any] = self._module
             return program
-        if not any(isinstance(part, torch.nn.Linear) for part in self._module.modules()):
-            raise UserError(f"{self._trial.model.name} has no linear layer, which scheme={scheme} quantises")
-        with torch.no_grad(), silenced():
-            quantization.quantize_(self._module, getattr(quantization, CONFIGS[scheme])())
+        self._quantise_module()
         called: Callable[..., Any] = super()._make_callable(dtype)
         return called
+
+    def _quantise_module(self) -> None:
+        torch, quantization, trial = self._torch, import_torchao(), self._trial
+        layers = [part for part in self._module.modules() if isinstance(part, torch.nn.Linear)]
+        if not layers:
+            raise UserError(f"{trial.model.name} has no linear layer, which scheme={scheme_of(trial)} quantises")
+        name, arguments = config_of(trial, self._options)
+        refused = refusals(f"torchao can't quantise {trial.model.name} to {trial.precision}")
+        with refused, settings_kept(torch), torch.no_grad(), silenced():  # older versions turn TF32 on
+            quantization.quantize_(self._module, getattr(quantization, name)(**arguments))
+        left = [tuple(layer.weight.shape) for layer in layers if not hasattr(layer.weight, "__tensor_flatten__")]
+        if len(left) == len(layers):
+            raise UserError(
+                f"torchao quantises no linear layer of {trial.model.name} to {trial.precision}: {_list(left)}"
+            )
+        if left:
+            self._notes = (f"torchao left {len(left)} of {len(layers)} linear layers unquantised: {_list(left)}",)
 
     def _compile_module(self, calls: int) -> None:
         # A tensor of torchao's has operators that dynamo doesn't trace everywhere.
@@ -235,14 +289,15 @@ class TorchAOSession(CompiledSession):
     def facts(self) -> EngineFacts:
         """Return the compilation's facts, and the types of the products that one run called."""
         types = self._watch_types()
+        narrow = () if _has_wide_sums() or self._on_gpu else (NARROW[self._artifact is None],)
         made_by = self._artifact.made_by if self._artifact else None
         return replace(
             super().facts(),
             parameters=made_by.parameters if made_by else sum(p.numel() for p in self._module.parameters()),
             layers_by_type=types,
-            precision_truth=precision_truth("int8", types or {UNKNOWN: 1}, "torchao"),
+            precision_truth=precision_truth(self._trial.precision, types or {UNKNOWN: 1}, "torchao"),
             calibration=made_by.calibration if made_by else None,
-            notes=() if _has_wide_sums() or self._on_gpu else (NARROW[self._artifact is None],),
+            notes=(*self._notes, *narrow),
         )
 
     def _watch_types(self) -> dict[str, int]:
@@ -250,18 +305,31 @@ class TorchAOSession(CompiledSession):
         profiler = self._torch.profiler
         with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as watched:
             self._run_once()
-        return count_types(watched.events())
+        return count_types(watched.events(), weight_type(self._trial))
 
 
-def count_types(events: Sequence[Any]) -> dict[str, int]:
-    """Return how many of the profiler's events are products in each type; of nested ones the outermost counts."""
+def count_types(events: Sequence[Any], unquantised: str = "float32") -> dict[str, int]:
+    """Return how many of the profiler's events are products in each type; of nested ones the outermost counts.
+
+    Weights of four bits are counted as int4, though their kernel multiplies in bfloat16.
+    """
     found = [event for event in events if _is_product(event.name)]
     outer = [event for event in found if not _is_inside(event, found)]
-    return dict(Counter("int8" if QUANTISED.search(event.name) else "float32" for event in outer))
+    return dict(Counter(_find_type(event.name) or unquantised for event in outer))
+
+
+def _find_type(name: str) -> str:
+    return next((kind for kind, names in QUANTISED.items() if names.search(name)), "")
 
 
 def _is_product(name: str) -> bool:
-    return "::" in name and bool(QUANTISED.search(name) or PRODUCT.search(name)) and not MOVES.search(name)
+    if name.startswith(TEMPLATE):
+        return True
+    return "::" in name and bool(_find_type(name) or PRODUCT.search(name)) and not MOVES.search(name)
+
+
+def _list(shapes: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(f"{count} of {' x '.join(map(str, shape))}" for shape, count in Counter(shapes).items())
 
 
 def _is_inside(event: Any, found: list[Any]) -> bool:

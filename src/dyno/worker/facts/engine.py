@@ -81,14 +81,15 @@ def precision_truth(
     A layer counts by its operations, or as one where those aren't known. `ok` needs all for fp32 and at least half for
     a lowered precision; `refuted` means that they ran in another type. Parts that the engine doesn't describe
     (`UNKNOWN`) count for neither. `ok` also needs an engine that reports the types of more than half of its compute
-    layers. Weights of four bits and fewer are the file's own, and widened to the type that a layer computes in: that
-    type refutes nothing. Products that keep fewer measured `bits` than the requested type has refute it.
+    layers. Weights of four bits and fewer are the file's own, and widened to the type that a layer computes in: where
+    no layer is reported in the requested type, that type refutes nothing. Products that keep fewer measured `bits` than
+    the requested type has refute it.
     """
     counted = operations_by_type or layers_by_type
     total, wanted = sum(counted.values()), TYPES[requested]
     share = {kind: count / total for kind, count in sorted(counted.items())} if total else {}
     least = LEAST_SHARE.get(requested, LEAST_SHARE_LOWERED) * (total - counted.get(UNKNOWN, 0))
-    held = counted.get(wanted, 0) >= least or requested in STORED
+    held = counted.get(wanted, 0) >= least or (requested in STORED and wanted not in counted)
     rounded = bits is not None and bits < BITS.get(requested, 0)
     ok = held and 2 * layers_by_type.get(UNKNOWN, 0) < sum(layers_by_type.values())
     weight = format_share(share.get(wanted, 0.0)) if operations_by_type else ""

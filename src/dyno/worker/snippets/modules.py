@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.backends.torch_ao import CONFIGS
+from dyno.worker.backends.pytorch import weight_type
+from dyno.worker.backends.torch_ao import config_of
 from dyno.worker.inputs import input_data
 from dyno.worker.nets import models, saved_modules
 from dyno.worker.nets.checkpoint import by_own_names, head_classes, read_checkpoint
@@ -120,7 +121,7 @@ PIXELS = """
 COMPILED = """    torch._inductor.config.freezing = FREEZE
     return torch.compile(called, backend="inductor", dynamic=False, mode=MODE)
 """
-QUANTISED = """    torchao.quantization.quantize_(network, torchao.quantization.{config}())
+QUANTISED = """    torchao.quantization.quantize_(network, torchao.quantization.{config}({arguments}))
 """
 PROGRAM = '''
 
@@ -171,7 +172,9 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
         constants |= {"SCALE": scale.ravel().tolist(), "OFFSET": offset.ravel().tolist()}
     end = PIXELS if pixels else "    called = network\n"
     if trial.backend == "torchao":
-        end = QUANTISED.format(config=CONFIGS[str(options["scheme"])]) + end
+        config, arguments = config_of(trial, options)
+        text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        end = QUANTISED.format(config=config, arguments=text) + end
     end += COMPILED if trial.backend in COMPILING else "    return called\n"
     weights = "" if saved else OWN_WEIGHTS if own else WEIGHTS
     code = build.code + (EAGER if own else "") + LOAD.format(weights=weights, end=end)
@@ -190,11 +193,9 @@ def _list_arguments(trial: Trial) -> dict[str, Any]:
 
 
 def _collect_settings(trial: Trial, options: dict[str, Option]) -> dict[str, Any]:
-    from dyno.worker.backends.pytorch import TYPES
-
     settings: dict[str, Any] = {
         "DEVICE": trial.runtime.device,
-        "TYPE": TYPES[trial.precision],
+        "TYPE": weight_type(trial),
         "THREADS": trial.runtime.threads,
         "TF32": trial.precision == "tf32",
         "CHANNELS_LAST": bool(options["channels_last"]),
