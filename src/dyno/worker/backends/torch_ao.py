@@ -51,6 +51,7 @@ CONFIGS = {
 SCHEMES = {"int8": DYNAMIC, "fp8": DYNAMIC, "int4": WEIGHTS}  # where nothing is calibrated
 GROUP = 128
 GROUPS = (32, 64, 128, 256)  # weights of four bits that share a scale
+ROWS = 17  # PyTorch's product of INT8 on a GPU takes no fewer
 TILED = "tile_packed_to_4d"  # PyTorch's own kernels of four bits read this order; the default needs another library
 PROGRAM = "torch_export"  # the format of the quantised program
 QUANTISED = {
@@ -246,6 +247,7 @@ class TorchAOSession(CompiledSession):
     def __init__(self, trial: Trial, options: dict[str, Any], artifact: Artifact | None) -> None:
         self._artifact = artifact
         self._notes: tuple[str, ...] = ()
+        self._rows: dict[Any, int] = {}  # of each linear layer's input
         super().__init__(trial, options)
 
     def _load_module(self) -> tuple[Any, str]:
@@ -255,32 +257,55 @@ class TorchAOSession(CompiledSession):
         return saved_modules.load(self._artifact.path), self._artifact.made_by.weights_sha256
 
     def _make_callable(self, dtype: Any) -> Callable[..., Any]:
-        """Return the quantised module as a function of the slot's tensors; inductor fuses a program's Q/DQ pairs."""
-        if self._artifact is not None:
-            program: Callable[..., Any] = self._module
-            return program
-        self._quantise_module()
-        called: Callable[..., Any] = super()._make_callable(dtype)
+        """Return the module as a function of the slot's tensors; inductor fuses a program's Q/DQ pairs."""
+        called: Callable[..., Any] = self._module if self._artifact is not None else super()._make_callable(dtype)
         return called
 
+    def try_eager(self) -> None:
+        """Run the module before it is quantised; see how many rows each linear layer gets."""
+
+        def count_rows(layer: Any, inputs: tuple[Any, ...]) -> None:
+            self._rows[layer] = inputs[0].numel() // max(inputs[0].shape[-1], 1)
+
+        hooks = [layer.register_forward_pre_hook(count_rows) for layer in self._list_linear_layers()]
+        super().try_eager()
+        for hook in hooks:
+            hook.remove()
+
+    def _list_linear_layers(self) -> list[Any]:
+        if self._artifact is not None:
+            return []
+        return [part for part in self._module.modules() if isinstance(part, self._torch.nn.Linear)]
+
+    def _takes_kernel(self, layer: Any, name: str = "") -> bool:
+        """Return whether a layer is to be quantised: one inside PyTorch's own attention isn't."""
+        linear = self._torch.nn.modules.linear
+        few = self._on_gpu and self._options["scheme"] == DYNAMIC and self._rows.get(layer, ROWS) < ROWS
+        is_own = isinstance(layer, linear.Linear) and not isinstance(layer, linear.NonDynamicallyQuantizableLinear)
+        return is_own and not (few and self._trial.precision == "int8")
+
     def _quantise_module(self) -> None:
-        torch, quantization, trial = self._torch, import_torchao(), self._trial
-        layers = [part for part in self._module.modules() if isinstance(part, torch.nn.Linear)]
+        quantization, trial, layers = import_torchao(), self._trial, self._list_linear_layers()
         if not layers:
             raise UserError(f"{trial.model.name} has no linear layer, which scheme={scheme_of(trial)} quantises")
         name, arguments = config_of(trial, self._options)
+        config = getattr(quantization, name)(**arguments)
         refused = refusals(f"torchao can't quantise {trial.model.name} to {trial.precision}")
-        with refused, settings_kept(torch), torch.no_grad(), silenced():  # older versions turn TF32 on
-            quantization.quantize_(self._module, getattr(quantization, name)(**arguments))
-        left = [tuple(layer.weight.shape) for layer in layers if not hasattr(layer.weight, "__tensor_flatten__")]
+        with refused, settings_kept(self._torch), self._torch.no_grad(), silenced():  # older versions turn TF32 on
+            quantization.quantize_(self._module, config, self._takes_kernel)
+        left = [layer for layer in layers if not hasattr(layer.weight, "__tensor_flatten__")]
+        self._options["unquantised"] = [name for name, layer in self._module.named_modules() if layer in set(left)]
+        shapes = Counter(" x ".join(map(str, layer.weight.shape)) for layer in left)
+        which = ", ".join(f"{count} of {shape}" for shape, count in shapes.items())
+        if any(self._rows.get(layer, ROWS) < ROWS for layer in left) and trial.precision == "int8":
+            which += f" (PyTorch's INT8 product takes {ROWS} rows or more: give a larger batch)"
         if len(left) == len(layers):
-            raise UserError(
-                f"torchao quantises no linear layer of {trial.model.name} to {trial.precision}: {_list(left)}"
-            )
-        if left:
-            self._notes = (f"torchao left {len(left)} of {len(layers)} linear layers unquantised: {_list(left)}",)
+            raise UserError(f"torchao quantises no linear layer of {trial.model.name} to {trial.precision}: {which}")
+        self._notes = (f"torchao left {len(left)} of {len(layers)} linear layers unquantised: {which}",) * bool(left)
 
     def _compile_module(self, calls: int) -> None:
+        if self._artifact is None:
+            self._quantise_module()
         # A tensor of torchao's has operators that dynamo doesn't trace everywhere.
         scheme = self._options["scheme"]
         with refusals(f"{self._trial.model.name} can't be compiled as torchao's scheme={scheme} makes it"):
@@ -326,10 +351,6 @@ def _is_product(name: str) -> bool:
     if name.startswith(TEMPLATE):
         return True
     return "::" in name and bool(_find_type(name) or PRODUCT.search(name)) and not MOVES.search(name)
-
-
-def _list(shapes: Sequence[tuple[int, ...]]) -> str:
-    return ", ".join(f"{count} of {' x '.join(map(str, shape))}" for shape, count in Counter(shapes).items())
 
 
 def _is_inside(event: Any, found: list[Any]) -> bool:

@@ -121,7 +121,10 @@ PIXELS = """
 COMPILED = """    torch._inductor.config.freezing = FREEZE
     return torch.compile(called, backend="inductor", dynamic=False, mode=MODE)
 """
-QUANTISED = """    torchao.quantization.quantize_(network, torchao.quantization.{config}({arguments}))
+QUANTISED = """    config = torchao.quantization.{config}({arguments})
+    torchao.quantization.quantize_(
+        network, config, lambda layer, name: isinstance(layer, torch.nn.Linear) and name not in UNQUANTISED
+    )
 """
 PROGRAM = '''
 
@@ -174,6 +177,7 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
     if trial.backend == "torchao":
         config, arguments = config_of(trial, options)
         text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        constants["UNQUANTISED"] = about.get("options", {}).get("unquantised", [])
         end = QUANTISED.format(config=config, arguments=text) + end
     end += COMPILED if trial.backend in COMPILING else "    return called\n"
     weights = "" if saved else OWN_WEIGHTS if own else WEIGHTS
