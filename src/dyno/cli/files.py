@@ -134,7 +134,7 @@ def export(
     asked = options.take_options(ExportOptions, overrides)
     path = Path(source)
     named = ":" in source or path.exists() or registry.format_of(source)
-    is_run = path.is_dir() and not huggingface.is_folder(source)
+    is_run = path.is_dir() and not huggingface.split_folder(source)[1]
     if is_run or trial or not (out or named):
         _print_export(_export_winner(path, trial, out, given), None, format)
         return

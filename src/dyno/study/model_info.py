@@ -44,7 +44,6 @@ from dyno.worker.record import Record, regular
 from dyno.worker.spec import (
     ENDPOINT,
     NETWORK_FILES,
-    NETWORK_FOLDER,
     NETWORK_LIBRARIES,
     SAVED,
     Dims,
@@ -107,8 +106,9 @@ def model_spec(study: Study, source: str) -> ModelSpec:
     if registry.format_of(source):
         sha256 = sha256_of(path := absolute(_find_file(source, "model file")))
         return ModelSpec(source=f"file:{beside_its_parts(path, sha256)}", source_sha256=sha256, **common)
-    if huggingface.is_folder(source):
-        return _of_folder(source.removeprefix(f"{NETWORK_FOLDER}:"), common)
+    prefix, folder = huggingface.split_folder(source)
+    if prefix:
+        return _of_folder(prefix, folder, common)
     if source.endswith(SAVED) or source.startswith("saved:"):
         path = _find_file(source.removeprefix("saved:"), "saved module")
         # Dyno's own lie in folders that are named after their content, whatever PyTorch's writer makes of it.
@@ -122,15 +122,15 @@ def model_spec(study: Study, source: str) -> ModelSpec:
     )
 
 
-def _of_folder(name: str, common: dict[str, Any]) -> ModelSpec:
-    """Return the model of a folder of transformers: a local one with its weights, the hub's with them if asked for."""
-    folder = huggingface.locate(name, common["pretrained"])
+def _of_folder(prefix: str, name: str, common: dict[str, Any]) -> ModelSpec:
+    """Return the model of a stored folder: a local one with its weights, the hub's with them if asked for."""
+    folder = huggingface.locate(prefix, name, common["pretrained"])
     weights = huggingface.weight_files(folder)
     owned = Path(name).is_dir() and bool(weights) and not common.get("weights")
     common["pretrained"] = common["pretrained"] or owned
     parts = [*sorted(folder.glob("*.json")), *(weights if common["pretrained"] else ())]
     sha256 = digest([(path.name, sha256_of(path)) for path in parts])
-    return ModelSpec(source=f"{NETWORK_FOLDER}:{folder}", source_sha256=sha256, **common)
+    return ModelSpec(source=f"{prefix}{folder}", source_sha256=sha256, **common)
 
 
 def _no_model(source: str) -> str:

@@ -42,7 +42,6 @@ from dyno.worker.spec import (
     FIXED,
     LOOKS,
     NETWORK_FILES,
-    NETWORK_FOLDER,
     NETWORK_LIBRARIES,
     PRECISIONS,
     ROUNDS,
@@ -478,9 +477,8 @@ def model_name(source: str) -> str:
     """Return the model's name in tables and folders: the part behind the colon, or the file's stem."""
     if source.partition(":")[0] in NETWORK_FILES:
         return Path(source.partition(":")[2]).stem
-    if huggingface.is_folder(source):
-        folder = Path(source.removeprefix(f"{NETWORK_FOLDER}:"))
-        return folder.name or folder.resolve().name  # of "."
+    if stored := huggingface.split_folder(source)[1]:
+        return Path(stored).name or Path(stored).resolve().name  # of "."
     if registry.format_of(source) or source.endswith((*SAVED, ".pt", ".pth", ".cfg")):
         return Path(source).stem
     location, _, function = source.rpartition(":")

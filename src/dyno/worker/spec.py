@@ -29,7 +29,8 @@ BOUNDARIES = ("model", "all", "throughput")
 ENDPOINT = "endpoint:"  # prefix of the name of a model that a server has
 NETWORK_LIBRARIES = ("torchvision", "timm")  # prefixes behind which the name of a library's network stands
 NETWORK_FILES = ("ultralytics", "darknet")  # prefixes behind which a user's own file may stand
-NETWORK_FOLDER = "hf"  # the prefix behind which a folder stands
+NETWORK_FOLDER = "hf"  # the prefix behind which a folder of transformers stands
+TIMM_FOLDER = "timm:local-dir:"  # as timm writes it
 # Unless a study says otherwise; where rounds go on until decided, those before the first look. Three would have two
 # degrees of freedom, with which a row of a family of seven needs a difference of ten spreads; five need three.
 ROUNDS = 5
@@ -451,7 +452,7 @@ def _make_identity(value: Any) -> Any:
 def _strip_place(source: str, hashed: bool) -> str:
     """Return the source without the path of a file: its sha256 identifies the file."""
     place, _, function = source.rpartition(":")
-    if source.startswith(("file:", "saved:", f"{NETWORK_FOLDER}:")) or (
+    if source.startswith(("file:", "saved:", f"{NETWORK_FOLDER}:", TIMM_FOLDER)) or (
         hashed and source.partition(":")[0] in NETWORK_FILES
     ):
         return source.partition(":")[0]

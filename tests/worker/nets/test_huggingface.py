@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,10 +269,12 @@ def test_a_model_of_timm_is_named_as_one(call: Any, tmp_path: Path) -> None:
     net = timm.create_model("test_vit", num_classes=5).eval()
     save_for_hf(net, tmp_path / "mine", safe_serialization=True)
     code, _, error = call("run", "mine", "--backend", "pytorch", "--dry-run")
-    given = error.partition("give ")[2].split()
-    assert code == 2 and given[0] == "timm:test_vit" and given[1] == "--weights"
-    spec, inspection = inspect(given[0], weights=given[2])
-    assert inspection.outputs == 5 and torch.equal(models.load(spec).state_dict()["head.bias"], net.head.bias)
+    given = error.partition("give ")[2].strip()
+    assert code == 2 and given == f"timm:local-dir:{tmp_path / 'mine'}"
+    spec, inspection = inspect(given)
+    assert spec.name == "mine" and spec.pretrained and inspection.outputs == 5
+    image = torch.randn(2, 3, *inspection.size)
+    assert torch.equal(models.load(spec)(image), net(image))
 
 
 @pytest.mark.slow
@@ -293,6 +297,46 @@ def test_the_configuration_that_timm_stored_beside_its_weights_counts(refused: A
     photographs(tmp_path / "pets", *"abcde")
     words = ("run", "timm:test_vit", "--weights", weights, "--backend", "pytorch", "--data", "pets", "--dry-run")
     assert "'d' is class 3 of pets and class 4 of test_vit" in refused(*words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["hf-hub", "hf_hub"])
+def test_timms_folders_are_read_from_the_hubs_cache(
+    prefix: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timm = pytest.importorskip("timm")
+    from huggingface_hub import constants
+    from timm.models._hub import save_for_hf
+
+    trained = {"input_size": (3, 48, 48), "mean": (0.5, 0.4, 0.3), "std": (0.2,) * 3, "crop_pct": 0.5}
+    more = {"model_args": {"img_size": 48, "act_layer": "relu"}, "label_names": [*"abcde"], "pretrained_cfg": trained}
+    net = timm.create_model("test_vit", num_classes=5, img_size=48, act_layer="relu").eval()
+    net.pretrained_cfg |= trained
+    place = tmp_path / "cache" / "models--some--vit"
+    save_for_hf(net, place / "snapshots" / REVISION, model_config=more, safe_serialization=True)
+    (place / "refs").mkdir()
+    (place / "refs/main").write_text(REVISION)
+    for name, value in (("HF_HUB_CACHE", str(tmp_path / "cache")), ("HF_HUB_OFFLINE", True)):
+        monkeypatch.setattr(constants, name, value)
+    spec, inspection = inspect(f"timm:{prefix}:some/vit", pretrained=True)
+    found = inspection.preprocess
+    assert (spec.name, inspection.outputs, inspection.class_names) == ("vit", 5, tuple("abcde"))
+    assert (inspection.size, found.mean, found.std, found.resize) == ((48, 48), (0.5, 0.4, 0.3), (0.2,) * 3, 2.0)
+    image = torch.randn(2, 3, 48, 48)
+    assert torch.equal(models.load(spec, Dims(1, 48, 48))(image), net(image))
+    random, inspection = inspect(f"timm:{prefix}:some/vit")
+    assert not random.pretrained and inspection.outputs == 5 and inspection.size == (48, 48)
+    refuses(
+        "timm:hf-hub:some/other is not in the hub's cache", model_spec, Study(models=("m",)), "timm:hf-hub:some/other"
+    )
+    refuses("is neither a folder nor ORG/NAME", model_spec, Study(models=("m",)), "timm:local-dir:nowhere")
+    words = ("--batch", "1", "--backend", "pytorch", "--rounds", "1", "--seconds", "0.02", "--warmup", "0.01")
+    folder = place / "snapshots" / REVISION
+    assert call("run", f"timm:local-dir:{folder}", *words, "--out", tmp_path / "run")[0] == 0
+    assert call("export", tmp_path / "run", "-o", tmp_path / "best")[0] == 0
+    assert "timm.create_model('test_vit'," in (tmp_path / "best.py").read_text()
+    done = subprocess.run([sys.executable, "best.py"], capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0 and "output float32 1x5" in done.stdout, done.stderr
 
 
 def test_a_folder_without_a_processor_has_a_guess(folders: Path, call: Any, tmp_path: Path) -> None:

@@ -21,10 +21,13 @@ from dyno.worker.inputs.specs import size_before_crop
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets.model_source import BuildCode, ImageConfig, ModelSource
 from dyno.worker.sessions.torch_support import eager
-from dyno.worker.spec import NETWORK_FOLDER, Dims, ModelSpec, Preprocess, UserError, numbered
+from dyno.worker.spec import NETWORK_FOLDER, TIMM_FOLDER, Dims, ModelSpec, Preprocess, UserError, numbered
 
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
+TIMM_HUB = "timm:hf-hub:", "timm:hf_hub:"
+SAVERS = {"transformers": "save_pretrained", "timm": "timm.models.save_for_hf"}
+EXAMPLES = {"transformers": "hf:google/vit-base-patch16-224", "timm": "timm:hf-hub:timm/resnet18.a1_in1k"}
 STRETCHES = "stretches them to the size"
 OWN_CODE = "it needs its own code, which is not run"
 INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}  # Pillow's numbers
@@ -35,34 +38,45 @@ PROBE, GREY = (500, 375), 128  # width and height of a gradient, and its third c
 CLOSE, SHIFT = 0.01, 1.5  # by how much of its range it may differ, and by how many pixels a crop may be shifted
 
 
-def is_folder(source: str) -> bool:
-    """Return whether a model's source names a folder of transformers."""
-    return source.partition(":")[0] == NETWORK_FOLDER or os.path.isfile(f"{source}/{CONFIG}")  # noqa: PTH113 - a name may be too long for a path
+def split_folder(source: str) -> tuple[str, str]:
+    """Split a source into the prefix of a stored folder and what names it: a path, or ORG/NAME of the hub.
+
+    Both are "" for a source that names no folder of transformers or timm.
+    """
+    for prefix in (f"{NETWORK_FOLDER}:", TIMM_FOLDER, *TIMM_HUB):
+        if source.startswith(prefix):
+            return (TIMM_FOLDER if prefix in TIMM_HUB else prefix), source.removeprefix(prefix)
+    found = os.path.isfile(f"{source}/{CONFIG}")  # noqa: PTH113 - a name may be too long for a path
+    return (f"{NETWORK_FOLDER}:", source) if found else ("", "")
 
 
-def locate(name: str, pretrained: bool) -> Path:
+def locate(prefix: str, name: str, pretrained: bool) -> Path:
     """Return the folder of a model: a local one, or the hub's in its cache, where it is downloaded to if missing.
 
-    Weights are fetched with `pretrained` only. Raises `UserError` if the hub can't be reached or has no such model.
+    `name` is a path, or ORG/NAME of the hub, with @REVISION if another than the last. Weights are fetched with
+    `pretrained` only. Raises `UserError` if the hub can't be reached or has no such model.
     """
+    library, hub = ("timm", TIMM_HUB[0]) if prefix == TIMM_FOLDER else ("transformers", prefix)
     if name and Path(name).is_dir():
         if not Path(name, CONFIG).is_file():
-            raise UserError(f"{name} has no {CONFIG}, so it is no model of transformers; save it with save_pretrained")
+            raise UserError(f"{name} has no {CONFIG}, so it is no model of {library}; save it with {SAVERS[library]}")
         return Path(name).absolute()
     if name.count("/") != 1:
-        raise UserError(f"hf:{name} is neither a folder nor ORG/NAME, such as hf:google/vit-base-patch16-224")
-    snapshot_download = load_library("huggingface_hub", error=UserError).snapshot_download
-    wanted = ["*.json", *(WEIGHTS if pretrained else ())]
+        raise UserError(f"{hub}{name} is neither a folder nor ORG/NAME, such as {EXAMPLES[library]}")
+    repository, _, revision = name.partition("@")
+    download = load_library("huggingface_hub", error=UserError).snapshot_download
+    wanted = {"allow_patterns": ["*.json", *(WEIGHTS if pretrained else ())], "revision": revision or None}
     with contextlib.suppress(Exception):  # it is not in the cache as a whole
-        folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
+        folder = Path(download(repository, local_files_only=True, **wanted))
         if (folder / CONFIG).is_file() and (not pretrained or weight_files(folder)):
             return folder
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(download(repository, **wanted))
     except Exception as e:  # the hub's errors have many types, its network's more
         reason = (str(e) or type(e).__name__).splitlines()[0]
         raise UserError(
-            f"hf:{name} is not in the hub's cache and can't be downloaded: {reason}; give a local folder, hf:FOLDER"
+            f"{hub}{name} is not in the hub's cache and can't be downloaded: {reason}; "
+            f"give a local folder, {prefix}FOLDER"
         ) from e
 
 
@@ -74,8 +88,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def describe_random(model: ModelSpec) -> str:
     """Return a warning where the folder of a network was found to have no weights; "" elsewhere."""
-    kind, _, folder = model.source.partition(":")
-    if kind != NETWORK_FOLDER or model.pretrained or model.weights or weight_files(Path(folder)):
+    prefix, folder = split_folder(model.source)
+    if not prefix or model.pretrained or model.weights or weight_files(Path(folder)):
         return ""
     files = " or ".join(WEIGHTS)
     return f"{RANDOM}: its folder has no {files}; save the model there, or fetch the hub's with --pretrained"
@@ -113,8 +127,7 @@ def _read_config(folder: str) -> Any:
             reason = OWN_CODE
         raise UserError(f"{folder} can't be read by transformers: {reason}") from e
     if config.model_type == "timm_wrapper":  # transformers would build it without its classes
-        weights = next((f" --weights {file}" for file in weight_files(Path(folder))), " --pretrained")
-        raise UserError(f"{folder} is a model of timm; give timm:{config.architecture}{weights}")
+        raise UserError(f"{folder} is a model of timm; give {TIMM_FOLDER}{folder}")
     return config
 
 

@@ -18,8 +18,10 @@ from dyno.worker.nets import random_weights
 from dyno.worker.nets.huggingface import CONFIG
 from dyno.worker.nets.model_source import BuildCode, ImageConfig, ModelSource
 from dyno.worker.sessions.torch_support import one_thread
-from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
+from dyno.worker.spec import TIMM_FOLDER, Dims, ModelSpec, Preprocess, UserError
 
+FOLDER = TIMM_FOLDER.partition(":")[2]
+OUTER = ("num_classes", "label_names")  # of timm's stored configuration, beside that of the weights
 NEAR = 0.75  # similarity at which a name is suggested; among a thousand names something is always half alike
 # torchvision's detectors normalise, resize and suppress inside.
 TAKES_ONE_IMAGE = "torchvision's detectors give each image another number of boxes, so they run one image at a time"
@@ -77,15 +79,15 @@ TORCHVISION = Torchvision()
 
 
 class Timm(ModelSource):
-    """`timm:NAME`, a network of timm."""
+    """`timm:NAME`, a network of timm, or `timm:local-dir:FOLDER`, as timm stores one."""
 
     name = "timm"
-    form = "timm:NAME"
+    form = "timm:NAME, timm:hf-hub:ORG/NAME or timm:local-dir:FOLDER"
     library = "timm"
     takes_image = True
 
     def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
-        timm = _find_library("timm", rest)
+        timm = _find_library("timm", _read_timm_config(model, rest)[0])
         options = _choose_timm_options(model, rest, dims, model.classes)
         try:
             return _load_published(model, lambda: timm.create_model(rest, pretrained=model.pretrained, **options))
@@ -93,8 +95,7 @@ class Timm(ModelSource):
             raise UserError(f"{model.source} can't be built with {options}: {e}") from e
 
     def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
-        config = _find_library("timm", rest).get_pretrained_cfg(rest)
-        own = _read_timm_config(model, rest).get("pretrained_cfg") or (config and dataclasses.asdict(config))
+        own = _read_timm_config(model, rest)[1]
         if not own:
             return None, None
         settings = load_library("timm.data").resolve_data_config(pretrained_cfg=own)
@@ -104,29 +105,36 @@ class Timm(ModelSource):
         return Preprocess(mean, std, resize, settings["interpolation"]), (height, width)
 
     def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
-        config = _read_timm_config(model, rest)
-        names = config.get("label_names") or (config.get("pretrained_cfg") or {}).get("label_names") or ()
+        names = _read_timm_config(model, rest)[1].get("label_names") or ()
         return dataclasses.replace(super().read_purpose(model, rest, module), class_names=order_class_names(names))
 
     def write_code(self, model: ModelSpec, rest: str, network: Any, dims: Dims, classes: int | None) -> BuildCode:
-        options = _choose_timm_options(model, rest, dims, classes)
-        return BuildCode(("timm",), "import timm\n", f"return timm.create_model({rest!r}{_format_options(options)})")
+        options, name = _choose_timm_options(model, rest, dims, classes), _read_timm_config(model, rest)[0]
+        return BuildCode(("timm",), "import timm\n", f"return timm.create_model({name!r}{_format_options(options)})")
 
 
 TIMM = Timm()
 
 
-def _read_timm_config(model: ModelSpec, name: str) -> dict[str, Any]:
-    """Return the configuration that timm stored beside the model's weights: images' preparation, names of classes and
-    arguments; {} without one of this network."""
-    path = Path(model.weights).with_name(CONFIG) if model.weights else None
-    if path is None or not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{path} can't be read: {e}") from e
-    return found if isinstance(found, dict) and found.get("architecture") == name.partition(".")[0] else {}
+def _read_timm_config(model: ModelSpec, name: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the network's name, timm's configuration of it, and the arguments that it was built with.
+
+    A configuration that timm stored in the model's folder, or beside its weights, comes before the library's, which
+    describes other weights. {} where there is none.
+    """
+    is_folder = name.startswith(FOLDER)
+    path = Path(name.removeprefix(FOLDER) if is_folder else Path(model.weights).parent, CONFIG)
+    if (is_folder or model.weights) and path.is_file():
+        try:
+            found = dict(json.loads(path.read_text(encoding="utf-8")))
+            config = dict(found.get("pretrained_cfg", found))  # older ones are flat
+            architecture, arguments = str(found["architecture"]), dict(found.get("model_args") or {})
+        except (ValueError, TypeError, KeyError) as e:
+            raise UserError(f"{path} can't be read as a configuration of timm: {e!r}") from e
+        if is_folder or architecture == name.partition(".")[0]:
+            return architecture, config | {key: found[key] for key in OUTER if found.get(key)}, arguments
+    published = _find_library("timm", name).get_pretrained_cfg(name)
+    return name, dataclasses.asdict(published) if published else {}, {}
 
 
 def _choose_torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
@@ -155,17 +163,19 @@ def _list_branch_options(network: Any) -> dict[str, Any]:
     return options
 
 
-def _choose_timm_options(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> dict[str, Any]:
+def _choose_timm_options(model: ModelSpec, rest: str, dims: Dims | None, classes: int | None) -> dict[str, Any]:
     """Return the options of `timm.create_model`: channels, classes, and the size of a model built for one size."""
-    stored = _read_timm_config(model, name).get("model_args") or {}
+    name, config, stored = _read_timm_config(model, rest)
     taken = inspect.signature(load_library("timm").create_model).parameters  # a file to load, among others
     options: dict[str, Any] = {key: value for key, value in stored.items() if key not in taken}
     options["in_chans"] = model.channels
+    if classes is None and rest.startswith(FOLDER):
+        classes = config.get("num_classes")
     if classes is not None:
         options["num_classes"] = classes
-    config = load_library("timm").get_pretrained_cfg(name)
+    published = load_library("timm").get_pretrained_cfg(name)
     size = (dims.height, dims.width) if dims else None
-    has_other = config and config.fixed_input_size and size != tuple(config.input_size[1:])
+    has_other = published and published.fixed_input_size and size != tuple(published.input_size[1:])
     if size and (has_other or "img_size" in options):
         options["img_size"] = size
     return options
