@@ -221,6 +221,19 @@ def test_an_engine_that_hides_half_of_its_layers_is_neither_right_nor_wrong(tmp_
     assert "fp16 (unconfirmed)" in printed.trials(found) and "50% fp16" not in printed.trials(found)
 
 
+@pytest.mark.parametrize(
+    ("layers", "answer", "name"),
+    [({"int4": 37, "bfloat16": 22}, "yes", "int4"), ({"int4": 1, "bfloat16": 20}, "no", "int4 (5% int4)"),
+     ({"bfloat16": 21}, "yes", "int4 (computed in bf16)")],
+)  # fmt: skip
+def test_weights_of_four_bits_are_named_by_what_multiplied(
+    layers: dict[str, int], answer: str, name: str, tmp_path: Path
+) -> None:
+    found = run(tmp_path, Way("pytorch", "bf16"), Way("torchao", "int4", facts={"layers_by_type": layers}))
+    assert one(found.frame, "torchao int4")["precision_ok"] == answer
+    assert re.search(rf"torchao +{re.escape(name)} ", printed.trials(found))
+
+
 def test_build_time_is_the_whole_chain_and_a_warm_cache_does_not_count(tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "run", [Way("compile", build=5.0)], samples=5)
     for number, path in enumerate(sorted(folder.glob("trials/*/r*/record.json"))):

@@ -397,7 +397,7 @@ def _check_precision(t: TrialResult) -> dict[str, Any]:
     types = truth(t)
     if types is None:
         return {}
-    share = types.share if types.reported and t.precision not in STORED else None
+    share = types.share if types.reported and (t.precision not in STORED or types.share) else None
     return {"ran_as": str(types), "asked_share": share, "precision_ok": types.answer}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from dyno.results import timeline
 from dyno.results.rounds import Round
 from dyno.results.trial_result import Results, TrialResult
+from dyno.table import missing
 from dyno.worker.facts.engine import STORED, TYPES, format_share, precision_truth
 
 # Engines' names of types, under the precision that they stand for.
@@ -98,9 +99,11 @@ def _by_precision(t: TrialResult, by_type: Mapping[str, int]) -> dict[str, int]:
 
 def named(row: Mapping[str, Any]) -> str:
     """Return a row's precision, with the truth beside it where the engine did something else or reported nothing."""
-    precision, types, share = str(row["precision"]), str(row["ran_as"]), row["asked_share"]
+    precision, types = str(row["precision"]), str(row["ran_as"])
+    share = 0.0 if missing(row["asked_share"]) else row["asked_share"]
     if row["precision_ok"] == YES:
-        return f"{precision} (computed in {types.split()[1].strip(',')})" if precision in STORED else precision
+        widened = precision in STORED and not share
+        return f"{precision} (computed in {types.split()[1].strip(',')})" if widened else precision
     if row["precision_ok"] == UNCONFIRMED or not types:
         return f"{precision} ({UNCONFIRMED})"
     ran = f"{format_share(share)} {precision}" if share else f"ran {types.split()[1].strip(',')}"
