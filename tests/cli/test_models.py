@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,41 @@ def test_a_batch_beyond_a_programs_range_is_refused(refused: Any, call: Any, tmp
         refused(*words, "1,5") == "n: the program was exported for batches up to 4, not 5; export it with a wider range"
     )
     assert " 4 " in call(*words, "1,4", code=0)[1]
+
+
+HALVES = """import torch
+class Halves(torch.nn.Module):
+    def forward(self, x, scale):
+        half = x if x.shape[-1] * x.shape[-2] % 32 else x * 2
+        return half.mean((2, 3)) * scale.mean()
+def program():
+    auto = torch.export.Dim.AUTO
+    shapes = {"x": {0: torch.export.Dim("batch"), 2: auto, 3: auto}, "scale": None}
+    return torch.export.export(Halves(), program_inputs(), dynamic_shapes=shapes)
+def program_inputs():
+    return torch.randn(2, 3, 8, 8), torch.ones(2)
+"""
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_size_at_which_a_program_took_another_way_is_refused(
+    refused: Any, call: Any, tmp_path: Path, stored: bool
+) -> None:
+    """Such a program answers with what its module computes at the size of the example."""
+    torch = pytest.importorskip("torch")
+    (tmp_path / "halves.py").write_text(HALVES)
+    exec(HALVES, names := dict[str, Any]())
+    if not hasattr((program := names["program"]()).module(), "_guards_fn"):
+        pytest.skip("this PyTorch keeps no guards in a program")
+    torch.export.save(program, tmp_path / "halves.pt2")
+    model = "halves.pt2" if stored else "halves.py:program"
+    words = "run", model, "--backend", "pytorch", "--dry-run", "--size"
+    assert re.fullmatch(
+        r"\w+: \w+ holds for the shapes of its example and not for x \dx3x5x8 float32, scale 2 float32 "
+        r"\(.* % 32 == 0 is false\); export it again with an example of this size",
+        refused(*words, "5x8"),
+    )
+    call(*words, "16", code=0)
 
 
 def test_batch_and_size_that_a_file_refuses(refused: Any, onnx_file: Path) -> None:

@@ -402,6 +402,7 @@ def _try_inputs(
         raise UserError(
             f"the model refuses {shown}: {reason}{_advise_on_refusal(module, model, reason, inputs.inputs)}"
         ) from e
+    saved_modules.check_guards(module, model, inputs.inputs, dims)
     return inputs, {name: tuple(tensor.shape) for name, tensor in named_outputs(result).items()}
 
 

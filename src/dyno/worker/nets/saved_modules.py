@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.inputs.modules import ModuleInputs
+from dyno.worker.inputs.modules import ModuleInputs, listed
+from dyno.worker.inputs.specs import arguments, tensors
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets import file_facts
 from dyno.worker.nets.model_source import ImageConfig, ModelSource, check_unchanged
@@ -20,6 +21,7 @@ from dyno.worker.spec import BATCH, Dims, InputSpec, ModelSpec, Unavailable, Use
 
 PROGRAM = ".pt2"  # the ending of a program of torch.export; others are TorchScript
 SHA256 = 64  # hexadecimal digits
+GUARDS = "dyno_guards"  # the key of a program's own check of shapes in its module's `meta`
 INPUTS = "dyno_inputs.json"  # a file inside both formats: the inputs as JSON, where Dyno stored the module
 OPERATOR = re.compile(rb'"torch\.ops\.(\w+)\.(\w+)')  # the target of a node
 
@@ -59,10 +61,40 @@ SAVED = Saved()
 
 
 def runnable(value: Any) -> Any:
-    """Return the module that runs a program of torch.export; anything else unchanged."""
+    """Return the module that runs a program of torch.export; anything else unchanged.
+
+    It doesn't check at each call what the export took for granted of the inputs' shapes: `check_guards` does.
+    """
     from torch.export import ExportedProgram
 
-    return _tie_weights(value.module(**unguarded())) if isinstance(value, ExportedProgram) else value
+    if not isinstance(value, ExportedProgram):
+        return value
+    module = _tie_weights(value.module(**unguarded()))
+    if guards := getattr(value.module(), "_guards_fn", None):
+        module.meta[GUARDS] = guards.forward
+    return module
+
+
+def check_guards(module: Any, model: ModelSpec, inputs: Sequence[InputSpec], dims: Dims) -> None:
+    """Raise a `UserError` where a program holds for other shapes than these, such as the other side of a branch.
+
+    `inputs` are () for one image.
+    """
+    import torch
+
+    if (guards := getattr(module, "meta", {}).get(GUARDS)) is None:
+        return
+    specs = inputs or (InputSpec("input", "float32", (BATCH, model.channels, "height", "width")),)
+    fed = {each.name: torch.empty(each.shape, dtype=getattr(torch, each.dtype)) for each in tensors(specs, dims)}
+    args, keywords = arguments(specs, fed)
+    names = inspect.signature(module.forward).parameters
+    try:
+        guards(*args, *(keywords[name] for name in names if name in keywords))
+    except AssertionError as e:
+        raise UserError(
+            f"{model.name} holds for the shapes of its example and not for {listed(specs, dims)} "
+            f"({str(e).removeprefix('Guard failed: ')} is false); export it again with an example of this size"
+        ) from e
 
 
 def _tie_weights(module: Any) -> Any:
