@@ -271,6 +271,64 @@ def test_a_program_or_frozen_script_is_a_model() -> None:
         assert torch.allclose(saved_modules.load(path)(x), net(x), atol=1e-5)
 
 
+class Alone(nn.Module):  # type: ignore[misc, name-defined]
+    """Answers a single row otherwise, which torch.export takes for a batch of several."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3 if x.shape[0] == 1 else x * 2
+
+
+class Halves(nn.Module):  # type: ignore[misc, name-defined]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((2, 3)) if x.shape[2] * x.shape[3] % 32 else x.mean((2, 3)) * 2
+
+
+def test_what_is_stored_answers_as_the_module_does_at_one_row_and_at_every_size() -> None:
+    (path,) = Study(models=(Alone(), torch.randn(2, 3))).models
+    for rows in (1, 2):
+        assert torch.equal(saved_modules.load(path)(torch.ones(rows, 3)), Alone()(torch.ones(rows, 3)))
+    net = Halves().eval()
+    for sizes in (["8"], ["8", "5"]):  # the first is stored as a program, which then lies there
+        (path,) = Study(models=net, sizes=sizes).models
+    for size in (8, 5):
+        assert torch.equal(saved_modules.load(path)(torch.ones(2, 3, size, size)), net(torch.ones(2, 3, size, size)))
+    sides = {2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
+    program = torch.export.export(net, (torch.ones(2, 3, 8, 8),), dynamic_shapes=(sides,))
+    if hasattr(program.module(), "_guards_fn"):
+        with pytest.raises(UserError, match=r"holds for the shapes of its example and not for .*3x5x5"):
+            Study(models=program, sizes=["5"])
+
+
+class Noisy(nn.Module):  # type: ignore[misc, name-defined]
+    def forward(self, x: Any) -> Any:
+        import random
+
+        return x + random.random()
+
+
+class Growing(nn.Module):  # type: ignore[misc, name-defined]
+    calls: Any = ()
+
+    def forward(self, x: Any) -> Any:
+        self.calls = (*self.calls, x)
+        return x + len(self.calls)
+
+
+class Dropping(nn.Module):  # type: ignore[misc, name-defined]
+    def forward(self, x: Any) -> Any:
+        return nn.functional.dropout(x, 0.5, training=True)
+
+
+@pytest.mark.parametrize("kind", [Noisy, Growing])
+def test_what_changes_from_call_to_call_is_not_stored_as_what_one_call_gave(kind: Any) -> None:
+    said = r"can't be handed to other processes .*the same at each call, and the module's change.* FILE.py:FUNCTION"
+    with pytest.raises(UserError, match=said):
+        Study(models=(kind(), torch.randn(2, 3)))
+    (path,) = Study(models=(Dropping(), torch.randn(2, 300))).models
+    dropping, x = saved_modules.load(path), torch.ones(2, 300)
+    assert not torch.equal(dropping(x), dropping(x)), "what PyTorch draws is drawn again"
+
+
 def test_what_can_not_be_handed_over_is_one_line(nets: Any) -> None:
     with pytest.raises(UserError, match=r"Bad can't be handed to other processes .* give that as FILE.py:FUNCTION"):
         dyno.Study(models=(Bad(), torch.randn(2, 3)))

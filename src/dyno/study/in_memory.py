@@ -34,16 +34,21 @@ MANGLED = re.compile(rb"___torch_mangle_\d+")  # in the names of scripted classe
 ONE_AT_A_TIME = threading.RLock()  # torch.export can't run in two threads at once
 
 
-def saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int, size: tuple[int, int] | None) -> str:
+def saved(
+    value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int, sizes: Sequence[tuple[int, int]]
+) -> str:
     """Store the module, or the (module, example inputs) pair, in the cache and return the file, named after its class.
 
+    `sizes` are those of the images that it will be given, () for its own.
+
     Its folder is named after the content, so that the same module is the same file again. Stored by torch.export if
-    that takes the module, else as TorchScript. Raises `UserError` if neither does, or if its inputs are unknown.
+    that takes the module and answers alike, else as TorchScript. Raises `UserError` if neither does, or if its inputs
+    are unknown.
     """
     with ONE_AT_A_TIME:
         if threading.current_thread() is not threading.main_thread():
             _enter_fake_mode()
-        return _save_module(value, overrides, channels, size)
+        return _save_module(value, overrides, channels, sizes)
 
 
 @cache
@@ -71,7 +76,7 @@ def _enter_fake_mode() -> None:
 
 
 def _save_module(
-    value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int, size: tuple[int, int] | None
+    value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int, sizes: Sequence[tuple[int, int]]
 ) -> str:
     module, examples = value if isinstance(value, tuple) else (value, None)
     if isinstance(module, type) or not hasattr(module, "named_buffers"):
@@ -90,7 +95,8 @@ def _save_module(
     model = ModelSpec(name, "", channels=channels)
     with _hold_eval_mode(module):
         described = modules.describe_inputs(module, model, examples, overrides)
-        dims = Dims(described.batch, *(described.size if all(described.size) else size or (SIZE, SIZE)))
+        first_size = sizes[0] if sizes else (SIZE, SIZE)
+        dims = Dims(described.batch, *(described.size if all(described.size) else first_size))
         first = next(iter(modules.signature_of(module).required), "input")
         image = InputSpec(first, "float32", ("batch", channels, "height", "width"))
         specs = described.inputs or (image,)
@@ -106,7 +112,7 @@ def _save_module(
             refused = f"{name} refuses {modules.listed(specs, dims)}: {_shorten_error(e)}"
             raise UserError(f"{refused}; {hint}" if hint else refused) from e
     with _hold_eval_mode(module):  # again, with the buffers as they were before it was called
-        return _store_module(module, model, verified, replace(dims, batch=verified.batch))
+        return _store_module(module, model, verified, replace(dims, batch=verified.batch), sizes)
 
 
 @dataclass(frozen=True)
@@ -119,10 +125,15 @@ class Storage:
     make: Callable[[Any, ModelSpec, Specs, Dims], tuple[str, Callable[..., Any], Specs]]
 
 
-def _store_module(module: Any, model: ModelSpec, described: ModuleInputs, dims: Dims) -> str:
+def _store_module(
+    module: Any, model: ModelSpec, described: ModuleInputs, dims: Dims, sizes: Sequence[tuple[int, int]]
+) -> str:
     import torch
 
     reasons = []
+    tried = _list_dims(described, dims, sizes)
+    for each in tried:
+        saved_modules.check_guards(module, model, described.inputs, replace(each, batch=dims.batch))
     for storage in STORAGES[-1:] if isinstance(module, torch.jit.ScriptModule) else STORAGES:
         try:
             with _silence_torch():
@@ -135,6 +146,8 @@ def _store_module(module: Any, model: ModelSpec, described: ModuleInputs, dims: 
                 path = cache_dir() / "modules" / key / f"{model.name}{storage.suffix}"
                 if not path.is_file():
                     _write_file(path, write, description)
+                with _hold_eval_mode(module):
+                    saved_modules.compare_answers(module, str(path), model, (described.inputs, taken), tried)
                 return str(path)
         except (MemoryError, OSError):
             raise
@@ -144,6 +157,13 @@ def _store_module(module: Any, model: ModelSpec, described: ModuleInputs, dims: 
         f"{model.name} can't be handed to other processes ({'; '.join(dict.fromkeys(reasons))}); "
         "put a function that returns it into a file and give that as FILE.py:FUNCTION"
     )
+
+
+def _list_dims(described: ModuleInputs, dims: Dims, sizes: Sequence[tuple[int, int]]) -> list[Dims]:
+    """Return the dims at which the stored module is compared: at each size one row, and several."""
+    every = dict.fromkeys([(dims.height, dims.width), *(sizes if described.image else ())])
+    batches = dict.fromkeys([1, _widen_batch(described.inputs, dims).batch] if described.free else [dims.batch])
+    return [Dims(batch, height, width) for height, width in every for batch in batches]
 
 
 def _export_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:

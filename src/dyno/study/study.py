@@ -382,8 +382,8 @@ def _name_source(model: Any, study: Study) -> Any:
         return native(model)
     from dyno.study import in_memory, input_options
 
-    size = parse_size(study.sizes[0]) if study.sizes else None
-    return in_memory.saved(model, input_options.overrides(study.inputs, study.shapes), study.channels, size)
+    sizes = [parse_size(each) for each in study.sizes or ()]
+    return in_memory.saved(model, input_options.overrides(study.inputs, study.shapes), study.channels, sizes)
 
 
 def _name_backend(text: Any) -> Any:

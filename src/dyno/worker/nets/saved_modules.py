@@ -9,17 +9,23 @@ import re
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.inputs.modules import ModuleInputs, listed
+import numpy as np
+
+from dyno.worker.inputs.input_data import relative_change
+from dyno.worker.inputs.modules import ModuleInputs, call, listed
 from dyno.worker.inputs.specs import arguments, tensors
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets import file_facts
 from dyno.worker.nets.model_source import ImageConfig, ModelSource, check_unchanged
+from dyno.worker.sessions.torch_support import as_fetched, named_outputs
 from dyno.worker.spec import BATCH, Dims, InputSpec, ModelSpec, Unavailable, UserError, from_json
 
 PROGRAM = ".pt2"  # the ending of a program of torch.export; others are TorchScript
+CLOSE = 1e-3  # of an output's size: more than what the same operators differ by
 SHA256 = 64  # hexadecimal digits
 GUARDS = "dyno_guards"  # the key of a program's own check of shapes in its module's `meta`
 INPUTS = "dyno_inputs.json"  # a file inside both formats: the inputs as JSON, where Dyno stored the module
@@ -105,6 +111,42 @@ def _tie_weights(module: Any) -> Any:
             if each is not None and each.numel():
                 part._parameters[name] = first.setdefault((each.data_ptr(), each.shape, each.stride()), each)
     return module
+
+
+def compare_answers(
+    module: Any, path: str, model: ModelSpec, inputs: tuple[Sequence[InputSpec], Sequence[InputSpec]], tried: list[Dims]
+) -> None:
+    """Raise a ValueError if a stored module has other outputs than the module itself at any dims that this takes.
+
+    Both may change from call to call; `inputs` are the module's and those of the stored one. torch.export stores the
+    way through a module that one batch takes, and the value of what isn't a tensor, such as a count of calls.
+    """
+    stored = load(path)
+    for dims in tried:
+        own, its = (
+            partial(_answer, each, model, specs, dims) for each, specs in zip((module, stored), inputs, strict=True)
+        )
+        try:
+            expected = own()
+        except Exception:  # the module is anyone's code: it may refuse a size or one row with any error
+            continue
+        if _are_close(expected, found := its()):
+            continue
+        if _are_close(expected, own()):
+            raise ValueError(f"its outputs at {listed(inputs[0], dims)} are not the module's")
+        if _are_close(found, its()):
+            raise ValueError("its outputs are the same at each call, and the module's change")
+
+
+def _answer(module: Any, model: ModelSpec, specs: Sequence[InputSpec], dims: Dims) -> list[np.ndarray]:
+    result = call(module, model, tuple(specs), dims)
+    return [as_fetched(tensor).numpy().copy() for tensor in named_outputs(result).values()]
+
+
+def _are_close(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+    pairs = [*zip(some, others, strict=False)]
+    same_form = len(some) == len(others) and all(a.shape == b.shape for a, b in pairs)
+    return same_form and all(relative_change(a, b) <= CLOSE for a, b in pairs)
 
 
 def unflattened(path: str) -> Any:
