@@ -87,6 +87,24 @@ def test_a_constant_keyword_reaches_forward() -> None:
     assert args == [] and keywords["scale"] == 2.0
 
 
+class Voice(nn.Module):
+    """Speaks the tokens of each row, no two times alike, and one row alone at another pace each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.calls = nn.Embedding(70, 4), 0
+
+    def forward(self, ids: Any) -> Any:
+        self.calls += 1
+        spoken = self.embed(ids).flatten(1) + torch.randn(())
+        return spoken if len(ids) > 1 else spoken[:, self.calls :]
+
+
+def test_outputs_that_change_by_themselves_show_no_batch_on_another_axis() -> None:
+    found = described(Voice(), torch.randint(70, (1, 16)))
+    assert (found.batch, found.inputs[0].shape) == (1, ("batch", 16))
+
+
 def test_one_image_stays_the_one_image() -> None:
     for examples in (None, torch.randn(1, 3, 8, 12), {"x": torch.zeros(1, 3, 8, 12)}):
         assert describe_inputs(Image(), MODEL, examples, {}).inputs == ()
