@@ -180,6 +180,18 @@ def test_processors_as_others_write_them(
     refuses("can't be read", models.preprocess, ModelSpec("m", f"hf:{tmp_path}"))
 
 
+def test_a_processor_among_others_in_one_file_counts(folders: Path, tmp_path: Path) -> None:
+    """So do those of transformers 5 save it that have a tokenizer too; the library reads that file first."""
+    shutil.copy(folders / "vit/config.json", tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, "image_mean": [0.9] * 3}))
+    several = tmp_path / "processor_config.json"
+    several.write_text(json.dumps({"image_processor": PROCESSOR, "processor_class": "CLIPProcessor"}))
+    found = models.preprocess(ModelSpec("m", f"hf:{tmp_path}"))
+    assert (found.mean, found.resize) == ((0.5, 0.4, 0.3), 40 / 32)
+    several.write_text(json.dumps({"processor_class": "CLIPProcessor"}))
+    assert models.preprocess(ModelSpec("m", f"hf:{tmp_path}")).mean == (0.9,) * 3
+
+
 @pytest.mark.parametrize(
     ("processor", "pixel"),
     [
@@ -405,6 +417,23 @@ def test_weights_of_another_network_are_not_completed_at_random(folders: Path, c
     (tmp_path / "bert/config.json").write_text(json.dumps(config))
     code, _, error = call("run", "bert", "--backend", "pytorch", "--dry-run")
     assert code == 2 and "no weights for 2 tensors of its BertForSequenceClassification, e.g. classifier.bias" in error
+
+
+def test_weights_of_other_shapes_are_named(vit: Any, refused: Any) -> None:
+    vit("config.json", id2label={str(k): str(k) for k in range(9)}, label2id={str(k): k for k in range(9)})
+    said = "has weights of other shapes than its ViTForImageClassification for 2 tensors, e.g. classifier.bias, 5 inst"
+    assert said in refused("run", "vit", "--backend", "pytorch", "--dry-run")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_adapter_is_not_left_out(folders: Path, refused: Any, tmp_path: Path, whole: bool) -> None:
+    """Beside a network's own weights, or alone, as peft saves it."""
+    (tmp_path / "lora").mkdir()
+    for file in (folders / "vit").iterdir() if whole else ():
+        shutil.copy(file, tmp_path / "lora")
+    (tmp_path / "lora/adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    said = "lora has an adapter of peft, which is not applied; save the network that merge_and_unload() returns"
+    assert said in refused("run", "hf:lora", "--backend", "pytorch", "--dry-run")
 
 
 def test_a_folder_without_weights_is_warned_of(folders: Path, call: Any, tmp_path: Path) -> None:

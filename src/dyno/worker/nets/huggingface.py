@@ -23,7 +23,8 @@ from dyno.worker.nets.model_source import BuildCode, ImageConfig, ModelSource
 from dyno.worker.sessions.torch_support import eager
 from dyno.worker.spec import NETWORK_FOLDER, TIMM_FOLDER, Dims, ModelSpec, Preprocess, UserError, numbered
 
-CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+PROCESSOR, PROCESSORS = "preprocessor_config.json", "processor_config.json"  # the second is of several in one file
 WEIGHTS = ("*.safetensors", "*.bin")
 TIMM_HUB = "timm:hf-hub:", "timm:hf_hub:"
 SAVERS = {"transformers": "save_pretrained", "timm": "timm.models.save_for_hf"}
@@ -58,6 +59,11 @@ def locate(prefix: str, name: str, pretrained: bool) -> Path:
     """
     library, hub = ("timm", TIMM_HUB[0]) if prefix == TIMM_FOLDER else ("transformers", prefix)
     if name and Path(name).is_dir():
+        if Path(name, ADAPTER).is_file():
+            raise UserError(
+                f"{name} has an adapter of peft, which is not applied; "
+                "save the network that merge_and_unload() returns, and give that folder"
+            )
         if not Path(name, CONFIG).is_file():
             raise UserError(f"{name} has no {CONFIG}, so it is no model of {library}; save it with {SAVERS[library]}")
         return Path(name).absolute()
@@ -96,7 +102,12 @@ def describe_random(model: ModelSpec) -> str:
 
 
 def _read_processor(folder: str) -> dict[str, Any]:
-    path = Path(folder, PROCESSOR)
+    """Return the settings of the folder's image processor; a file with several goes first, as in the library."""
+    several = _read_settings(Path(folder, PROCESSORS)).get("image_processor")
+    return several if isinstance(several, dict) else _read_settings(Path(folder, PROCESSOR))
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
     except (ValueError, TypeError) as e:
@@ -166,10 +177,17 @@ class HuggingFace(ModelSource):
         dtype = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # below transformers 4.56
         options = {"config": config, "local_files_only": True, dtype: "float32", "output_loading_info": True}
         try:
-            network, report = kind.from_pretrained(rest, **options)
+            network, report = kind.from_pretrained(rest, **options, ignore_mismatched_sizes=True)
         except (OSError, ValueError, RuntimeError, ImportError) as e:
             reason = (str(e) or type(e).__name__).strip().splitlines()[0]
             raise UserError(f"the weights of {rest} can't be loaded: {reason}") from e
+        if other := sorted(report["mismatched_keys"]):
+            name, *shapes = other[0]
+            stored, wanted = ("x".join(map(str, shape)) for shape in shapes)
+            raise UserError(
+                f"{rest} has weights of other shapes than its {kind.__name__} for {numbered(len(other), 'tensor')}, "
+                f"e.g. {name}, {stored} instead of {wanted}; correct config.json, or omit --classes"
+            )
         if missing := sorted(report["missing_keys"]):
             lacks = f"{numbered(len(missing), 'tensor')} of its {kind.__name__}, e.g. {missing[0]}"
             raise UserError(
