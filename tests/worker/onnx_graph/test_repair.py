@@ -157,6 +157,30 @@ def test_the_files_own_functions_are_put_in_line(tmp_path: Path) -> None:
     np.testing.assert_array_equal(output(repaired), output(model))
 
 
+def test_defaults_of_a_functions_attributes_count(tmp_path: Path) -> None:
+    """As in files of PyTorch's first dynamo exporter; ONNX Runtime knows them too."""
+    model, node = linear(), partial(h.make_node, domain="acme")
+    sloped = h.make_node("LeakyRelu", ["a"], ["b"])
+    sloped.attribute.append(onnx.AttributeProto(name="alpha", ref_attr_name="alpha", type=onnx.AttributeProto.FLOAT))
+    opsets = [*model.opset_import, h.make_opsetid("acme", 1)]
+    default = [h.make_attribute("alpha", 0.5)]
+    inner = h.make_function("acme", "Inner", ["a"], ["b"], [sloped], opsets, attribute_protos=default)
+    branch = h.make_graph([node("Inner", ["a"], ["b"])], "branch", [], [h.make_tensor_value_info("b", 1, None)])
+    yes = h.make_node("Constant", [], ["yes"], value=h.make_tensor("yes", onnx.TensorProto.BOOL, [], [True]))
+    chosen = h.make_node("If", ["yes"], ["c"], then_branch=branch, else_branch=branch)
+    outer = h.make_function("acme", "Outer", ["a"], ["c"], [yes, chosen], opsets)
+    model.graph.node[0].output[0] = "first"
+    model.graph.node.extend(
+        [node("Inner", ["first"], ["t"], alpha=2.0), node("Inner", ["t"], ["u"]), node("Outer", ["u"], ["y"])]
+    )
+    model.functions.extend([outer, inner])
+    model.opset_import.append(h.make_opsetid("acme", 1))
+    repaired, _ = prepared(model, tmp_path)
+    assert not repaired.functions
+    feeds = -np.abs(FEEDS)
+    np.testing.assert_array_equal(output(repaired, feeds), output(model, feeds))
+
+
 def test_layers_of_a_function_are_named_after_the_call_that_they_come_from(tmp_path: Path) -> None:
     opsets = [h.make_opsetid("", 17), h.make_opsetid("acme", 1)]
     kinds, node = onnx.TensorProto, partial(h.make_node, domain="acme")

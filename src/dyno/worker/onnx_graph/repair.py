@@ -187,7 +187,8 @@ def _in_line(model: Any) -> Any:
     """
     import onnx.inliner
 
-    functions = {(f.domain, f.name, getattr(f, "overload", "")): f for f in model.functions}
+    functions = {_key(f, f.name): f for f in model.functions}
+    _give_defaults(model, functions)
     made = onnx.inliner.inline_local_functions(model)
     _rename_nodes(
         model.graph.node,
@@ -197,6 +198,21 @@ def _in_line(model: Any) -> Any:
         {node.name for graph in graphs_in(made.graph) for node in graph.node},
     )
     return made
+
+
+def _key(part: Any, name: str) -> tuple[str, str, str]:
+    return part.domain, name, getattr(part, "overload", "")
+
+
+def _give_defaults(model: Any, functions: Functions) -> None:
+    """Write the attributes that a call leaves to its function's defaults into the call: onnx's inliner drops those."""
+    nodes = [node for graph in graphs_in(model.graph) for node in graph.node]
+    for node in (node for function in functions.values() for node in function.node):
+        nodes += [node, *(inner for part in graphs_of(node) for graph in graphs_in(part) for inner in graph.node)]
+    for node in nodes:
+        if function := functions.get(_key(node, node.op_type)):
+            given = {attribute.name for attribute in node.attribute}
+            node.attribute.extend(each for each in function.attribute_proto if each.name not in given)
 
 
 def _rename_nodes(
@@ -221,7 +237,7 @@ def _iter_called_nodes(nodes: Sequence[Any], functions: Functions, call: str) ->
         name = node.name if node.name not in seen else f"{node.name or node.op_type}_{k}"
         seen.add(name)
         name = call + name
-        function = functions.get((node.domain, node.op_type, getattr(node, "overload", "")))
+        function = functions.get(_key(node, node.op_type))
         if function is None:
             yield node, call, name
         else:
