@@ -194,8 +194,9 @@ def test_what_draws_random_numbers_is_not_called_wrong(call: Any, operator: str)
     assert "outputs change from call to call" in " ".join(out.split())
 
 
-def test_a_question_mark_names_no_dimension(call: Any) -> None:
-    found = measured(call, network(["?", 3, "?", "?"]), "--size", "16x24")
+@pytest.mark.parametrize("name", ["?", "None", "-1"])
+def test_a_question_mark_names_no_dimension(call: Any, name: str) -> None:
+    found = measured(call, network([name, 3, name, name]), "--size", "16x24")
     assert [(row["status"], row["size"]) for row in found] == [("ok", "16x24")] * 2
 
 

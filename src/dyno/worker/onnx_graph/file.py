@@ -13,6 +13,7 @@ from dyno.worker.onnx_graph import repair
 from dyno.worker.onnx_graph.graph_facts import check_files_beside, list_files_beside, read_graph_facts
 from dyno.worker.spec import Artifact, Option, Tensor, UserError, shorten
 
+NAMELESS = ("", "None", "-1")  # and PaddlePaddle's `?`
 VALUES = {
     "sequence_type": "a sequence",
     "map_type": "a map",
@@ -144,13 +145,12 @@ def read_model(path: str) -> Any:
 
 
 def _read_tensor(value: Any) -> Tensor:
-    """Return the input or output; PaddlePaddle's converter calls every free dimension `?`, which is no name."""
+    """Return the input or output; what some tools call every free dimension is no name."""
     onnx = import_onnx()
     kind, free = value.type.tensor_type, repair.find_free_axes(value)
-    shape = tuple(
-        dim.dim_param.strip("?") or f"{value.name}_{axis}" if axis in free else dim.dim_value
-        for axis, dim in enumerate(kind.shape.dim)
-    )
+    names = [dim.dim_param.strip("?") for dim in kind.shape.dim]
+    names = [f"{value.name}_{axis}" if name in NAMELESS else name for axis, name in enumerate(names)]
+    shape = tuple(names[axis] if axis in free else dim.dim_value for axis, dim in enumerate(kind.shape.dim))
     if kind.elem_type == onnx.TensorProto.UNDEFINED:
         return Tensor(value.name, "", shape)
     if kind.elem_type not in onnx.TensorProto.DataType.values():
