@@ -42,6 +42,12 @@ def test_a_broken_option_is_named(text: str) -> None:
     refuses("is not NAME=VALUE", Choice.parse, text)
 
 
+def test_what_is_given_twice_is_refused_where_the_last_would_win() -> None:
+    refuses("option n is given twice in 'a@n=1@n=2'; give it once", Choice.parse, "a@n=1@n=2")
+    refuses("the budget top1 is given twice, as 1 and 5; give it once", parse_budget, ["top1=1", "top1=5"])
+    assert Study(models="fake:net", boundaries=("all", "model", "all")).boundaries == ("all", "model")
+
+
 def test_the_help_of_a_study_has_every_field_at_the_same_indentation() -> None:
     lines = (inspect.getdoc(Study) or "").splitlines()
     assert not [line for line in lines if line.startswith(" ")]
@@ -67,6 +73,9 @@ def test_the_help_of_a_study_has_every_field_at_the_same_indentation() -> None:
         ({"seconds": math.nan}, "seconds is nan; it must be more than 0"),
         ({"seconds": math.inf}, "seconds is inf; it must be more than 0 and at most 1,000,000,000"),
         ({"mean": (0.5,) * 3, "std": (0.0,) * 3}, "std is 0.0, 0.0, 0.0; pixels are divided by it"),
+        ({"mean": (123.7, 116.3, 103.5), "std": (58.4, 57.1, 57.4)}, "mean is 123.7, 116.3, 103.5; pixels are 0 to 1"),
+        ({"mean": (0.0,), "std": (255.0,)}, "std is 255.0; pixels are 0 to 1, so divide mean and std by 255"),
+        ({"mean": (math.nan,), "std": (1.0,)}, "mean is nan; pixels are 0 to 1"),
         ({"budget": {"top1": math.nan}, "data": "d"}, "budget top1=nan must be between 0 and 100 points"),
         ({"budget": {"top1": -1.0}, "data": "d"}, "budget top1=-1 must be between 0 and 100 points"),
         ({"batches": (0,)}, "batch sizes must be whole numbers of at least 1, not 0"),
@@ -83,6 +92,8 @@ def test_the_help_of_a_study_has_every_field_at_the_same_indentation() -> None:
         ({"pretrained": "yes"}, "pretrained is 'yes'; it must be true or false"),
         ({"budget": 5}, "budget is 5; it must be a table of: a number"),
         ({"runtime": {"fake": {"env": "A=1"}}}, "runtime 'fake' needs a path as python and a table as env"),
+        ({"runtime": {"fake": {"environment": {"A": "1"}}}}, "unknown key of runtime 'fake' 'environment'"),
+        ({"baseline": "fake/fp32"}, "baseline is 'fake/fp32'; it must be a table of: any value"),
         ({"runtime": {"fake": "python3"}}, "runtime is {'fake': 'python3'}; it must be a table of: a table of"),
     ],
 )
@@ -171,7 +182,7 @@ positive = st.floats(1e-9, 1e9)
 def test_any_study_comes_back_from_its_own_toml(
     models: list[str], env: dict[str, str], seconds: float, name: str
 ) -> None:
-    runtime = {name: {"python": name, "env": env, "n": 1, "on": True}}
+    runtime = {name: {"python": name, "env": {**env, "n": 1, "on": True}}}
     study = Study(models=tuple(models), runtime=runtime, seconds=seconds, batches=(1, 8), pretrained=True)
     assert Study(**tomllib.loads(study.to_toml())) == study
 
@@ -228,7 +239,7 @@ def test_a_fixed_number_of_samples_switches_the_other_rules_off() -> None:
 def test_sizes_and_budgets() -> None:
     assert parse_size("224") == (224, 224)
     assert parse_size("480X640") == (480, 640)
-    assert parse_budget(["top1=0.5", "top5=1"]) == {"top1": 0.5, "top5": 1.0}
+    assert parse_budget(["top1=0.5, top5=1"]) == parse_budget(["top1=0.5", "top5=1"]) == {"top1": 0.5, "top5": 1.0}
 
 
 @pytest.mark.parametrize("text", ["top1", "top1=", "top1=much"])

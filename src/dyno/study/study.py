@@ -104,6 +104,8 @@ class Choice:
             key, equals, value = part.partition("=")
             if not (key and equals and value):
                 raise UserError(f"backend option {part!r} in {text!r} is not NAME=VALUE")
+            if key in found:
+                raise UserError(f"option {key} is given twice in {text!r}; give it once")
             found[key] = value
         precisions = tuple(map(usual_name, found["precision"].split("+"))) if "precision" in found else ()
         options = {key: _parse_value(value) for key, value in found.items() if key not in RESERVED}
@@ -144,12 +146,14 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
         object.__setattr__(self, "precisions", tuple(map(usual_name, self.precisions)))
         object.__setattr__(self, "backends", tuple(map(_name_backend, self.backends)))
         object.__setattr__(self, "models", tuple(_name_source(model, self) for model in self.models))
+        check_types({"baseline": self.baseline}, {"baseline": dict[str, Any]})
         object.__setattr__(
             self, "baseline", {name: self._convert_baseline(name, self.baseline[name]) for name in self.baseline}
         )
         object.__setattr__(self, "routes", _make_tuple(self.routes))
         self._settle_options()
         check_types(vars(self), typing.get_type_hints(type(self)))
+        object.__setattr__(self, "boundaries", tuple(dict.fromkeys(self.boundaries)))
         self._check_options()
 
     def _settle_options(self) -> None:
@@ -222,6 +226,10 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             raise UserError(
                 f"std is {', '.join(map(str, self.std))}; pixels are divided by it, so it must be more than 0"
             )
+        for name in ("mean", "std"):  # those of a tool whose pixels are 0 to 255 are larger
+            if not all(abs(number) <= 1 for number in getattr(self, name)):
+                shown = ", ".join(map(str, getattr(self, name)))
+                raise UserError(f"{name} is {shown}; pixels are 0 to 1, so divide mean and std by 255")
 
     def _check_together(self) -> None:
         """Raise `UserError` for options that contradict each other."""
@@ -449,27 +457,31 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_budget(texts: Iterable[str]) -> dict[str, float]:
-    """Parse the points that an engine may lose from `top1=0.5`."""
+    """Parse the points that an engine may lose from `top1=0.5`, several with commas."""
     found = {}
-    for text in texts:
-        name, _, points = text.partition("=")
+    for name, points in _parse_pairs("budget", texts, "NAME=POINTS, e.g. top1=0.5").items():
         try:
             found[name] = float(points)
         except ValueError:
-            raise UserError(f"budget {text!r} is not NAME=POINTS, e.g. top1=0.5") from None
+            raise UserError(f"budget '{name}={points}' is not NAME=POINTS, e.g. top1=0.5") from None
     return found
 
 
 def parse_limits(texts: Iterable[str]) -> dict[str, str]:
     """Parse limits from the command line: `p99=5ms`, several with commas."""
+    return _parse_pairs("limit", texts, "NAME=MOST, e.g. p99=5ms or size=20MB")
+
+
+def _parse_pairs(what: str, texts: Iterable[str], form: str) -> dict[str, str]:
+    """Parse `NAME=VALUE`, several with commas; a name that is given twice is a `UserError`."""
     found: dict[str, str] = {}
     for text in (part.strip() for each in texts for part in each.split(",") if part.strip()):
-        name, is_given, most = (part.strip() for part in text.partition("="))
+        name, is_given, value = (part.strip() for part in text.partition("="))
         if not is_given:
-            raise UserError(f"limit {text!r} is not NAME=MOST, e.g. p99=5ms or size=20MB")
+            raise UserError(f"{what} {text!r} is not {form}")
         if name in found:
-            raise UserError(f"the limit {name} is given twice, as {found[name]} and {most}; give it once")
-        found[name] = most
+            raise UserError(f"the {what} {name} is given twice, as {found[name]} and {value}; give it once")
+        found[name] = value
     return found
 
 
@@ -490,6 +502,8 @@ def model_name(source: str) -> str:
 
 def _check_runtimes(tables: Mapping[str, Mapping[str, Any]]) -> None:
     for name, table in tables.items():
+        for key in table:
+            check_known(f"key of runtime {name!r}", key, ("python", "env"))
         if not isinstance(table.get("env", {}), dict) or not isinstance(table.get("python", ""), str):
             raise UserError(f'runtime {name!r} needs a path as python and a table as env, such as {{A = "1"}}')
 
