@@ -143,6 +143,18 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
     assert np.load(Path(data.folder, "labels.npy"))[:12].tolist() == [0] * 6 + [1] * 6
 
 
+@pytest.mark.parametrize(
+    "parts", ["image mask", "JPEGImages SegmentationClass", "train trainannot", "test_images test_masks", "img gt"]
+)
+def test_images_and_their_masks_are_no_classes(parts: str, tmp_path: Path) -> None:
+    for part in parts.split():
+        fill(tmp_path / "d" / part)
+    with pytest.raises(UserError, match=r"which are parts of a data set .* such as \S*(images?|Images|img|train), to"):
+        dyno_data.format_of(tmp_path / "d")
+    fill(tmp_path / "d" / "unmasked")
+    assert dyno_data.format_of(tmp_path / "d").name == "classes", "one of the names is a class's"
+
+
 def test_images_of_formats_that_are_not_read_are_counted(tmp_path: Path) -> None:
     def load(folder: Path) -> DataSpec:
         return dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess(resize=0))

@@ -25,11 +25,13 @@ NAMED = re.compile(r"label|annot|target|truth|ground", re.IGNORECASE)
 OTHERWISE = re.compile(r"readme|licen[sc]e|copying|requirements", re.IGNORECASE)
 TEXTS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".xml")
 ARRAYS = (".mat", ".npy", ".npz", ".parquet", ".tfrecord", ".record")
-# Names of folders that hold a part of a data set, not a class.
-PARTS = {
-    "train", "training", "val", "valid", "validation", "test", "testing", "images", "imgs", "jpegimages", "labels",
-    "annotations", "masks", "data", "jpg", "jpeg", "png",
-}  # fmt: skip
+# Names of folders that hold a part of a data set, such as `train`, `trainannot` or `SegmentationClass`, not a class.
+PART = re.compile(
+    r"((train(ing)?|val(id|idation)?|test(ing)?|ima?ge?s?|jpe?g|png|data|labels?|annot(ation)?s?|masks?|gts?"
+    r"|ground_?truth|segmentation(class|object)?s?)[ _-]?)+",
+    re.IGNORECASE,
+)
+TRUTH = re.compile("label|annot|mask|gt|truth|segm", re.IGNORECASE)
 SPLITS = ("train", "training", "val", "valid", "validation", "test", "testing")
 
 
@@ -80,16 +82,15 @@ def refuse_labels(folder: Path, is_class_folders: bool) -> None:
     """Refuse a folder that would be read without its labels, or whose parts would be read as classes."""
     found = find_labels(folder)
     parts = list_folders(folder)
-    layout = is_class_folders and bool(parts) and {part.lower() for part in parts} <= PARTS and not _has_classes(folder)
+    layout = is_class_folders and bool(parts) and all(map(PART.fullmatch, parts)) and not _has_classes(folder)
     if found is not None and (layout or found.objects or not is_class_folders):
         raise UserError(
             f"{folder} holds labels that can't be read there: {name_below(found.path, folder)} ({found.what}); "
             f"{_suggest_remedy(found)}, or give a folder of the images alone to measure without accuracy"
         )
     if layout and len(parts) > 1:
-        one = next(
-            (part for part in parts if part.lower() in (*SPLITS, "images") and not part.lower().startswith("train")),
-            parts[0],
+        one = min(
+            parts, key=lambda part: (bool(TRUTH.search(part)), part.lower().startswith("train"), part not in SPLITS)
         )
         raise UserError(
             f"{folder} has {', '.join(parts)}, which are parts of a data set and no classes; put class folders into "
@@ -119,7 +120,7 @@ def warn_labels(folder: Path) -> list[str]:
 def _has_classes(folder: Path) -> bool:
     """Return whether the folder's splits hold folders that may be classes."""
     splits = [part for part in list_folders(folder) if part.lower() in SPLITS]
-    return any(name.lower() not in PARTS for split in splits for name in list_folders(folder / split))
+    return any(not PART.fullmatch(name) for split in splits for name in list_folders(folder / split))
 
 
 def list_folders(folder: Path) -> list[str]:

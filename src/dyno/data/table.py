@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dyno.data.data_format import PARTS, DataFormat, ScanRequest
+from dyno.data.data_format import PART, DataFormat, ScanRequest
 from dyno.data.photos import (
     COUNT,
     AmbiguousImages,
@@ -62,8 +62,8 @@ class LabelTable(DataFormat):
         """
         if not path.is_dir():
             return path.suffix.lower() in self.suffixes
-        folders = [inner.name.lower() for inner in path.iterdir() if inner.is_dir() and not is_system(inner.name)]
-        return any(set(folders) <= PARTS or _are_in_one_folder(table) for table in _find_tables(path))
+        folders = [inner.name for inner in path.iterdir() if inner.is_dir() and not is_system(inner.name)]
+        return any(all(map(PART.fullmatch, folders)) or _are_in_one_folder(table) for table in _find_tables(path))
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
         file = path
