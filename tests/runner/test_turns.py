@@ -411,10 +411,27 @@ def test_a_hang_is_one_row_and_only_its_own_time_counts(
         return time.monotonic() + 1e4 * any(tmp_path.glob("run/trials/*/r0/hangs"))
 
     monkeypatch.setattr(turns, "time", SimpleNamespace(sleep=time.sleep, monotonic=monotonic))
+    monkeypatch.setattr(turns, "MOST_POLL_S", 1e5)
     run(study(SLOW, FAST, f"{late}@latency_ms=2@after=3@hang=true", timeout=1200.0), tmp_path / "run")
     assert {key[0]: r["status"] for key, r in stored(tmp_path / "run").items()} == {
         "4": "ok", "2": "ok", "True": "timeout",
     }  # fmt: skip
+
+
+def test_no_job_is_late_by_the_time_that_dyno_was_stopped(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-Z stops Dyno, not its jobs."""
+    stages: list[str] = []
+
+    def monotonic() -> float:
+        if not stages:
+            stages.extend(p.read_text() for p in tmp_path.glob("run/trials/*/r0/stage") if "model" in p.read_text())
+        return time.monotonic() + 1e4 * bool(stages)
+
+    monkeypatch.setattr(turns, "time", SimpleNamespace(sleep=time.sleep, monotonic=monotonic))
+    run(study(timeout=1200.0), tmp_path / "run")
+    assert stages and {r["status"] for r in stored(tmp_path / "run").values()} == {"ok"}
 
 
 KILLED = """

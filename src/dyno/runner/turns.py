@@ -33,6 +33,7 @@ from dyno.worker.system import cores
 
 T = TypeVar("T")
 POLL_S = 0.05
+MOST_POLL_S = 1.0  # of a longer time between two looks at the jobs Dyno was stopped for the rest, as by Ctrl-Z
 MOST_AGAIN = 1.0  # of a boundary's time, for blocks in place of disturbed ones
 
 
@@ -305,11 +306,11 @@ class InterleavedGroup:
             self._run_members(members, word)
 
     def _run_members(self, members: Sequence[InterleavedJob], word: str) -> None:
-        running, begin = list(members), time.monotonic()
+        running, looked, elapsed = list(members), time.monotonic(), 0.0
         measuring = word == GO and any(member.last_message not in (IMPORTED, LOADED) for member in members)
         if measuring and self.core_latency:
             word = f"{GO} {self.core_latency.measure()}"
-            begin = time.monotonic()
+            looked = time.monotonic()
         if word:
             for member in running:
                 _wake_member(member)
@@ -320,7 +321,8 @@ class InterleavedGroup:
             member.last_message = ""
         while running:
             _read_lines(running)
-            elapsed = time.monotonic() - begin
+            now = time.monotonic()
+            elapsed, looked = elapsed + min(now - looked, MOST_POLL_S), now
             late = [p for p in running if not p.last_message and p.used_s + elapsed > p.trial.plan.timeout_s]
             for member in [p for p in running if p.last_message or p in late or _find_process(p).poll() is not None]:
                 running.remove(member)
