@@ -212,6 +212,7 @@ def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: 
     assert "has no train/" in said(tmp_path / "only", *draws)
     assert "class 'b' has one image; it needs two" in said(tmp_path / "lone", *draws)
     assert "class 'b' has no images" in said(tmp_path / "empty", *draws)
+    assert "holds images without class folders" in said(tmp_path / "lone/a", *draws)
     assert "already has test images; omit --holdout" in said(parted, "--holdout", "0.2", *draws)
     assert "--holdout is 1.5" in said(flat, "--holdout", "1.5", *draws)
     assert "there is no training to resume" in said(flat, "--resume")

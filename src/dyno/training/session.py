@@ -103,6 +103,8 @@ def _has_classes(root: Path) -> bool:
 def _split_images(root: Path, share: float, seed: int) -> dict[str, Path]:
     """Return every image by its path in the split folder: `train/CLASS/…` or `test/CLASS/…`."""
     listing = scan_folder(root, ScanRequest(0, seed))
+    if not listing.classes:
+        raise UserError(f"{root} holds images without class folders; put those of each class into a folder")
     rng = np.random.default_rng(seed)
     placed: dict[str, Path] = {}
     for label, name in enumerate(listing.classes):
