@@ -126,6 +126,11 @@ def ratio(value: float, low: float, high: float) -> str:
     return f"{value:.2f}x{limits(low, high, lambda v: f'{v:.2f}')}"
 
 
+def takes(shown: str, time: str = "time") -> str:
+    """Return what B takes of A's `time`, by their ratio as `ratio` shows it."""
+    return f"the ratio of B's {time} to A's is {UNCLEAR}" if shown == UNCLEAR else f"B takes {shown} A's {time}"
+
+
 def in_brackets(shown: str) -> str:
     """Return ` (2.10x)` to stand behind a sentence; "" where the ratio is UNCLEAR."""
     return "" if shown == UNCLEAR else f" ({shown})"

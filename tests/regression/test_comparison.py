@@ -26,7 +26,7 @@ def test_two_files_in_turns_with_a_gate(call: Any, chain: Any, tmp_path: Path, m
     code, out, err = call(*words, "--junit", "ci/junit.xml", "--summary", "summary.md")
     assert code == 1 and "Measured in turns, 6 rounds" in out, err
     told = re.search(r"after round 2 of 3.*: a/m.onnx and b/m.onnx onnxruntime fp32 b1: (.*)\n", err)
-    assert told and re.fullmatch(r"B takes [\d.]+x.* the time of A \(slower\)\.", told[1]), err
+    assert told and re.fullmatch(r"B takes [\d.]+x.* A's time \(slower\)\.", told[1]), err
     assert "measured again before it is judged" in err, "suspects have fresh rounds before they fail"
     assert "% is caught in 80 % of comparisons" in out and "layers 2 to 100" in out and "agree" in out
     (suite,) = Xml.parse("ci/junit.xml").getroot()

@@ -43,6 +43,11 @@ def wide(text: str) -> list[str]:
     return found
 
 
+def test_a_ratio_of_times_that_is_unclear_is_said_in_a_sentence() -> None:
+    assert formatting.takes(formatting.ratio(1.0, 0.1, 9.0)) == "the ratio of B's time to A's is unclear"
+    assert formatting.takes(formatting.ratio(2.0, 1.9, 2.1), "time per frame").startswith("B takes 2.00x [1.90, ")
+
+
 def test_the_check_sees_a_wide_interval() -> None:
     assert wide("59.41x [0.00, 14451332363415.70]") and wide("5 ms [1.0 ms, 3.0 ms]")
     assert not wide("2.1x [1.90, 2.30]") and not wide("1.5 ms [1.2 ms, 1.7 ms]")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.formatting import counting, plain, ratio, show, significant
+from dyno.formatting import counting, plain, ratio, show, significant, takes
 from dyno.report.style import COLORS, FAINT, WIDTH, Chart, styled, tip
 from dyno.report.tables import TableKind
 from dyno.results import stats
@@ -424,5 +424,5 @@ def _write_sentences(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         if row["part"] == WHOLE and "ratio" in row:
             shown = ratio(row["ratio"], row["ratio_low"], row["ratio_high"])
-            yield f"{plain(row['label'])} end to end: B takes {shown} A's time per frame: {row['verdict']}."
+            yield f"{plain(row['label'])} end to end: {takes(shown, 'time per frame')}: {row['verdict']}."
     yield "A stage's time is that in the pipeline. The gate's conditions are on inference alone."

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
-from dyno.formatting import counting, indentation, join_names, plain, ratio, short, sized
+from dyno.formatting import counting, indentation, join_names, plain, ratio, short, sized, takes
 from dyno.report import self_test
 from dyno.report.verdict import decisions
 from dyno.report.verdict import findings as verdict_findings
@@ -110,7 +110,7 @@ def _describe_sides(run: RunData) -> Iterator[str]:
                 told = "B gives other outputs than A" if str(row["verdict"]).startswith(WRONG) else str(row["verdict"])
             else:
                 times = 1 / row[["speedup", "speedup_high", "speedup_low"]].astype(float)
-                told = f"B takes {ratio(*times)} the time of A ({row['verdict']})"
+                told = f"{takes(ratio(*times))} ({row['verdict']})"
             yield f"{b.model} {b.pair} b{b.batch}: {told}."
 
 
