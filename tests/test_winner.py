@@ -83,7 +83,7 @@ def ran(study: Study, folder: Path) -> Result:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten photographs of two classes, none of them square, some grey."""
+    """Ten photographs of two classes, none of them square, some grey, one of 16 bits."""
     pytest.importorskip("PIL")
     from PIL import Image
 
@@ -92,7 +92,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
         place = folder / ("tested" if k < 10 else "others") / "ab"[k % 2]
         place.mkdir(parents=True, exist_ok=True)
         pixels = rng.integers(0, 256, (40 + 3 * k, 61 - k, 3), np.uint8)
-        Image.fromarray(pixels[..., 0] if k == 3 else pixels).save(place / f"{k}.png")
+        grey = pixels[..., 0].astype(np.uint16) << 8 if k == 4 else pixels[..., 0]
+        Image.fromarray(grey if k in (3, 4) else pixels).save(place / f"{k}.png")
     return folder / "tested"
 
 

@@ -46,7 +46,11 @@ def prepare(path):
 
     _, {axes} = INPUTS[{name!r}][0]
     with Image.open(path) as picture:
-        picture = {upright}.convert("L" if channels == 1 else "RGB")
+{upright}        if picture.mode in ("I", "F"):
+            sys.exit(f"{{path}}: its pixels have no known range; save it in 8 bits")
+        if picture.mode.startswith("I;16"):  # its upper 8 bits: `convert` makes what is above 255 white
+            picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+        picture = picture.convert("L" if channels == 1 else "RGB")
 '''
 CROPPED = """        size = width, height
         if RESIZE:  # this times the crop, one side in proportion or (SQUASH) neither; then the centre
@@ -217,7 +221,7 @@ def _for_each(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
 def _write_preparation(trial: Trial, image: Tensor) -> str:
     letterbox = trial.model.preprocess.letterbox
     more = ", ImageOps" if letterbox else ""
-    upright = "ImageOps.exif_transpose(picture)" if letterbox else "picture"
+    upright = "        picture = ImageOps.exif_transpose(picture)\n" if letterbox else ""
     body = LETTERBOXED if letterbox else CROPPED
     end = "    return np.ascontiguousarray(pixels)\n" if image.dtype == "uint8" else NORMALISED
     axes = "height, width, channels" if specs.channels_last(image.shape) else "channels, height, width"
