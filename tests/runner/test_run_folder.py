@@ -12,6 +12,7 @@ import onnx_text
 from dyno import Study, load
 from dyno.results.notes import ModelFacts
 from dyno.results.trial_result import Form, find_forms
+from dyno.worker import system
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -86,6 +87,20 @@ def test_what_contradicts_is_named(call: Any, refused: Any) -> None:
     line = refused(*words, "--seed", 3, "--data", "digits")
     assert "measured with seed=0, no data, this command says seed=3, data=digits;" in line
     assert call(*words, "--timeout", 77, "--rounds", 2)[0] == 0
+
+
+def test_rows_of_other_processors_have_no_place_beside_those_of_the_same_name(
+    call: Any, refused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `taskset`, or on another machine."""
+    words = ["run", "fake:net", "--channels", 1, *FAKE[:-2], "--out", "r"]
+    monkeypatch.setattr(system, "physical_cores", lambda: 1)
+    assert call(*words)[0] == 0
+    monkeypatch.setattr(system, "physical_cores", lambda: 2)
+    line = refused(*words, "--rounds", 2)
+    assert line.startswith("r was measured with 1 thread, and the processors that are allowed now make it 2; ")
+    monkeypatch.setattr(system, "physical_cores", lambda: 1)
+    assert call(*words, "--rounds", 2)[0] == 0 and rows("r", "status", "rounds") == [("ok", 2)]
 
 
 def test_a_folder_in_which_nothing_was_measured_blocks_nothing(call: Any) -> None:

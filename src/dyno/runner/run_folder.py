@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno import __version__
+from dyno.formatting import counting
 from dyno.results.notes import store_models
 from dyno.store import Run, gpu_identity, sha256_of
 from dyno.study.commits import find_head
@@ -163,6 +164,7 @@ def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple
         for old in stored_trials:
             _move_folder(old.folder, run.folder / ARCHIVE / REPLACED)
         stored_trials = []
+    _refuse_other_threads(run.folder, stored_trials, planned)
     named = _name_models(planned, stored_trials)
     notes = [*_archive_rows(run, stored_trials, named), *_restore_rows(run, named)]
     stored_trials = stored(run.folder / "trials")
@@ -178,6 +180,17 @@ def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple
     known = (one for one in named if one.model_facts.set_fields())
     store_models(run.folder, [replace(e.model_facts, model=e.trial.model.name, size=e.trial.dims.size) for e in known])
     return named, notes
+
+
+def _refuse_other_threads(folder: Path, stored_trials: list[StoredTrial], planned: list[PlannedTrial]) -> None:
+    """Raise `UserError` if the default number of threads has changed: rows of both would have one name."""
+    before = {row.trial.runtime.threads for row in stored_trials}
+    now = {entry.trial.runtime.threads for entry in planned}
+    if before and now and before.isdisjoint(now) and measured(folder):
+        raise UserError(
+            f"{folder} was measured with {counting(min(before), 'thread')}, and the processors that are allowed "
+            f"now make it {min(now)}; allow as many, or give another --out"
+        )
 
 
 def _join_studies(before: Study, study: Study, stored_trials: list[StoredTrial], planned: list[PlannedTrial]) -> Study:
