@@ -23,7 +23,7 @@ from dyno.worker.facts.engine import QUANTISED
 from dyno.worker.facts.job import MANY, is_labels
 from dyno.worker.numerics.closeness import errors as distances
 from dyno.worker.numerics.closeness import find_one_sided
-from dyno.worker.spec import PRECISIONS, Trial, UserError
+from dyno.worker.spec import OTHER_NAMES, PRECISIONS, Trial, UserError, usual_name
 
 # The reference trial of each trial, and whether two trials are comparable.
 #
@@ -71,15 +71,16 @@ def make_matcher(requested: str, trials: Iterable[T]) -> Callable[[T], bool]:
         if t.id.startswith(requested):
             configuration = t.side, t.variant, t.precision
             return lambda other: (other.side, other.variant, other.precision) == configuration
-    precisions = "|".join(PRECISIONS)
+    precisions = "|".join((*PRECISIONS, *OTHER_NAMES))
     # The precision stands behind the backend or behind its last option.
-    match = re.search(rf"[/: ]({precisions})(?=@|$)", requested)
-    precision = match[1] if match else ""
+    match = re.search(rf"[/: ]({precisions})(?=@|$)", requested, re.IGNORECASE)
+    precision = usual_name(match[1]) if match else ""
     backend, *options = (requested[: match.start()] + requested[match.end() :] if match else requested).split("@")
+    name = usual_name(backend)
 
     def is_match(t: T) -> bool:
         own, *its = t.variant.split("@")
-        return own == backend and precision in ("", t.precision) and (not options or sorted(options) == sorted(its))
+        return own == name and precision in ("", t.precision) and (not options or sorted(options) == sorted(its))
 
     return is_match
 
