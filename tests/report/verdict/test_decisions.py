@@ -160,8 +160,10 @@ def test_images_per_second_are_a_decision_that_is_tested_too(tmp_path: Path) -> 
 
 
 def test_a_budget_that_nothing_else_holds_is_said(tmp_path: Path) -> None:
-    (one,) = decided(tmp_path, Way("pytorch"), Way("a", "int8", 0.001, flips=0.2), budget={"top1": 1.5})
+    (one,) = decided(tmp_path / "two", Way("pytorch"), Way("a", "int8", 0.001, flips=0.2), budget={"top1": 1.5})
+    (lone,) = decided(tmp_path / "lone", Way("pytorch"), budget={"top1": 1.5})
     assert dict(one.answers)["real"] == "nothing else is within the budget"
+    assert dict(lone.answers)["real"] == "there is nothing to compare it with"
     assert dict(one.answers)["right"].startswith("it is what the others' outputs are compared with; top-1 9")
 
 

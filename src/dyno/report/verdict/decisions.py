@@ -168,7 +168,7 @@ class Winner:
         """Describe whether it is the fastest beyond noise, how that was measured, and reasons for doubt."""
         contest, gain, reference, run = self.contest, self.gain, self.reference, self.run
         if not self.pairs:
-            if run.conditions:
+            if run.conditions and len(self.ranking.first) > 1:
                 what = "the budget" if not run.limits else run.conditions
                 return f"nothing else is {'shown to be ' if awaits_evidence(self.ranking) else ''}within {what}"
             return "there is nothing to compare it with"
