@@ -339,6 +339,9 @@ def test_too_little_agreement_is_exit_1(call: Any) -> None:
     words = ["diff", "fake:net", "--channels", 1, "--backend", "fake", "--precision", "fp32,int8"]
     assert call(*words, "--out", "a")[0] == 0
     assert call(*words, "--least", "0.9", "--out", "b")[0] == 1
+    for name, value in (("--least", "90"), ("--least", "nan"), ("--rtol", "-1"), ("--atol", "inf")):
+        _, out, err = call(*words, name, value, code=2)
+        assert not out and err.startswith(f"dyno: {name[2:]} is ") and "it must be at " in err
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")

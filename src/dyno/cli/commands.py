@@ -40,7 +40,7 @@ from dyno.study.defaults import (
 from dyno.study.options import MODEL_HELP
 from dyno.study.study import Study, model_name
 from dyno.worker.extras import lacking
-from dyno.worker.option_values import option
+from dyno.worker.option_values import check_range, option
 from dyno.worker.record import write_text
 from dyno.worker.spec import LOOKS, Trial, UserError, plain
 
@@ -593,6 +593,8 @@ def diff(
     from dyno.study.model_info import model_spec
     from dyno.study.plan import USUAL
 
+    for name, value, most in (("rtol", rtol, 1e9), ("atol", atol, 1e9), ("least", least, 1)):
+        check_range(name, value, 0, most)
     if overrides.pop("layers", False):
         raise typer.Exit(layers_commands.diff_layers(overrides, models, out, rtol, atol, least, format))
     if name := next((name for name in ("top", "order") if name in overrides), ""):
