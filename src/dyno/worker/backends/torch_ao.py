@@ -265,7 +265,9 @@ class TorchAOSession(CompiledSession):
         """Run the module before it is quantised; see how many rows each linear layer gets."""
 
         def count_rows(layer: Any, inputs: tuple[Any, ...]) -> None:
-            self._rows[layer] = inputs[0].numel() // max(inputs[0].shape[-1], 1)
+            for tensor in inputs:  # none where it is given by its name
+                rows = tensor.numel() // max(tensor.shape[-1], 1)
+                self._rows[layer] = min(rows, self._rows.get(layer, rows))
 
         hooks = [layer.register_forward_pre_hook(count_rows) for layer in self._list_linear_layers()]
         super().try_eager()
@@ -280,9 +282,12 @@ class TorchAOSession(CompiledSession):
     def _takes_kernel(self, layer: Any, name: str = "") -> bool:
         """Return whether a layer is to be quantised: one inside PyTorch's own attention isn't."""
         linear = self._torch.nn.modules.linear
-        few = self._on_gpu and self._options["scheme"] == DYNAMIC and self._rows.get(layer, ROWS) < ROWS
         is_own = isinstance(layer, linear.Linear) and not isinstance(layer, linear.NonDynamicallyQuantizableLinear)
-        return is_own and not (few and self._trial.precision == "int8")
+        return is_own and not self._has_few_rows(layer)
+
+    def _has_few_rows(self, layer: Any) -> bool:
+        multiplies = self._on_gpu and self._trial.precision == "int8" and self._options["scheme"] == DYNAMIC
+        return multiplies and self._rows.get(layer, ROWS) < ROWS
 
     def _quantise_module(self) -> None:
         quantization, trial, layers = import_torchao(), self._trial, self._list_linear_layers()
@@ -294,14 +299,15 @@ class TorchAOSession(CompiledSession):
         with refused, settings_kept(self._torch), self._torch.no_grad(), silenced():  # older versions turn TF32 on
             quantization.quantize_(self._module, config, self._takes_kernel)
         left = [layer for layer in layers if not hasattr(layer.weight, "__tensor_flatten__")]
-        self._options["unquantised"] = [name for name, layer in self._module.named_modules() if layer in set(left)]
         shapes = Counter(" x ".join(map(str, layer.weight.shape)) for layer in left)
         which = ", ".join(f"{count} of {shape}" for shape, count in shapes.items())
-        if any(self._rows.get(layer, ROWS) < ROWS for layer in left) and trial.precision == "int8":
+        if any(map(self._has_few_rows, left)):
             which += f" (PyTorch's INT8 product takes {ROWS} rows or more: give a larger batch)"
         if len(left) == len(layers):
             raise UserError(f"torchao quantises no linear layer of {trial.model.name} to {trial.precision}: {which}")
-        self._notes = (f"torchao left {len(left)} of {len(layers)} linear layers unquantised: {which}",) * bool(left)
+        if left:
+            self._options["unquantised"] = [name for name, layer in self._module.named_modules() if layer in set(left)]
+            self._notes = (f"torchao left {len(left)} of {len(layers)} linear layers unquantised: {which}",)
 
     def _compile_module(self, calls: int) -> None:
         if self._artifact is None:
