@@ -42,6 +42,7 @@ OF_THIS_PROCESS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # er
 LAST_LINES_B = 10_000
 LOGS = ("stdout.log", "stderr.log")
 HEAD_B, TAIL_B = 1 << 18, 3 << 18  # what is kept of each of them
+PIECE_B = 1 << 20  # that are copied at once
 LEFT_OUT = "\n[Dyno left out about {:,} bytes here]\n"  # what is printed while it is counted is not
 MOST_SWEEPS = 20  # for processes that go on starting others while they are killed
 TF32 = "NVIDIA_TF32_OVERRIDE"  # the variable by which NVIDIA's libraries leave TF32 off
@@ -340,7 +341,7 @@ def _trim_log(f: BinaryIO) -> None:
     end = HEAD_B + f.write(LEFT_OUT.format(left_out).encode() + tail)
     while os.fstat(f.fileno()).st_size > size:  # a job's last line, the reason of its end, often comes meanwhile
         f.seek(size)
-        more = f.read()
+        more = f.read(PIECE_B)
         size += len(more)
         f.seek(end)
         end += f.write(more)
