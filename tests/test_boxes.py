@@ -113,6 +113,33 @@ def test_the_accuracy_of_every_layout_is_that_of_its_boxes(
 
 
 @pytest.mark.usefixtures("preloaded")
+def test_ties_rank_by_the_ids_of_images_as_in_pycocotools(call: Any, data: Path, tmp_path: Path) -> None:
+    """Every image gets the same boxes and scores, and only the image with the lowest id, listed last, has objects."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    size = {"height": 48, "width": 64}
+    images = [{"id": 30 - 10 * k, "file_name": f"{k}.png", **size} for k in range(3)]
+    objects = [{"id": k + 1, "image_id": 10, "category_id": label, "bbox": box, "area": box[2] * box[3], "iscrowd": 0}
+               for k, (label, *box) in enumerate(OBJECTS)]  # fmt: skip
+    categories = [{"id": k, "name": name} for k, name in enumerate("abc")]
+    truth = {"images": images, "annotations": objects, "categories": categories}
+    (file := data.parent / "images/val/instances.json").write_text(json.dumps(truth))
+    found = [{"image_id": image["id"], "category_id": label, "bbox": box, "score": float(score)}
+             for image in images for (label, *box), score in zip(OBJECTS, SCORES, strict=True)]  # fmt: skip
+    own = COCO(file)
+    evaluation = COCOeval(own, own.loadRes(found), "bbox")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    network = write(tmp_path / "net.onnx", ULTRALYTICS, output0=rows())
+    call("run", network, "--data", file, *QUICK, "--out", tmp_path / "run", code=0)
+    with open(tmp_path / "run/results.csv", newline="") as f:
+        (row,) = csv.DictReader(f)
+    assert float(row["map50_95"]) == pytest.approx(100 * evaluation.stats[0])
+
+
+@pytest.mark.usefixtures("preloaded")
 def test_an_input_beside_the_images_has_a_value(call: Any, data: Path, tmp_path: Path, unreported: None) -> None:
     """RT-DETR as its authors export it: boxes are of the size that is given for each image."""
     nodes = """none = ReduceMean<axes = [1, 2, 3], keepdims = 1>(images) zero = Mul(none, no) flat = Squeeze(zero, two)

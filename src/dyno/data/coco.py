@@ -231,7 +231,9 @@ def _read_file(file: Path) -> _File:
         raise UserError(f"{file} lists {twice} twice; list each image once, with one image_id for all its annotations")
     if any(not isinstance(category.get("keypoints", []), list) for category in parts["categories"]):
         raise UserError(f"{file}: the keypoints of a category are not a list of names")
-    return _File(file, parts["images"], sorted(parts["categories"], key=lambda c: c["id"]), parts["annotations"])
+    # Images too are in the order of their ids: pycocotools ranks detections of one score by it.
+    images, categories = (sorted(parts[part], key=lambda item: item["id"]) for part in ("images", "categories"))
+    return _File(file, images, categories, parts["annotations"])
 
 
 def _choose_calibration(folder: Path, shown: Path, wanted: int, seed: int) -> list[Photo]:
