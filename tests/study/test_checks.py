@@ -218,6 +218,10 @@ def test_planning_for_a_gpu_elsewhere_is_not_refused(call: Any) -> None:
     assert code == 0 and "There is no cuda:0 here, so a run would be refused." in out
 
 
+def test_a_share_of_the_processor_alone_is_refused_in_planning_too(refused: Any) -> None:
+    assert DEVICES["cpu:0"] in refused("run", "fake:n", "--backend", "fake", "--device", "cpu:0", "--dry-run")
+
+
 def test_a_gpu_that_the_driver_alone_sees_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(defaults, "gpu_identity", lambda device: "")
     monkeypatch.setattr(defaults, "_driver_count", lambda: 1)

@@ -78,13 +78,8 @@ def check_weights(study: Study, models: Sequence[str]) -> None:
 def check_device(study: Study) -> None:
     """Refuse unusable devices.
 
-    These are unknown devices, missing GPUs, one share of the processor alone, and several devices if blocks aren't
-    spread over them.
+    These are those of `check_kind`, missing GPUs, and several devices if blocks aren't spread over them.
     """
-    if study.device.startswith("cpu:") and "," not in study.device:
-        raise UserError(
-            f"{study.device} alone is not a device: write cpu, or for `dyno run` cpu:0,cpu:1, two shares of its cores"
-        )
     if "," in study.device:
         raise UserError(f"several devices ({study.device}) are for `dyno run` alone; give one --device here")
     if study.on:
@@ -98,7 +93,11 @@ def check_device(study: Study) -> None:
 
 
 def check_kind(study: Study) -> None:
-    """Refuse a kind of device on which no backend runs."""
+    """Refuse a kind of device on which no backend runs, and one share of the processor alone."""
+    if study.device.startswith("cpu:") and "," not in study.device:
+        raise UserError(
+            f"{study.device} alone is not a device: write cpu, or for `dyno run` cpu:0,cpu:1, two shares of its cores"
+        )
     names = {*registry.names(), *(Choice.parse(text).name for text in study.backends)}
     if study.device.partition(":")[0] not in {kind for name in names for kind in registry.find(name).devices}:
         raise UserError(f"unknown device {study.device!r}; write cpu, or cuda:0 for the first GPU")
