@@ -370,18 +370,19 @@ class Cache:
         self.timing = (folder or cache_dir()) / "timing"  # what builders remember of kernels they timed
 
     def key(self, recipe: Recipe) -> str:
-        """Return the hash of the recipe, the makers' code, their libraries' versions, and the target processor or GPU.
+        """Return the hash of the recipe, the makers' code, their libraries' versions, PyTorch's kernels and the processor or GPU.
 
         A parent's makers shape the file as well, so they count too.
         """
         device, chain = recipe.runtime.device, _list_recipes(recipe)
         steps = [registry.maker(one.maker) for one in chain]
         processor = [gpu_identity(device)] if device != "cpu" else system.describe()["cpu_flags"]
+        kernels = os.environ.get("ATEN_CPU_CAPABILITY", "")  # which of PyTorch's: they draw other random weights
         shaped_by = {
             "recipe": digest(_at_any_threads(recipe)),
             "makers": worker_code_sha256(*outside(*steps)),
             "versions": [versions(one.runtime, step.requires) for one, step in zip(chain, steps, strict=True)],
-            "machine": [platform.machine(), *processor],
+            "machine": [platform.machine(), kernels, *processor],
         }
         return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]
 

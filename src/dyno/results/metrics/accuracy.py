@@ -417,7 +417,7 @@ class Confusion:
         if 2 * renumbered < total or wilson(right, total).high >= wilson(renumbered, total).low:
             return ""
         moved = [(int(self.counts[i, j]), i, j) for i, j in zip(rows, columns, strict=True) if i != j]
-        # A bad network's errors fit some order too, but then several classes have no answer that is mostly theirs alone.
+        # A bad network's errors fit some order too, but an order that gives several classes few right answers.
         known = self.counts.sum(axis=1) > 0
         scattered = known & (2 * self.counts[rows, columns] < self.counts.sum(axis=1))
         if 3 * scattered.sum() >= known.sum():
