@@ -172,7 +172,7 @@ def points(share: float) -> str:
 def images_tested(count: int, set_aside: int) -> str:
     """Describe how many images an accuracy is based on, and why not on all: `42,872 of 43,000 images: 128 were …`."""
     if not set_aside:
-        return f"{count:,} images"
+        return counting(count, "image")
     were = "was" if set_aside == 1 else "were"
     return f"{count:,} of {count + set_aside:,} images: {set_aside:,} {were} set aside for calibration"
 

@@ -370,7 +370,7 @@ class Cache:
         self.timing = (folder or cache_dir()) / "timing"  # what builders remember of kernels they timed
 
     def key(self, recipe: Recipe) -> str:
-        """Return the hash of the recipe, the makers' code, their libraries' versions, PyTorch's kernels and the processor or GPU.
+        """Return the hash of recipe, makers' code, libraries' versions, PyTorch's kernels, and the processor or GPU.
 
         A parent's makers shape the file as well, so they count too.
         """

@@ -167,8 +167,8 @@ def test_background_and_lines_that_stand_twice(yolo: Any, make: Any) -> None:
     data = make(folder)
     assert (data.count, len(truth(data)["annotations"])) == (6, 4)
     assert dyno_data.meta(data)["warnings"] == [
-        "1 images have no label file and count as background",
-        "1 lines are duplicates within their file and count once",
+        "1 image without a label file counts as background",
+        "1 line is a duplicate within a file: each counts once",
     ]
 
 

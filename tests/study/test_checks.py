@@ -212,6 +212,12 @@ def test_a_misspelt_key_is_told_before_what_is_missing(refused: Any, tmp_path: P
     assert refused("run", "s.toml") == "unknown key 'modelz' in s.toml; did you mean 'models'?"
 
 
+def test_one_processor_is_not_processors(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults.os, "sched_getaffinity", lambda process: {0})
+    words = refused("run", "fake:n", "--backend", "fake", "--threads", "2")
+    assert words == "threads is 2, but there is 1 processor here; give at most 1"
+
+
 @pytest.mark.usefixtures("no_gpu")
 def test_planning_for_a_gpu_elsewhere_is_not_refused(call: Any) -> None:
     code, out, _ = call("run", "fake:n", "--backend", "fake", "--device", "cuda:0", "--dry-run")

@@ -86,9 +86,11 @@ def read_labels(
             if kinds.setdefault(kind, where) and len(kinds) > 1:
                 raise UserError(f"boxes and polygons are mixed: {kinds['box']} is a box, {kinds['polygon']} a polygon")
     if without:
-        labels.warnings.append(f"{without} images have no label file and count as background")
+        are = "1 image without a label file counts" if without == 1 else f"{without} images without a label file count"
+        labels.warnings.append(f"{are} as background")
     if twice:
-        labels.warnings.append(f"{twice} lines are duplicates within their file and count once")
+        are = "1 line is a duplicate" if twice == 1 else f"{twice} lines are duplicates"
+        labels.warnings.append(f"{are} within a file: each counts once")
     return labels.done()
 
 

@@ -286,7 +286,7 @@ def _explain_level(results: Results, plans: Sequence[Plan]) -> str:
 def _format_inputs(trials: list[TrialResult]) -> str:
     answered = [t.facts.data for t in trials if t.facts.data]
     data: Sequence[AnsweredImages | DataSpec] = answered or [t.spec.data for t in trials]
-    return _join_distinct(f"{d.name} ({d.split}, {d.count} images)" for d in data)
+    return _join_distinct(f"{d.name} ({d.split}, {counting(d.count, 'image')})" for d in data)
 
 
 def _gpu_method(trials: list[TrialResult]) -> Terms:

@@ -65,7 +65,8 @@ def check_threads(study: Study) -> None:
     """Refuse more threads than this process may use processors: they would wait for each other."""
     here = len(os.sched_getaffinity(0))
     if study.threads > here:
-        raise UserError(f"threads is {study.threads}, but there are {here} processors here; give at most {here}")
+        there = "is 1 processor" if here == 1 else f"are {here} processors"
+        raise UserError(f"threads is {study.threads}, but there {there} here; give at most {here}")
 
 
 def check_weights(study: Study, models: Sequence[str]) -> None:

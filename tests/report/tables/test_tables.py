@@ -16,7 +16,7 @@ import detected
 import printed
 import synthetic
 from detected import Arrays
-from dyno.formatting import UNLIMITED, width, wrapped
+from dyno.formatting import UNLIMITED, images_tested, width, wrapped
 from dyno.report import tables
 from dyno.report.charts import charts
 from dyno.report.export import export
@@ -342,3 +342,7 @@ def test_figures_that_the_host_to_host_latency_contradicts(tmp_path: Path, name:
     text, (row,) = " ".join(printed.trials(run).split()), run.frame.to_dict("records")
     assert ("pytorch fp32: 4" in text and "ms is too long, as host to host, which includes it" in text) == (slower > 1)
     assert np.isnan(row["throughput_ips"]) == (name == "throughput")
+
+
+def test_one_image_is_not_images() -> None:
+    assert (images_tested(1, 0), images_tested(2000, 0)) == ("1 image", "2,000 images")

@@ -451,7 +451,7 @@ class Winner:
         text = f"Its {metric.label} is {row[metric.column]:.2f} %"
         text += "" if isnan(low) else f" [{low:.2f}, {high:.2f}]"
         if not missing(row["images"]):
-            text += f" on {row['images']:,} images"
+            text += f" on {counting(int(row['images']), 'image')}"
             if not missing(row["set_aside"]) and row["set_aside"]:
                 text += f" ({row['set_aside']:,} more were set aside for calibration)"
         if change := self._format_change():
@@ -794,9 +794,8 @@ def _list_excluded(ranking: Ranking, run: RunData) -> Iterator[Finding]:
             yield Finding(NOTE, f"{subject} but loses more than {budget} allows{loss}.")
         elif row["budget"] == UNDECIDED:
             needed = describe_missing_images(row).removesuffix(" to tell") or "more would not help"
-            text = (
-                f"{subject} but {row['images']:,.0f} images can't tell whether it is within {budget}{loss}: {needed}."
-            )
+            tested = counting(int(row["images"]), "image")
+            text = f"{subject} but {tested} can't tell whether it is within {budget}{loss}: {needed}."
             yield Finding(WARNING, text)
         elif misses:
             yield Finding(WARNING, f"{subject} but {misses}.")
