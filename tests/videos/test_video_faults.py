@@ -193,6 +193,12 @@ def test_a_recording_that_was_never_finished_is_said_to_be_so(refused: Any, tmp_
     assert "has neither pictures nor sound: it is cut short" in refused("cut.mp4")
 
 
+def test_a_header_that_is_cut_is_said_to_be_so(refused: Any, tmp_path: Path) -> None:
+    content = videos.write(tmp_path / "whole.mp4", videos.pictures(5)).read_bytes()
+    (tmp_path / "cut.mp4").write_bytes(content[: content.index(b"mdhd")])  # its track has no kind yet
+    assert "has neither pictures nor sound: it is cut short" in refused("cut.mp4")
+
+
 def test_an_empty_folder_and_a_missing_codec(refused: Any, clip: Path, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     assert "has no images" in refused("none")

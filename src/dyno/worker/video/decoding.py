@@ -127,7 +127,7 @@ def open_container(place: str, device: str = "") -> Any:
             raise UserError(f"the decoder of {device} can't be used ({why}); omit --decode") from e
         raise _explain_error(place, e) from e
     problem = ""
-    if not container.streams:
+    if {stream.type for stream in container.streams} <= {"data"}:  # so is a stream whose header is cut
         problem = f"{place} has neither pictures nor sound: it is cut short, or was never finished; "
         problem += "copy or record it again"
     elif not container.streams.video:
