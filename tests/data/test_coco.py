@@ -273,6 +273,8 @@ def test_images_that_do_not_fit_are_named(coco: Any, make: Any) -> None:
 
 def test_images_without_a_single_object_are_no_test(coco: Any, make: Any) -> None:
     refuses("no test image has an annotated object", make, coco(**{**drawn.coco_file(6), "annotations": []}))
+    crowds = [annotation | {"iscrowd": 1} for annotation in drawn.coco_file(6)["annotations"]]
+    refuses("no test image has an annotated object", make, coco(**{**drawn.coco_file(6), "annotations": crowds}))
 
 
 def test_files_that_are_not_coco_s(coco: Any, make: Any) -> None:

@@ -35,13 +35,13 @@ class Labels:
     def done(self) -> Annotations:
         """Decide what the data set has: boxes, and masks or keypoints if every object has them."""
         annotations = [annotation for all_of_row in self.by_row.values() for annotation in all_of_row]
-        if not annotations:
+        if all(annotation.get("iscrowd") for annotation in annotations):  # mAP ignores crowds
             raise UserError(
                 "no test image has an annotated object; give other images, or omit --data to measure speed alone"
             )
         has = ["boxes"]
         masked = [annotation for annotation in annotations if annotation.get("segmentation")]
-        if annotations and len(masked) == len(annotations):
+        if len(masked) == len(annotations):
             has.append("masks")
         elif masked:
             line = f"{len(annotations) - len(masked)} of {len(annotations)} objects have no mask"
