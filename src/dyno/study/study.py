@@ -55,6 +55,7 @@ from dyno.worker.spec import (
 )
 
 LARGEST = 1e9  # of seconds, minutes and percent
+LARGEST_PIXEL = 2.0  # of an image's mean or std; those for pixels of 0 to 255 are larger
 MOST_ROUNDS, LARGEST_BATCH, LARGEST_SIZE = 10_000, 2**31 - 1, 1_000_000  # the last is pixels of a side
 # The least and the most that a whole number may be.
 RANGES = {
@@ -226,8 +227,8 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             raise UserError(
                 f"std is {', '.join(map(str, self.std))}; pixels are divided by it, so it must be more than 0"
             )
-        for name in ("mean", "std"):  # those of a tool whose pixels are 0 to 255 are larger
-            if not all(abs(number) <= 1 for number in getattr(self, name)):
+        for name in ("mean", "std"):
+            if not all(abs(number) <= LARGEST_PIXEL for number in getattr(self, name)):
                 shown = ", ".join(map(str, getattr(self, name)))
                 raise UserError(f"{name} is {shown}; pixels are 0 to 1, so divide mean and std by 255")
 

@@ -367,6 +367,7 @@ def test_complex_weights_keep_their_imaginary_part(nets):
 def test_what_the_compiler_builds_is_asked_once_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor compiles and starts a Python for each instruction set, in every process: half of a cold compile."""
     cpu_vec_isa = pytest.importorskip("torch._inductor.cpu_vec_isa")
+    pytest.importorskip("torch._inductor.codecache")  # which keeps the function that it finds when it is imported
     asked, can_build = [], {"avx": True, "amx": False}
 
     def check_build(isa: Any, code: str) -> bool:
