@@ -181,6 +181,35 @@ def test_defaults_of_a_functions_attributes_count(tmp_path: Path) -> None:
     np.testing.assert_array_equal(output(repaired, feeds), output(model, feeds))
 
 
+def test_what_a_function_passes_on_without_having_it_is_the_inner_functions_default(tmp_path: Path) -> None:
+    model, node = linear(), partial(h.make_node, domain="acme")
+
+    def pass_on(made: onnx.NodeProto) -> onnx.NodeProto:
+        passed = {"name": "alpha", "ref_attr_name": "alpha", "type": onnx.AttributeProto.FLOAT}
+        made.attribute.append(onnx.AttributeProto(**passed))
+        return made
+
+    opsets = [*model.opset_import, h.make_opsetid("acme", 1)]
+    leaky = [pass_on(h.make_node("LeakyRelu", ["a"], ["b"]))]
+    default = [h.make_attribute("alpha", 0.5)]
+    inner = h.make_function("acme", "Inner", ["a"], ["b"], leaky, opsets, attribute_protos=default)
+    twice = [pass_on(node("Inner", ["a"], ["t"])), pass_on(h.make_node("LeakyRelu", ["t"], ["b"]))]
+    middle = h.make_function("acme", "Middle", ["a"], ["b"], twice, opsets, ["alpha"])
+    calls = [pass_on(node("Middle", ["a"], ["t"])), node("Inner", ["t"], ["b"])]
+    outer = h.make_function("acme", "Outer", ["a"], ["b"], calls, opsets, ["alpha"])
+    model.graph.node[0].output[0] = "first"
+    model.graph.node.extend([node("Outer", ["first"], ["t"]), node("Outer", ["t"], ["y"], alpha=0.25)])
+    model.functions.extend([inner, middle, outer])
+    model.opset_import.append(h.make_opsetid("acme", 1))
+    repaired, _ = prepared(model, tmp_path)
+    assert not repaired.functions
+    feeds = -np.abs(FEEDS)
+    below = feeds @ numpy_helper.to_array(model.graph.initializer[0])
+    for slope in (0.5, 0.01, 0.5, 0.25, 0.25, 0.5):  # ONNX's own default of LeakyRelu is 0.01
+        below = slope * below
+    np.testing.assert_allclose(output(repaired, feeds), below, rtol=1e-5)
+
+
 def test_layers_of_a_function_are_named_after_the_call_that_they_come_from(tmp_path: Path) -> None:
     opsets = [h.make_opsetid("", 17), h.make_opsetid("acme", 1)]
     kinds, node = onnx.TensorProto, partial(h.make_node, domain="acme")

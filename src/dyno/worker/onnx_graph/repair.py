@@ -188,8 +188,14 @@ def _in_line(model: Any) -> Any:
     import onnx.inliner
 
     functions = {_key(f, f.name): f for f in model.functions}
-    _give_defaults(model, functions)
-    made = onnx.inliner.inline_local_functions(model)
+    made, left = copied(model), len(functions) + 1
+    while 0 < len(made.functions) < left:  # the outer ones first: which attributes their calls have is known then
+        left = len(made.functions)
+        _give_defaults(made)
+        called = {(node.domain, node.op_type) for f in made.functions for node in _nodes_of(f)}
+        outer = [(f.domain, f.name) for f in made.functions if (f.domain, f.name) not in called]
+        made = onnx.inliner.inline_selected_functions(made, outer)
+    made = onnx.inliner.inline_local_functions(made)
     _rename_nodes(
         model.graph.node,
         made.graph.node,
@@ -204,12 +210,18 @@ def _key(part: Any, name: str) -> tuple[str, str, str]:
     return part.domain, name, getattr(part, "overload", "")
 
 
-def _give_defaults(model: Any, functions: Functions) -> None:
-    """Write the attributes that a call leaves to its function's defaults into the call: onnx's inliner drops those."""
-    nodes = [node for graph in graphs_in(model.graph) for node in graph.node]
-    for node in (node for function in functions.values() for node in function.node):
-        nodes += [node, *(inner for part in graphs_of(node) for graph in graphs_in(part) for inner in graph.node)]
-    for node in nodes:
+def _nodes_of(function: Any) -> list[Any]:
+    """Return the nodes of a function, those of the graphs within it included."""
+    found = list(function.node)
+    for node in function.node:
+        found += [inner for part in graphs_of(node) for graph in graphs_in(part) for inner in graph.node]
+    return found
+
+
+def _give_defaults(model: Any) -> None:
+    """Write the defaults of functions into the graph's calls that lack those attributes: onnx's inliner drops them."""
+    functions = {_key(f, f.name): f for f in model.functions}
+    for node in (node for graph in graphs_in(model.graph) for node in graph.node):
         if function := functions.get(_key(node, node.op_type)):
             given = {attribute.name for attribute in node.attribute}
             node.attribute.extend(each for each in function.attribute_proto if each.name not in given)
