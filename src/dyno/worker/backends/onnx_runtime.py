@@ -28,7 +28,7 @@ from dyno.worker.extras import ONNX_RUNTIME_BUILDS, load_library
 from dyno.worker.facts.engine import STORED, EngineFacts, Probe, precision_truth, sum_operations
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.calibration import missing_data
-from dyno.worker.inputs.specs import Shape, static_shapes
+from dyno.worker.inputs.specs import Shape, is_image, static_shapes
 from dyno.worker.layers import graph
 from dyno.worker.makers.onnx_format import routed
 from dyno.worker.makers.precision import PREPARATION, VALUES
@@ -524,17 +524,19 @@ def _read_tensor(arg: Any) -> Tensor:
 def overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:
     """Return the size of each named free dimension; raise a `UserError` for one that would need two sizes.
 
-    PaddlePaddle calls every free dimension `?`: those have a size here only if they share it.
+    Some tools call every free dimension alike, such as PaddlePaddle `?`: where an image's batch and one of its sides
+    do, those have a size here only if they share it.
     """
-    sizes: dict[str, int] = {}
-    nameless = {size for t in inputs for name, size in zip(t.shape, shapes[t.name], strict=True) if name == "?"}
+    sizes: dict[str, list[int]] = {}
     for tensor in inputs:
         for name, size in zip(tensor.shape, shapes[tensor.name], strict=True):
-            if name == "?" and len(nameless) > 1:
-                continue
-            if isinstance(name, str) and name and sizes.setdefault(name, size) != size:
-                raise UserError(f"dimension {name!r} can't be both {sizes[name]} and {size}; make the --shapes agree")
-    return sizes
+            if isinstance(name, str) and name and size not in (known := sizes.setdefault(name, [])):
+                known.append(size)
+    nameless = {"?", *(t.shape[0] for t in inputs if is_image(t) and t.shape[0] in t.shape[1:])}
+    for name, (size, *more) in sizes.items():
+        if more and name not in nameless:
+            raise UserError(f"dimension {name!r} can't be both {size} and {more[0]}; make the --shapes agree")
+    return {name: size for name, (size, *more) in sizes.items() if not more}
 
 
 def _list_errors() -> tuple[type[Exception], ...]:
