@@ -97,6 +97,33 @@ def test_a_size_at_which_a_program_took_another_way_is_refused(
     call(*words, "16", code=0)
 
 
+ODD = """import torch
+class Odd(torch.nn.Module):
+    def forward(self, x):
+        return (x if x.shape[0] % 4 else x * 2).mean((2, 3))
+example = torch.randn(2, 3, 8, 8)
+program = torch.export.export(Odd(), (example,), dynamic_shapes={"x": {0: torch.export.Dim.AUTO}})
+"""
+
+
+def test_batches_at_which_a_program_took_another_way_have_no_file(refused: Any, call: Any, tmp_path: Path) -> None:
+    """Its graph would answer at batch 4 with what its module computes at batch 2."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("onnxruntime")
+    exec(ODD, names := dict[str, Any]())
+    if not hasattr(names["program"].module(), "_guards_fn"):
+        pytest.skip("this PyTorch keeps no guards in a program")
+    torch.export.save(names["program"], tmp_path / "odd.pt2")
+    words = "odd.pt2", "--out", "odd.onnx"
+    reason = "odd holds for the shapes of its example and not for input 4x3x8x8 float32 (x.size()[0] % 4 != 0 is false)"
+    assert refused("export", *words).endswith(f"{reason}; give the file one batch (--batch)")
+    call("export", *words, "--batch", "6", code=0)
+    quick = "--backend", "onnxruntime", "--precision", "fp32", *"--quick --seconds 0.05 --rounds 1".split()
+    call("run", "odd.pt2", *quick, "--batch", "3,4", "--out", "run", code=3)
+    rows = json.loads(call("show", "run", "--format", "json", code=0)[1])["tables"]["trials"]["rows"]
+    assert [(row["batch"], row["status"]) for row in rows] == [(3, "ok"), (4, "failed")]
+
+
 def test_batch_and_size_that_a_file_refuses(refused: Any, onnx_file: Path) -> None:
     usual = ("run", onnx_file, "--backend", "onnxruntime")
     assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")

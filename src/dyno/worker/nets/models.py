@@ -89,8 +89,7 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
     module = build(model, dims)
     source, rest = find_source(model)
     if dims:
-        # A program of any batch takes those of more than one alike.
-        saved_modules.check_guards(module, model, model.inputs, replace(dims, batch=dims.batch or 2))
+        saved_modules.check_guards(module, model, model.inputs, dims)
     if not (model.weights or model.pretrained or source.has_weights(rest)):
         source.init_random(model, rest, module, dims)
     return module

@@ -9,6 +9,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from dyno.worker.spec import BATCH, Dims, InputSpec, ModelSpec, Unavailable, Use
 PROGRAM = ".pt2"  # the ending of a program of torch.export; others are TorchScript
 CLOSE = 1e-3  # of an output's size: more than what the same operators differ by
 SHA256 = 64  # hexadecimal digits
+SEVERAL = 64  # batches up to this one stand for a free one
 GUARDS = "dyno_guards"  # the key of a program's own check of shapes in its module's `meta`
 INPUTS = "dyno_inputs.json"  # a file inside both formats: the inputs as JSON, where Dyno stored the module
 OPERATOR = re.compile(rb'"torch\.ops\.(\w+)\.(\w+)')  # the target of a node
@@ -84,23 +86,31 @@ def runnable(value: Any) -> Any:
 def check_guards(module: Any, model: ModelSpec, inputs: Sequence[InputSpec], dims: Dims) -> None:
     """Raise a `UserError` where a program holds for other shapes than these, such as the other side of a branch.
 
-    `inputs` are () for one image.
+    `inputs` are () for one image. A free batch (0) stands for several.
     """
     import torch
 
     if (guards := getattr(module, "meta", {}).get(GUARDS)) is None:
         return
     specs = inputs or (InputSpec("input", "float32", (BATCH, model.channels, "height", "width")),)
-    fed = {each.name: torch.empty(each.shape, dtype=getattr(torch, each.dtype)) for each in tensors(specs, dims)}
-    args, keywords = arguments(specs, fed)
     names = inspect.signature(module.forward).parameters
-    try:
-        guards(*args, *(keywords[name] for name in names if name in keywords))
-    except AssertionError as e:
-        raise UserError(
-            f"{model.name} holds for the shapes of its example and not for {listed(specs, dims)} "
-            f"({str(e).removeprefix('Guard failed: ')} is false); export it again with an example of this size"
-        ) from e
+    most = min(find_most_batch(module, specs) or SEVERAL, SEVERAL)
+    for batch in (dims.batch,) if dims.batch else range(1, most + 1):
+        each = replace(dims, batch=batch)
+        fed = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in tensors(specs, each)}
+        args, keywords = arguments(specs, fed)
+        try:
+            guards(*args, *(keywords[name] for name in names if name in keywords))
+        except AssertionError as e:
+            raise UserError(
+                f"{model.name} holds for the shapes of its example and not for {listed(specs, each)} "
+                f"({str(e).removeprefix('Guard failed: ')} is false); "
+                + (
+                    "export it again with an example of this size"
+                    if dims.batch
+                    else "give the file one batch (--batch)"
+                )
+            ) from e
 
 
 def _tie_weights(module: Any) -> Any:
