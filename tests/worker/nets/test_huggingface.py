@@ -44,6 +44,15 @@ MAKERS: dict[str, Callable[[], Any]] = {
             num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
         )
     ),
+    "spectrogram": lambda: transformers.ASTModel(transformers.ASTConfig(**SMALL, max_length=64, num_mel_bins=32)),
+    "video": lambda: transformers.VideoMAEForVideoClassification(
+        transformers.VideoMAEConfig(**SMALL, image_size=32, patch_size=16, num_frames=4)
+    ),
+    "codec": lambda: transformers.EncodecModel(
+        transformers.EncodecConfig(
+            num_filters=4, hidden_size=16, codebook_size=16, codebook_dim=16, num_lstm_layers=1, target_bandwidths=[1.5]
+        )
+    ),
 }  # fmt: skip
 
 
@@ -91,11 +100,20 @@ def test_an_image_classifier_runs_with_the_folders_weights(folders: Path, call: 
 
 
 @pytest.mark.parametrize(
-    ("name", "inputs"), [("bert", {"input_ids": 32, "attention_mask": 32}), ("sound", {"input_values": 16_000})]
+    ("name", "inputs"),
+    [
+        ("bert", {"input_ids": (32,), "attention_mask": (32,)}),
+        ("sound", {"input_values": (16_000,)}),
+        ("codec", {"input_values": (1, 16_000)}),
+        ("spectrogram", {"input_values": (64, 32)}),
+        ("video", {"pixel_values": (4, 3, 32, 32)}),
+    ],
 )
-def test_text_and_sound_have_their_own_inputs(name: str, inputs: dict[str, int], folders: Path) -> None:
+def test_text_sound_and_video_have_their_own_inputs(
+    name: str, inputs: dict[str, tuple[int, ...]], folders: Path
+) -> None:
     spec, inspection = inspect(folders / name)
-    assert {each.name: each.shape[-1] for each in spec.inputs if each.dtype} == inputs
+    assert {each.name: each.shape[1:] for each in spec.inputs if each.dtype} == inputs
     assert inspection.size == (0, 0) and spec.name == name
 
 

@@ -255,7 +255,7 @@ class HuggingFace(ModelSource):
         return "", STRETCHES if letterboxed else ""
 
     def make_examples(self, model: ModelSpec, rest: str) -> Any:
-        """Return inputs of one row by name for a network of text, with images or without, or of sound; else None."""
+        """Return inputs of one row by name for a network of text (with images or not), sound or video; else None."""
         torch = load_library("torch")
         transformers, config = _import_library(), _read_config(rest)
         takes = str(getattr(getattr(transformers, _name_class(config), None), "main_input_name", ""))
@@ -272,7 +272,14 @@ class HuggingFace(ModelSource):
                 inputs["pixel_values"] = torch.randn(1, model.channels, *size, generator=drawn)
             return inputs
         if takes == "input_values":
-            return {"input_values": torch.randn(1, SAMPLES, generator=drawn)}
+            channels = getattr(config, "audio_channels", 0)  # of a codec
+            sound = (channels, SAMPLES) if channels else (SAMPLES,)
+            if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):  # a spectrogram, as of AST
+                sound = int(config.max_length), int(config.num_mel_bins)
+            return {"input_values": torch.randn(1, *sound, generator=drawn)}
+        if takes == "pixel_values" and (frames := getattr(config, "num_frames", 0)):
+            size = self.read_image_config(model, rest)[1] or _read_pair(getattr(config, "image_size", None))
+            return size and {takes: torch.randn(1, int(frames), model.channels, *size, generator=drawn)}
         if takes == FRAMES and hasattr(config, "num_mel_bins"):
             frames = 2 * int(getattr(config, "max_source_positions", TOKENS))
             return {FRAMES: torch.randn(1, int(config.num_mel_bins), frames, generator=drawn)}
