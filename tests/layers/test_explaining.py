@@ -1,6 +1,7 @@
 """`dyno explain`: a waterfall that closes, by the model's own names, of forms, files and a run's trials."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import dyno
 import preloaded as forked
 from drawn import photographs
+from dyno.layers import causes, cures
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -179,6 +181,24 @@ def test_prescriptions_are_trials_beside_b(call: Any, net: str, tmp_path: Path) 
         assert (row["kept"] == "yes") == (row["verdict"] == "faster" and row["outputs"] == "agree"), row
     kept = sum(row["kept"] == "yes" for row in rows)
     assert found["tried"][0] == f"{kept or 'None'} of {len(rows)} prescription{'s' * (len(rows) > 1)} helped."
+
+
+def test_raw_pixels_are_tried_with_their_copies(call: Any, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are for GPUs; a CPU, which copies its inputs too, shows that they are measured, and at which boundary."""
+    (pixels,) = (one for one in cures.PRESCRIPTIONS if one.causes == (causes.COPYING,))
+    assert pixels.fits("tensorrt", "fp16", "cuda:0", {}) and pixels.fits("pytorch", "fp16", "cuda:1", {"graph": True})
+    assert not pixels.fits("tensorrt", "fp16", "cuda:0", {"input": "uint8"})
+    assert not pixels.fits("onnxruntime", "fp32", "cpu", {})
+    monkeypatch.setattr(cures, "PRESCRIPTIONS", (replace(pixels, devices=("cpu",)),))
+    found = explained(call, net, "pytorch", "onnxruntime", "--size", 32, *QUICK, "--try")
+    (row,) = found["tables"]["prescriptions"]["rows"]
+    assert row["engine"] == "onnxruntime@input=uint8@precision=fp32" and row["outputs"] == "agree", row
+    (folder,) = Path("runs/explain").iterdir()
+    trials = dyno.load(folder).to_pandas().set_index(["backend", "options"])
+    b, variant = trials.loc[("onnxruntime", "")], trials.loc[("onnxruntime", "input=uint8")]
+    assert row["speedup"] == pytest.approx(b["latency_all_ms_median"] / variant["latency_all_ms_median"], rel=0.5)
+    copies = 1e3 * (b["latency_all_ms_median"] - b["latency_model_ms_median"])
+    assert row["cost_us"] == pytest.approx(copies, rel=0.5, abs=50)
 
 
 def test_what_is_known_is_shown_and_kept_before_prescriptions_are_tried(

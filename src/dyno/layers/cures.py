@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dyno.formatting import counting, ratio
 from dyno.jobs.progress import Progress
@@ -40,7 +43,8 @@ class Prescription:
     """A change of an engine: `options` beside its own, or another `backend` or `precision` in place of the engine's.
 
     It is for engines of these `backends` in these `precisions` (none: any) on these kinds of `devices`, whose options
-    have one of the values in `only` (None: not set), where one of the `causes` costs time.
+    have one of the values in `only` (None: not set), where one of the `causes` costs time. What it gains is seen at
+    `boundary`.
     """
 
     text: str
@@ -52,6 +56,7 @@ class Prescription:
     precisions: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
     only: Mapping[str, tuple[Option | None, ...]] = field(default_factory=dict)
+    boundary: str = "model"
 
     def fits(self, backend: str, precision: str, device: str, options: Mapping[str, Option]) -> bool:
         """Return whether the prescription is for such an engine and asks for another precision, if it asks for one."""
@@ -97,6 +102,9 @@ PRESCRIPTIONS = (
                  {"optimization": 3}, only={"optimization": (0, 1, 2)}),
     Prescription("the builder's highest level", (causes.KERNEL, causes.CONVERSION), TENSORRT, {"optimization": 5},
                  only={"optimization": (None, 3, 4)}),
+    Prescription("raw pixels as input, a quarter of the bytes to copy (latency/all)", (causes.COPYING,),
+                 ("pytorch", "compile", "onnxruntime", *TENSORRT), {"input": "uint8"}, devices=("cuda",),
+                 only={"input": (None, "float32")}, boundary="all"),
     Prescription("another build, without timings of earlier ones", (causes.KERNEL, causes.SAME), ("tensorrt",),
                  {"timing_cache": False, "build": 1}),
 )  # fmt: skip
@@ -114,15 +122,20 @@ class IndicatedPrescription:
 def choose_prescriptions(
     waterfall: Waterfall, backend: str, precision: str, device: str, options: Mapping[str, Option]
 ) -> list[IndicatedPrescription]:
-    """Return the prescriptions for B, an engine of that backend and options, the most expensive cause first."""
+    """Return the prescriptions for B, an engine of that backend and options, the most expensive cause first.
+
+    What copies cost is known once they are measured (NaN): the waterfall is of the model alone.
+    """
     costs = {step.cause: _estimate_saving(waterfall, step) for step in waterfall.causes}
     least = LEAST * waterfall.gap.b
     called = []
     for each in PRESCRIPTIONS:
+        if not each.fits(backend, precision, device, options):
+            continue
         cause = max(each.causes, key=lambda cause: costs.get(cause, 0.0))
-        if each.fits(backend, precision, device, options) and costs.get(cause, 0.0) >= least:
-            called.append(IndicatedPrescription(each, cause, costs[cause]))
-    return sorted(called, key=lambda one: -one.seconds)
+        if cause is causes.COPYING or costs.get(cause, 0.0) >= least:
+            called.append(IndicatedPrescription(each, cause, costs.get(cause, math.nan)))
+    return sorted(called, key=lambda one: (math.isnan(one.seconds), -one.seconds))
 
 
 def _estimate_saving(waterfall: Waterfall, step: WaterfallStep) -> float:
@@ -174,8 +187,6 @@ COLUMNS = (
 
 
 # Prescriptions tried: each variant of an engine is a trial beside it, in turns, and kept where it is proven.
-
-BOUNDARY = "model"
 
 
 @dataclass(frozen=True)
@@ -246,8 +257,9 @@ def try_cures(
     if not variants:
         return PrescriptionResult(title, ())
     asked = tuple(dict.fromkeys((_format_choice(*a), _format_choice(*b), *variants)))
+    boundaries = dict.fromkeys(("model", *(one.prescription.boundary for _, one in variants.values())))
     own = replace(study, backends=asked, precisions=(), batches=(batch,), rounds=rounds, until=FIXED,
-                  boundaries=(BOUNDARY,))  # fmt: skip
+                  boundaries=tuple(boundaries))  # fmt: skip
     folder = new_folder("explain", study.models)
     wanted = "; ".join(one.prescription.text for _, one in variants.values())
     progress.other(f"trying {counting(len(variants), 'prescription')} for {title}, in {folder}: {wanted}")
@@ -271,14 +283,23 @@ def _decide_outcomes(
     """Return the outcome of each variant, all decided as one family."""
     rows = {row["trial"]: row for row in data.frame.to_dict("records")}
     evidence = [
-        ranking.gather_evidence(t, beside, BOUNDARY, rule=data.rule) if t is not None and t.good else None
-        for _, _, t in pairs
+        ranking.gather_evidence(t, beside, one.prescription.boundary, rule=data.rule)
+        if t is not None and t.good
+        else None
+        for one, _, t in pairs
     ]
     decided = stats.decide_family(evidence, data.rule)
     return tuple(
-        Outcome(called, text, speedup if e else None, *_judge_trial(t, rows))
+        Outcome(_add_copies(called, beside), text, speedup if e else None, *_judge_trial(t, rows))
         for (called, text, t), e, speedup in zip(pairs, evidence, decided, strict=True)
     )
+
+
+def _add_copies(called: IndicatedPrescription, beside: TrialResult) -> IndicatedPrescription:
+    if called.cause is not causes.COPYING:
+        return called
+    whole, model = (float(np.median(beside.medians(boundary, "host"))) for boundary in ("all", "model"))
+    return replace(called, seconds=max(0.0, whole - model))
 
 
 def _judge_trial(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool, str]:
