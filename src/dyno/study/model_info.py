@@ -46,6 +46,7 @@ from dyno.worker.spec import (
     NETWORK_FILES,
     NETWORK_LIBRARIES,
     SAVED,
+    TIMM_FOLDER,
     Dims,
     Job,
     ModelSpec,
@@ -130,7 +131,8 @@ def _of_folder(prefix: str, name: str, common: dict[str, Any]) -> ModelSpec:
     common["pretrained"] = common["pretrained"] or owned
     parts = [*sorted(folder.glob("*.json")), *(weights if common["pretrained"] else ())]
     sha256 = digest([(path.name, sha256_of(path)) for path in parts])
-    return ModelSpec(source=f"{prefix}{folder}", source_sha256=sha256, **common)
+    stored = TIMM_FOLDER if prefix in huggingface.TIMM_HUB else prefix
+    return ModelSpec(source=f"{stored}{folder}", source_sha256=sha256, **common)
 
 
 def _no_model(source: str) -> str:

@@ -359,7 +359,7 @@ def test_timms_folders_are_read_from_the_hubs_cache(
     refuses(
         "timm:hf-hub:some/other is not in the hub's cache", model_spec, Study(models=("m",)), "timm:hf-hub:some/other"
     )
-    refuses("is neither a folder nor ORG/NAME", model_spec, Study(models=("m",)), "timm:local-dir:nowhere")
+    refuses("there is no folder some/vit", model_spec, Study(models=("m",)), "timm:local-dir:some/vit")
     words = ("--batch", "1", "--backend", "pytorch", "--rounds", "1", "--seconds", "0.02", "--warmup", "0.01")
     folder = place / "snapshots" / REVISION
     assert call("run", f"timm:local-dir:{folder}", *words, "--out", tmp_path / "run")[0] == 0

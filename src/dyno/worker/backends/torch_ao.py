@@ -306,7 +306,8 @@ class TorchAOSession(CompiledSession):
         if len(left) == len(layers):
             raise UserError(f"torchao quantises no linear layer of {trial.model.name} to {trial.precision}: {which}")
         if left:
-            self._options["unquantised"] = [name for name, layer in self._module.named_modules() if layer in set(left)]
+            names = {layer: name for name, layer in self._module.named_modules()}
+            self._options["unquantised"] = [names[layer] for layer in left]
             self._notes = (f"torchao left {len(left)} of {len(layers)} linear layers unquantised: {which}",)
 
     def _compile_module(self, calls: int) -> None:

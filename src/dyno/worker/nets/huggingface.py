@@ -46,7 +46,7 @@ def split_folder(source: str) -> tuple[str, str]:
     """
     for prefix in (f"{NETWORK_FOLDER}:", TIMM_FOLDER, *TIMM_HUB):
         if source.startswith(prefix):
-            return (TIMM_FOLDER if prefix in TIMM_HUB else prefix), source.removeprefix(prefix)
+            return prefix, source.removeprefix(prefix)
     found = os.path.isfile(f"{source}/{CONFIG}")  # noqa: PTH113 - a name may be too long for a path
     return (f"{NETWORK_FOLDER}:", source) if found else ("", "")
 
@@ -57,7 +57,9 @@ def locate(prefix: str, name: str, pretrained: bool) -> Path:
     `name` is a path, or ORG/NAME of the hub, with @REVISION if another than the last. Weights are fetched with
     `pretrained` only. Raises `UserError` if the hub can't be reached or has no such model.
     """
-    library, hub = ("timm", TIMM_HUB[0]) if prefix == TIMM_FOLDER else ("transformers", prefix)
+    library = "timm" if prefix in (TIMM_FOLDER, *TIMM_HUB) else "transformers"
+    if prefix == TIMM_FOLDER and not Path(name).is_dir():
+        raise UserError(f"there is no folder {name}; a model of the hub is given as {EXAMPLES[library]}")
     if name and Path(name).is_dir():
         if Path(name, ADAPTER).is_file():
             raise UserError(
@@ -68,7 +70,7 @@ def locate(prefix: str, name: str, pretrained: bool) -> Path:
             raise UserError(f"{name} has no {CONFIG}, so it is no model of {library}; save it with {SAVERS[library]}")
         return Path(name).absolute()
     if name.count("/") != 1:
-        raise UserError(f"{hub}{name} is neither a folder nor ORG/NAME, such as {EXAMPLES[library]}")
+        raise UserError(f"{prefix}{name} is neither a folder nor ORG/NAME, such as {EXAMPLES[library]}")
     repository, _, revision = name.partition("@")
     download = load_library("huggingface_hub", error=UserError).snapshot_download
     wanted = {"allow_patterns": ["*.json", *(WEIGHTS if pretrained else ())], "revision": revision or None}
@@ -81,8 +83,8 @@ def locate(prefix: str, name: str, pretrained: bool) -> Path:
     except Exception as e:  # the hub's errors have many types, its network's more
         reason = (str(e) or type(e).__name__).splitlines()[0]
         raise UserError(
-            f"{hub}{name} is not in the hub's cache and can't be downloaded: {reason}; "
-            f"give a local folder, {prefix}FOLDER"
+            f"{prefix}{name} is not in the hub's cache and can't be downloaded: {reason}; "
+            f"give a local folder, {TIMM_FOLDER if prefix in TIMM_HUB else prefix}FOLDER"
         ) from e
 
 
