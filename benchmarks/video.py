@@ -116,7 +116,7 @@ def pipeline(
     """`dyno bench video`; its frames and seconds, how much of its bound it reached, how its memory grew, how far its
     prediction was off, and both factors of that."""
     import dyno
-    from dyno.videos import figures
+    from dyno.video import figures
     from dyno.worker.video.options import VideoOptions
 
     options = VideoOptions(codec="mpeg4" if output else "", streams=streams)
@@ -245,7 +245,7 @@ def device(video: str, folder: str, preload: str, frames: str, model: str, size:
            batch: str, python: str, prepare: str, decode: str) -> dict[str, Any]:  # fmt: skip
     """`dyno bench video` without an output; what it reached, and what inference alone does."""
     import dyno
-    from dyno.videos import figures
+    from dyno.video import figures
     from dyno.worker.video.options import VideoOptions
 
     options = VideoOptions(preload=int(preload), frames=int(frames), prepare=prepare, decode=decode)

@@ -19,7 +19,7 @@ BEGIN, END = "<!-- made by tools/rooms.py -->", "<!-- end -->"
 # What of the worker the host may use: the border's data, what backends declare, and the hash of a model's own code.
 BORDER = (
     "facts spec inspection record backend registry tasks plugins system extras jobs.turns training.options "
-    "video.options serve.options serve.rates option_values nets.local_code"
+    "video.options serving.options serving.rates option_values nets.local_code"
 )
 
 # Room -> rooms that it may import, within its own tree; nothing imports upwards, in a function or outside one.
@@ -39,17 +39,17 @@ HOST = {
     "evaluation": "formatting table results study report api",
     "cli.options": "jobs study",
     "cli.exits": "formatting jobs store study cli.options",
-    "videos": "formatting table jobs store results study report runner api cli.options cli.exits",
-    "serving": "formatting table jobs store results study report runner api videos cli.options cli.exits",
+    "video": "formatting table jobs store results study report runner api cli.options cli.exits",
+    "serving": "formatting table jobs store results study report runner api video cli.options cli.exits",
     "layers": "formatting table jobs store results study report runner winner cli.options cli.exits",
-    "regression": "formatting table jobs store results study report runner winner videos api cli.options cli.exits",
+    "regression": "formatting table jobs store results study report runner winner video api cli.options cli.exits",
     "trtexec": "jobs results runner",
     "cli.run_folders": "formatting store results report runner cli.options",
     "packs": "formatting table store results study report runner api cli.options cli.exits cli.run_folders",
     "cli.commands": "formatting table jobs store results study report runner devices api evaluation layers regression "
     "trtexec cli.options cli.exits cli.run_folders",
     "training": "formatting table jobs store data results study report runner api cli.options cli.exits cli.commands",
-    "cli": "formatting table jobs store data results study report runner winner devices api evaluation videos serving "
+    "cli": "formatting table jobs store data results study report runner winner devices api evaluation video serving "
     "layers training regression packs trtexec",
 }
 WORKER = {
@@ -76,15 +76,15 @@ WORKER = {
     "evaluation": "facts spec record backend inputs tasks",
     "training": "facts spec record option_values inputs sessions nets",
     "video": "facts spec backend option_values extras inputs sessions tasks measure",
-    "serve": "spec backend option_values extras inputs measure",
+    "serving": "spec backend option_values extras inputs measure",
     "snippets": "spec plugins registry inputs tasks sessions nets backends",
     "journal": "spec record backend system measure evaluation",
     "jobs": "facts spec inspection record backend registry extras system inputs sessions nets onnx_graph layers "
-    "numerics backends tasks measure evaluation video serve journal",
+    "numerics backends tasks measure evaluation video serving journal",
     "main": "facts spec record backend registry system training snippets jobs journal",
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
-PURE = "facts spec record option_values extras plugins system tasks jobs.turns numerics.closeness serve.rates"
+PURE = "facts spec record option_values extras plugins system tasks jobs.turns numerics.closeness serving.rates"
 BESIDES = {
     "dyno.results": PURE,
     "dyno.report": PURE,
@@ -108,7 +108,7 @@ def _named(root: str, rooms: str) -> tuple[str, ...]:
 def may_import() -> dict[str, tuple[str, ...]]:
     """Room -> prefixes of what it may import of dyno; the longest prefix of a module decides."""
     rules = {"dyno.__main__": ("dyno.cli",), "dyno": (*_named("dyno", "api evaluation results"), "dyno.worker.spec")}
-    rules["dyno"] += _named("dyno", "layers videos serving training regression packs")
+    rules["dyno"] += _named("dyno", "layers video serving training regression packs")
     for room, below in HOST.items():
         name = f"dyno.{room}"
         rules[name] = (name, *_named("dyno", below), *_named("dyno.worker", BESIDES.get(name, BORDER)))

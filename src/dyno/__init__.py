@@ -39,8 +39,8 @@ if typing.TYPE_CHECKING:
     from dyno.serving.session import bench_serve as bench_serve
     from dyno.training.session import TrainingResult as TrainingResult
     from dyno.training.session import train as train
-    from dyno.videos.session import VideoResult as VideoResult
-    from dyno.videos.session import bench_video as bench_video
+    from dyno.video.session import VideoResult as VideoResult
+    from dyno.video.session import bench_video as bench_video
     from dyno.worker.spec import UserError as UserError
 
 __version__ = "0.2.0"
@@ -64,7 +64,7 @@ _HOMES = {
         "dyno.results.self_test": "SelfTest",
         "dyno.serving.session": "ApplicationResult ServingResult bench_app bench_serve",
         "dyno.training.session": "TrainingResult train",
-        "dyno.videos.session": "VideoResult bench_video",
+        "dyno.video.session": "VideoResult bench_video",
         "dyno.worker.spec": "UserError",
     }.items()
     for name in names.split()

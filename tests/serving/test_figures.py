@@ -8,9 +8,9 @@ import pytest
 
 from dyno.serving import tables
 from dyno.serving.figures import RateMeasurement, ServingRun
-from dyno.videos.figures import section_interval
+from dyno.video.figures import section_interval
 from dyno.worker.facts.job import ServeFacts, ServeStep
-from dyno.worker.serve.rates import find_percentile
+from dyno.worker.serving.rates import find_percentile
 
 
 def tried(

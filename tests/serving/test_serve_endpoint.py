@@ -15,8 +15,8 @@ import kserve_server
 from dyno.worker.backend import Session
 from dyno.worker.backends import inference_server
 from dyno.worker.backends.inference_server import ENDPOINT
-from dyno.worker.serve.batching import Instances
-from dyno.worker.serve.options import ServeOptions
+from dyno.worker.serving.batching import Instances
+from dyno.worker.serving.options import ServeOptions
 from dyno.worker.spec import Dims, InputSpec, ModelSpec, Trial, Unanswered, Unavailable, UserError
 from refusals import refuses
 

@@ -10,7 +10,7 @@ import pytest
 import dyno
 from dyno.worker.facts.job import ServeFacts
 from dyno.worker.record import read_record
-from dyno.worker.serve.options import ServeOptions
+from dyno.worker.serving.options import ServeOptions
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 

@@ -35,7 +35,7 @@ COMMANDS: dict[str, dict[str, str | dict[str, str]]] = {
         "compare": "dyno.regression.commands:compare",
         "demo": "dyno.cli.application:demo",
         "bench": {
-            "video": "dyno.videos.commands:video",
+            "video": "dyno.video.commands:video",
             "serve": "dyno.serving.commands:serve",
             "app": "dyno.serving.commands:app",
             "cold-start": "dyno.layers.commands:cold_start",

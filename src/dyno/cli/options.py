@@ -18,7 +18,7 @@ from dyno.study import options as study_options
 from dyno.study.defaults import FORMATS, parse_trackers
 from dyno.study.options import MODEL_HELP
 from dyno.study.study import Study, parse_budget, parse_limits
-from dyno.worker.serve.options import ServeOptions
+from dyno.worker.serving.options import ServeOptions
 from dyno.worker.spec import UserError, check_known
 from dyno.worker.video.options import VideoOptions
 

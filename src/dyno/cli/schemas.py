@@ -52,7 +52,7 @@ def _describe_commands() -> dict[str, Schema]:
     from dyno.serving import application
     from dyno.serving import tables as serving
     from dyno.training import commands as training
-    from dyno.videos import tables as videos
+    from dyno.video import tables as videos
 
     trials: Tables = {"trials": (*trial_table.COLUMNS, trial_table.LIMIT)}
     of_serving: Tables = {"serve": serving.SERVE_COLUMNS, "serve-rates": serving.RATE_COLUMNS}

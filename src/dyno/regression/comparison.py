@@ -31,7 +31,7 @@ from dyno.study.defaults import default_runner, folder_for
 from dyno.study.plan import TrialSelection
 from dyno.study.study import Study, name_fields
 from dyno.table import Row, Table, missing
-from dyno.videos import tables as videos
+from dyno.video import tables as videos
 from dyno.worker.record import write_text
 from dyno.worker.spec import UserError
 from dyno.worker.spec import plain as drop_controls

@@ -33,7 +33,7 @@ from dyno.table import (
     printed,
     with_limits,
 )
-from dyno.videos.words import describe_each
+from dyno.video.words import describe_each
 from dyno.worker.facts.job import APPLICATION_STAGES, ApplicationFacts
 
 ARRAYS = "application.npz"

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from dyno.cli import options
-from dyno.videos.commands import LOAD, exit_load, print_load
-from dyno.worker.serve.options import ServeOptions
+from dyno.video.commands import LOAD, exit_load, print_load
+from dyno.worker.serving.options import ServeOptions
 from dyno.worker.spec import ROUNDS
 
 APPLICATION_HELP = (

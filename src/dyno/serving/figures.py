@@ -17,11 +17,11 @@ from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
 from dyno.results.stats import Interval, Rule, Speedup
 from dyno.results.trial_result import TrialResult
-from dyno.videos import figures as videos
-from dyno.videos.figures import LoadRun
+from dyno.video import figures as videos
+from dyno.video.figures import LoadRun
 from dyno.worker.facts.job import ServeFacts, ServeStep
-from dyno.worker.serve import rates
-from dyno.worker.serve.options import PERCENTILES
+from dyno.worker.serving import rates
+from dyno.worker.serving.options import PERCENTILES
 from dyno.worker.spec import ENDPOINT
 
 

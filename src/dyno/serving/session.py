@@ -23,13 +23,13 @@ from dyno.study.defaults import folder_for, reference_of, study_of_own_jobs
 from dyno.study.images import list_photos
 from dyno.study.model_info import model_spec
 from dyno.study.study import Study, name_fields
-from dyno.videos.session import LoadResult, share_processors, store_about
+from dyno.video.session import LoadResult, share_processors, store_about
 from dyno.worker import registry, system
 from dyno.worker.facts.job import ApplicationFacts
 from dyno.worker.option_values import check_types
 from dyno.worker.record import Record, read_json
-from dyno.worker.serve.options import ServeOptions
-from dyno.worker.serve.rates import read_trace
+from dyno.worker.serving.options import ServeOptions
+from dyno.worker.serving.rates import read_trace
 from dyno.worker.spec import (
     ENDPOINT,
     ROUNDS,

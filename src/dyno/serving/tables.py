@@ -31,9 +31,9 @@ from dyno.table import (
     printed,
     with_limits,
 )
-from dyno.videos.words import describe_each
-from dyno.worker.serve import rates as serve_rates
-from dyno.worker.serve.options import PERCENTILES
+from dyno.video.words import describe_each
+from dyno.worker.serving import rates as serve_rates
+from dyno.worker.serving.options import PERCENTILES
 
 # Sentences on the figures of requests.
 

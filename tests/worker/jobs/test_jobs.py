@@ -25,8 +25,8 @@ from dyno.worker.jobs.turns import Interleaved
 from dyno.worker.journal import Journal
 from dyno.worker.main import perform
 from dyno.worker.nets import saved_modules
-from dyno.worker.serve.options import ServeOptions
-from dyno.worker.serve.rates import Arrivals
+from dyno.worker.serving.options import ServeOptions
+from dyno.worker.serving.rates import Arrivals
 from dyno.worker.spec import Dims, Job, ModelSpec, Runtime, Trial, Unanswered, UserError
 
 NAP_S = 0.3

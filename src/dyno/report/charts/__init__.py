@@ -8,7 +8,7 @@ from dyno.report.style import Chart
 from dyno.worker import plugins
 
 GROUP = "dyno.charts"
-ABILITIES = ("dyno.videos.tables", "dyno.serving.tables")  # modules of other rooms that declare charts
+ABILITIES = ("dyno.video.tables", "dyno.serving.tables")  # modules of other rooms that declare charts
 
 
 def kinds() -> list[Chart]:

@@ -16,7 +16,7 @@ from dyno.worker.spec import UserError, check_known
 GROUP = "dyno.tables"
 # modules of other rooms that declare tables of a run
 ABILITIES = (
-    "dyno.videos.tables",
+    "dyno.video.tables",
     "dyno.serving.tables",
     "dyno.serving.application",
     "dyno.regression.compare_table",

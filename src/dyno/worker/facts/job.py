@@ -174,7 +174,7 @@ def is_labels(array: Any) -> bool:
 
 @dataclass(frozen=True)
 class ServeStep:
-    """One rate that was tried: requests/s asked for, whether it holds the bound (see `worker/serve/rates.py`), the
+    """One rate that was tried: requests/s asked for, whether it holds the bound (see `worker/serving/rates.py`), the
     number of the first request that counts, whether more came than were answered, how many processors other programs
     kept busy, and the percentile's seconds by LoadGen (0 without it)."""
 

@@ -21,8 +21,8 @@ from dyno.worker.jobs.run_trial import answer_all, answers, failure, record_fini
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
-from dyno.worker.serve import rates as serve_rates
-from dyno.worker.serve.batching import (
+from dyno.worker.serving import rates as serve_rates
+from dyno.worker.serving.batching import (
     Batcher,
     BatchFormingSession,
     BatchingRules,
@@ -31,9 +31,9 @@ from dyno.worker.serve.batching import (
     Lane,
     answer_requests,
 )
-from dyno.worker.serve.loadgen import QueryQueue, ServerScenario
-from dyno.worker.serve.options import ServeOptions
-from dyno.worker.serve.rates import Arrivals, count_requests, draw_arrivals, read_trace
+from dyno.worker.serving.loadgen import QueryQueue, ServerScenario
+from dyno.worker.serving.options import ServeOptions
+from dyno.worker.serving.rates import Arrivals, count_requests, draw_arrivals, read_trace
 from dyno.worker.spec import ENDPOINT, Job, Trial, Unanswered, from_json
 
 # The highest rate that holds, by trying rates.

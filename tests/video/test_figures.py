@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dyno.videos import figures, words
-from dyno.videos.figures import PROCESSORS, Server, Simulation, Video, mean_interval
-from dyno.videos.tables import HAND_OVER, compute_critical_path
+from dyno.video import figures, words
+from dyno.video.figures import PROCESSORS, Server, Simulation, Video, mean_interval
+from dyno.video.tables import HAND_OVER, compute_critical_path
 from dyno.worker.facts.job import VideoFacts
 
 SECONDS = {"decode": 0.002, "preprocess": 0.001, "inference": 0.010, "postprocess": 0.001}

@@ -157,7 +157,7 @@ class VideoResult(LoadResult):
 
     def save(self, path: Path) -> None:
         """Write the pipeline's trace: a track for each stage and each frame of each engine's typical round."""
-        from dyno.videos import figures, words
+        from dyno.video import figures, words
 
         write_text(path, json.dumps(words.chrome_trace(figures.list_runs(self.data))) + "\n")
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dyno.worker.jobs.serve import find_highest_rate
-from dyno.worker.serve.options import ServeOptions
-from dyno.worker.serve.rates import read_trace
+from dyno.worker.serving.options import ServeOptions
+from dyno.worker.serving.rates import read_trace
 from refusals import refuses
 
 

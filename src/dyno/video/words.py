@@ -9,7 +9,7 @@ from typing import Any
 from dyno.formatting import counting, show, significant
 from dyno.report import export
 from dyno.report.export import Event
-from dyno.videos.figures import PERCENTILES, PROCESSORS, Bound, Run, Video, VideoRun
+from dyno.video.figures import PERCENTILES, PROCESSORS, Bound, Run, Video, VideoRun
 from dyno.worker.facts.job import DEVICE
 
 HALF = 0.5

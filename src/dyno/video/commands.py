@@ -14,7 +14,7 @@ from dyno.worker.spec import UserError
 from dyno.worker.video.options import VideoOptions
 
 if TYPE_CHECKING:
-    from dyno.videos.session import LoadResult
+    from dyno.video.session import LoadResult
 
 LOAD = f"{options.CONFIGURATION} {options.MODEL} calibration unreadable build_timeout {options.RUNTIME}"
 SOURCE = "A video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input."
@@ -37,7 +37,7 @@ def video(
     format: options.Format = "text",
 ) -> None:
     """Detect objects in a video, and say which stage bounds its speed."""
-    from dyno.videos import session
+    from dyno.video import session
 
     result = session.bench_video(
         source,

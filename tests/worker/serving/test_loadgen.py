@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.worker.serve.batching import BatchingRules, Clock, answer_requests
-from dyno.worker.serve.loadgen import QueryQueue
+from dyno.worker.serving.batching import BatchingRules, Clock, answer_requests
+from dyno.worker.serving.loadgen import QueryQueue
 from dyno.worker.spec import Unanswered
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from dyno.worker import measure
 from dyno.worker.backend import Arrays, Session, answer_feeds
 from dyno.worker.inputs.specs import static_shapes
-from dyno.worker.serve.rates import Arrivals
+from dyno.worker.serving.rates import Arrivals
 from dyno.worker.spec import Dims, Plan, Trial, Unanswered, Unavailable, UserError
 
 # How long those that still wait are answered after the last has come: a share of the time in which requests come, and

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.extras import load_library
-from dyno.worker.serve.batching import BatchingRules, Clock
+from dyno.worker.serving.batching import BatchingRules, Clock
 
 SUMMARY, TRACE = "mlperf_log_summary.txt", "mlperf_log_trace.json"
 SAMPLE = re.compile(r'"sample_seq":(\d+),.*"complete_ns":(\d+)')  # in a line of TRACE, which isn't valid JSON

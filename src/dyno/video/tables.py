@@ -30,8 +30,8 @@ from dyno.table import (
     printed,
     with_limits,
 )
-from dyno.videos import figures, words
-from dyno.videos.figures import PERCENTILES, StageTimeline, Video, VideoRun
+from dyno.video import figures, words
+from dyno.video.figures import PERCENTILES, StageTimeline, Video, VideoRun
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 

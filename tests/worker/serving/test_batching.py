@@ -8,9 +8,9 @@ import pytest
 from dyno.serving.session import _count_inputs
 from dyno.worker.backend import Arrays, Session, answer_feeds
 from dyno.worker.jobs.serve import _list_powers
-from dyno.worker.serve import rates
-from dyno.worker.serve.batching import Batcher, BatchFormingSession, BatchingRules, Clock, Rung, answer_requests
-from dyno.worker.serve.rates import Arrivals, draw_arrivals, find_lowest
+from dyno.worker.serving import rates
+from dyno.worker.serving.batching import Batcher, BatchFormingSession, BatchingRules, Clock, Rung, answer_requests
+from dyno.worker.serving.rates import Arrivals, draw_arrivals, find_lowest
 from dyno.worker.spec import Dims, Tensor, Unanswered
 
 
