@@ -120,8 +120,8 @@ def pipeline(
     from dyno.worker.video.options import VideoOptions
 
     options = VideoOptions(codec="mpeg4" if output else "", streams=streams)
-    made = dyno.video(video, output, model=model, out=folder, options=options, threads=threads,
-                      backends=(engine or f"onnxruntime@streams={threads}",), task="detect")  # fmt: skip
+    made = dyno.bench_video(video, output, model=model, out=folder, options=options, threads=threads,
+                            backends=(engine or f"onnxruntime@streams={threads}",), task="detect")  # fmt: skip
     (row,) = made.table("video").rows
     seconds = row["frames"] * streams / row["fps"]
     (growth,) = [growing(path, seconds) for path in Path(folder).glob("trials/*/r0/telemetry.npz")]
@@ -250,9 +250,9 @@ def device(video: str, folder: str, preload: str, frames: str, model: str, size:
 
     options = VideoOptions(preload=int(preload), frames=int(frames), prepare=prepare, decode=decode)
     name, _, path = python.partition("=")
-    made = dyno.video(video, model=model, out=folder, options=options, backends=(engine,), task="detect", device=gpu,
-                      sizes=(size,), batches=(int(batch),),
-                      runtime={name: {"python": path}} if path else {})  # fmt: skip
+    made = dyno.bench_video(video, model=model, out=folder, options=options, backends=(engine,), task="detect",
+                            device=gpu, sizes=(size,), batches=(int(batch),),
+                            runtime={name: {"python": path}} if path else {})  # fmt: skip
     if not made.table("video").rows:
         raise SystemExit("; ".join(trial.reason for trial in made.records))
     (row,), (filmed,) = made.table("video").rows, figures.list_runs(made.data)
