@@ -134,11 +134,11 @@ def find_drift(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -
     change of a round is Theil and Sen's slope (Sen 1968), which one odd block can't move, times its blocks; the
     interval is Student's over rounds. None with fewer than three rounds of four blocks that count.
     """
-    from scipy.stats import theilslopes
-
     rounds = [each.logs for each in block_ratios(a, b, boundary, clock) if len(each.logs) >= LEAST_DRIFT_BLOCKS]
     if len(rounds) < LEAST_DRIFT_ROUNDS:
         return None
+    from scipy.stats import theilslopes
+
     changes = np.array([theilslopes(logs).slope * (len(logs) - 1) for logs in rounds])
     half = stats.t_quantile(len(changes) - 1, DRIFT_ERROR) * changes.std(ddof=1) / math.sqrt(len(changes))
     return stats.Interval(*(math.expm1(changes.mean() + side * half) for side in (0, -1, 1)))

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 # What is worth choosing: the frontier of accuracy and speed, the fastest within the budget, and saturation.
 
 LATENCY, THROUGHPUT = "latency_ms", "throughput_ips"
+RANKED_BY = (
+    "trial", "reference", "measured", "boundary", "clock", "status", "outputs", "verdict", "budget", "limit", LATENCY,
+    "speedup",
+)  # fmt: skip
 SATURATED = 0.95  # share of the best throughput beyond which a larger batch gains little (R37)
 SERIES = ("model", "size", "device", "backend", "precision", "runtime", "options")
 
@@ -109,7 +113,7 @@ def rank_trials(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
     machine's own changes of speed affect.
     """
     rows = frame.assign(**{THROUGHPUT: read_throughput(frame)}) if speed == THROUGHPUT else frame
-    rows = rows.dropna(subset=[speed])
+    rows = rows[rows[speed].notna()]
     if speed == LATENCY and in_turns(rows):
         return rows.sort_values("speedup", ascending=False, kind="stable")
     return rows.sort_values(speed, ascending=speed != THROUGHPUT, kind="stable")
@@ -149,12 +153,9 @@ def order_group(group: pd.DataFrame, trials: Mapping[str, TrialResult]) -> pd.Da
     Those that may win come first, fastest first; then those that a check, the budget or a limit
     excludes; then those without a latency.
     """
-    import pandas as pd
-
-    eligible = keep_eligible(group[~group["verdict"].str.startswith(INCOMPARABLE)])
-    first = sort_rows(eligible, trials)
-    others = rank_trials(group.drop(first.index))
-    return pd.concat([first, others, group.drop([*first.index, *others.index])])
+    first = sort_rows(keep_eligible(group[~group["verdict"].str.startswith(INCOMPARABLE)]), trials).index
+    others = rank_trials(group.drop(first)).index
+    return group.loc[[*first, *others, *group.index.drop([*first, *others])]]
 
 
 def find_saturation(frame: pd.DataFrame) -> list[Saturation]:
@@ -473,7 +474,7 @@ class Contest:
     leads: tuple[stats.Speedup, ...] = ()
     evidence: tuple[stats.Evidence | None, ...] = ()
 
-    @property
+    @cached_property
     def rivals(self) -> list[tuple[pd.Series, stats.Speedup]]:
         """The rows that may be the fastest as well, each with the first row's speed-up over it."""
         further = (row for _, row in self.ranked.iloc[1:].iterrows())

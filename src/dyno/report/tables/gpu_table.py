@@ -63,8 +63,8 @@ def _make_sampling_cells(r: Round, boundary: str, clock: str) -> Row:
     if not samples.size:
         return reason
     s, interval = stats.summary(samples), stats.median_interval(samples)
-    percentiles = {f"{name}_s": stats.percentile_interval(samples, q) for name, q in PERCENTILES.items()}
-    columns = {f"{name}{end}": getattr(p, key) for name, p in percentiles.items() for key, end in ENDS.items()}
+    percentiles = zip(PERCENTILES, stats.percentile_intervals(samples, PERCENTILES.values()), strict=True)
+    columns = {f"{name}_s{end}": getattr(p, key) for name, p in percentiles for key, end in ENDS.items()}
     return reason | columns | {"samples": s.count, "median_s": s.median, "median_s_low": interval.low, "median_s_high":
                            interval.high, "mean_s": s.mean, "max_s": s.max}  # fmt: skip
 

@@ -436,18 +436,18 @@ def _compute_latencies(t: TrialResult) -> dict[str, float]:
             columns |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
             columns[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
             columns[f"samples_{boundary}"] = min(map(len, rounds))
-            for name, q in PERCENTILES.items():
-                interval = _compute_percentile(sampled, q)
+            for name, interval in zip(PERCENTILES, _compute_percentiles(sampled), strict=True):
                 columns |= {f"latency_{boundary}_ms_{name}_{end}": 1e3 * getattr(interval, end) for end in LIMITS}
     return columns
 
 
-def _compute_percentile(sampled: Sequence[tuple[Round, np.ndarray]], q: float) -> stats.Interval:
-    """Compute a percentile over several processes, those whose medians are undisturbed; of a single one, its own."""
+def _compute_percentiles(sampled: Sequence[tuple[Round, np.ndarray]]) -> list[stats.Interval]:
+    """Compute percentiles over several processes, those whose medians are undisturbed; of a single one, its own."""
     if len(sampled) == 1:
-        return stats.percentile_interval(sampled[0][1], q)
-    each, medians = (by_build((r, stats.percentile_of(x, share)) for r, x in sampled) for share in (q, 0.5))
-    return stats.center(each, medians)
+        return stats.percentile_intervals(sampled[0][1], PERCENTILES.values())
+    shares = (0.5, *PERCENTILES.values())
+    medians, *each = (by_build((r, stats.percentile_of(x, share)) for r, x in sampled) for share in shares)
+    return [stats.center(values, medians) for values in each]
 
 
 def _measure_rate(t: TrialResult) -> stats.Interval:
@@ -628,7 +628,8 @@ def _make_trials_table(run: RunData) -> Table:
     several = ("device",) if run.frame["device"].nunique() > 1 else ()
     group = ("model", "size", "batch", *several)
     ranks: dict[str, Row] = {}
-    for _, rows in run.frame.groupby(list(group), sort=False):
+    narrow = run.frame[[name for name in run.frame if name in (*group, *ranking.RANKED_BY)]]
+    for _, rows in narrow.groupby(list(group), sort=False):
         is_comparison = any(run.trials[id].side for id in rows["trial"])  # each of its pairs is a separate question
         ordered = rows if is_comparison else ranking.order_group(rows, run.trials)
         for place, id in enumerate(ordered["trial"]):

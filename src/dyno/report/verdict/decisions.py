@@ -91,7 +91,7 @@ class Winner:
         """Its name in sentences on one batch."""
         return self.ranking.configuration(self.row)
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Its name and those of the rows that may be the best as well."""
         return [self.name_row(row) for row in (self.row, *(row for row, _ in self.contest.rivals))]

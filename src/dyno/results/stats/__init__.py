@@ -31,7 +31,7 @@ from dyno.results.stats.intervals import median_interval as median_interval
 from dyno.results.stats.intervals import needed as needed
 from dyno.results.stats.intervals import paired_chance as paired_chance
 from dyno.results.stats.intervals import paired_difference as paired_difference
-from dyno.results.stats.intervals import percentile_interval as percentile_interval
+from dyno.results.stats.intervals import percentile_intervals as percentile_intervals
 from dyno.results.stats.intervals import percentile_of as percentile_of
 from dyno.results.stats.intervals import samples_for as samples_for
 from dyno.results.stats.intervals import t_quantile as t_quantile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,7 +40,7 @@ def median_interval(samples: np.ndarray) -> Interval:
     n = len(x)
     if n < 3:
         return Interval(float(np.median(x)) if n else math.nan, math.nan, math.nan)
-    size = max(3, round(independent_count(samples, 0.5)))
+    size = max(3, round(independent_count(samples, at(x, 0.5))))
     k = np.arange(1, n + 1)
     # This many of the resample at or below x[k-1] put its median there; of an even count's two middle ones the lower
     # serves the lower limit and the upper the upper, so that the interval is no narrower than asked.
@@ -50,31 +50,35 @@ def median_interval(samples: np.ndarray) -> Interval:
     return Interval(at(x, 0.5), float(x[low]), float(x[min(high, n - 1)]))
 
 
-def percentile_interval(samples: np.ndarray, q: float) -> Interval:
-    """Compute a percentile (q = 0.99: the 99th) within one process, with an interval of two order statistics.
+def percentile_intervals(samples: np.ndarray, shares: Iterable[float]) -> list[Interval]:
+    """Compute percentiles (0.99: the 99th) within one process, with intervals of two order statistics.
 
     `samples` are in the order of time. The number of independent samples below the true percentile is binomial whatever
     their distribution (David and Nagaraja 2003, 7.1); dependent ones count as the independent ones that they are worth.
     A limit is NaN where there are too few samples for one.
     """
     x = np.sort(samples)
-    n = len(x)
-    if not n:
-        return Interval(math.nan, math.nan, math.nan)
-    count = max(1, round(min(independent_count(samples, each) for each in (0.5, q))))  # what slows a block moves all
+    if not len(x):
+        return [Interval(math.nan, math.nan, math.nan) for _ in shares]
+    middle = independent_count(samples, at(x, 0.5))  # what slows a block moves all
+    return [_bound_percentile(x, q, max(1, round(min(middle, independent_count(samples, at(x, q)))))) for q in shares]
+
+
+def _bound_percentile(ordered: np.ndarray, q: float, count: int) -> Interval:
     low, high = _find_ranks(count, q)
-    step = n / count
+    n, step = len(ordered), len(ordered) / count
     first, last = math.ceil(low * step), n - math.ceil((count + 1 - high) * step)
-    return Interval(at(x, q), float(x[first - 1]) if low else math.nan, float(x[last]) if high <= count else math.nan)
+    least = float(ordered[first - 1]) if low else math.nan
+    return Interval(at(ordered, q), least, float(ordered[last]) if high <= count else math.nan)
 
 
-def independent_count(samples: np.ndarray, q: float) -> float:
-    """Return how many independent samples tell as much of the percentile q as these, which are in the order of time.
+def independent_count(samples: np.ndarray, limit: float) -> float:
+    """Return how many independent samples tell as much of the share up to a limit as these, in the order of time.
 
-    It is n / tau, with tau the integrated autocorrelation time of being below the percentile, summed up to the first
+    It is n / tau, with tau the integrated autocorrelation time of being below the limit, summed up to the first
     lag of at least five tau (Sokal 1997, "Monte Carlo Methods in Statistical Mechanics", 3.3).
     """
-    below = (samples <= np.quantile(samples, q)).astype(float)
+    below = (samples <= limit).astype(float)
     below -= below.mean()
     n = len(below)
     if not below.any():
