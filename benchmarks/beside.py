@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cores", type=int, default=0, help="of each demo (default: all, one demo after the other)")
     parser.add_argument("--device", default="", help="a GPU on which a program runs beside the command")
-    parser.add_argument("--demos", type=int, default=0, help="so many demos, each beside other bursts")
+    parser.add_argument("--demos", type=int, default=0, help="number of demos, each beside other bursts")
     parser.add_argument("--keep", type=Path, help="folder for the demos' records")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND…")
     asked = parser.parse_args()

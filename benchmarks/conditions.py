@@ -2,7 +2,7 @@
 
     python benchmarks/conditions.py [--only NAME]
 
-A quiet machine must raise none of them. The quota is a real control group. Unequal cores and heat are files in a folder
+A quiet machine must raise no warning. The quota is a real control group. Unequal cores and heat are files in a folder
 mounted over /sys/devices/system/cpu in a namespace of the command alone; both need root. Products in TF32 and bfloat16
 inside an FP32 engine are PyTorch's own, of factors that are rounded before. Not injected here: reasons of a GPU to
 throttle.
@@ -140,7 +140,7 @@ torch.nn.functional.conv2d = torch.conv2d = round_factors(torch.conv2d)
 
 
 def round_products(bits: int) -> Callable[[Path], AbstractContextManager[Wrap]]:
-    """Return what lets PyTorch multiply with so many bits, without anything that says so."""
+    """Return a context in which PyTorch multiplies with that many bits, without any record of it."""
 
     @contextmanager
     def inject(folder: Path) -> Iterator[Wrap]:

@@ -31,7 +31,7 @@ WIDTH, HEIGHT, SIZE = 500, 375, (224, 224)
 
 
 def photographs(folder: Path, count: int) -> list[Path]:
-    """Write so many different JPEGs."""
+    """Write N different JPEGs."""
     photo = Image.fromarray(data.astronaut()).resize((2 * WIDTH, 2 * HEIGHT), Image.Resampling.LANCZOS)
     rng, paths = np.random.default_rng(0), [folder / f"{i:05}.jpg" for i in range(count)]
     for path in paths:

@@ -132,7 +132,7 @@ class StudyOutcome:
 
 
 class KnownStudy:
-    """A study in a folder whose rows are so many times as fast as the first one."""
+    """Write a study whose rows have given speed-ups over the first one."""
 
     def __init__(self, folder: Path, study: Study, trials: Sequence[Trial], ratios: Sequence[float]) -> None:
         self.run, self.study, self.trials, self.ratios = Run(folder), study, trials, list(ratios)

@@ -42,7 +42,7 @@ def seconds(command: Sequence[str]) -> float:
 
 
 def stored(folder: Path, sizes: Sequence[int], trials: int) -> Path:
-    """A run folder with so many trials of each image size, of one round, with samples as a study leaves them."""
+    """Write a run folder with N trials of each image size, of one round, with samples as a study leaves them."""
     rng = np.random.default_rng(0)
     model = ModelSpec("network", "torchvision:resnet18")
     for size, i in itertools.product(sizes, range(trials)):

@@ -115,7 +115,7 @@ def dyno_epochs(split: train_data.Split, size: int, options: TrainOptions, loop:
 
 
 def seconds(steps: Iterator[int], batches: int, wait: Callable[[], None]) -> tuple[float, float]:
-    """Seconds per image over so many batches, by the wall's clock and of this process's processors."""
+    """Return seconds per image over N batches, in wall time and in processor time of this process."""
     wait()
     start, busy = time.perf_counter(), time.process_time()
     images = sum(next(steps) for _ in range(batches))

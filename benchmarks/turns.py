@@ -64,7 +64,7 @@ def job(model: str, asked: argparse.Namespace, block: float | None) -> Job:
     trial: Trial = expand(study)[0].trial
     made = Files(Progress(quiet=True)).file(trial.recipe) if trial.recipe else None
     assert made is None or isinstance(made, Artifact), made
-    # Round 1: round 0 evaluates, which nobody needs here.
+    # Round 1: round 0 evaluates, which is not needed here.
     return Job("run", trial.runtime, replace(trial, plan=replace(trial.plan, timeout_s=600)), 1, artifact=made)
 
 

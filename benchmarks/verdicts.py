@@ -84,7 +84,7 @@ def pooled(rates: Iterable[Rate]) -> Rate:
 
 
 def verdict_rows(copies: list[ConditionSelfTest]) -> list[dict[str, str]]:
-    """Rows of the first table: verdicts of studies of so many rounds on a difference, over copies of a condition."""
+    """Rows of the first table: verdicts of studies of N rounds on a difference, over copies of a condition."""
     by_kind: dict[tuple[float, int], list[Verdicts]] = {}
     for copy in copies:
         for one in copy.test.verdicts:
@@ -221,7 +221,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="three short rounds: does it run at all?")
     parser.add_argument("--csv", type=Path, help="beginning of the names of two files for benchmarks/results/data")
     parser.add_argument("--run", default="", help="the run's name there")
-    parser.add_argument("--until", type=float, default=0.0, help="studies of so many minutes at most, until decided")
+    parser.add_argument("--until", type=float, default=0.0, help="studies of at most N minutes, until decided")
     parser.add_argument("--slowdown", default="0.02", help="of the slower processes of --until, one share or two")
     parser.add_argument("--threads", type=int, default=0, help="of each process (default: as in a study)")
     parser.add_argument("--store", type=Path, help="folder to keep the self-tests in")

@@ -149,7 +149,7 @@ def make_validator(command: str) -> jsonschema.Draft202012Validator:
 
 @pytest.fixture(scope="session")
 def dyno() -> Any:
-    """The command line in a process of its own: `dyno("run", "fake:net", cwd=..., env=...)`; it ends with `code` where
+    """The command line in a separate process: `dyno("run", "fake:net", cwd=..., env=...)`; it ends with `code` where
     that is given."""
 
     def run(
@@ -235,7 +235,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
-    """The command line in this process, in a folder of its own: (exit code, standard output, standard error).
+    """The command line in this process, in its own folder: (exit code, standard output, standard error).
 
     What a command leaves in that folder must be named by its words, or by what it says. It may have no internal error
     unless that is `allowed`, and ends with `code` where that is given.

@@ -71,7 +71,7 @@ class Cond(nn.Module):
 def cond(): return Cond()
 
 class Scripted(nn.Module):
-    """Both sides of a branch, and a parameter that nobody need give."""
+    """Both sides of a branch, and an optional parameter."""
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(12, 3)

@@ -26,7 +26,7 @@ def shape(number: int) -> tuple[int, tuple[float, float, float, float], list[flo
 
 
 def draw(path: Path, number: int) -> None:
-    """Image `number`: its shape on a background of its own."""
+    """Image `number`: its shape on its own background."""
     path.parent.mkdir(parents=True, exist_ok=True)
     height, width = SIZES[number % len(SIZES)]
     image = Image.new("RGB", (width, height), (40 + number, 90, 160))

@@ -1,4 +1,4 @@
-"""A study's progress that keeps what it is told, for tests that look at what happened and when."""
+"""A study's progress that records its calls, for tests of what happened and when."""
 
 from collections.abc import Callable
 

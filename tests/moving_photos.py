@@ -196,5 +196,5 @@ def boxes(path: Path) -> list[dict[str, Any]]:
 
 
 def expected(count: int, first: int = 0) -> list[int]:
-    """Where the markers of so many frames of `pictures` are."""
+    """Where the markers of the first N frames of `pictures` are."""
     return [k % PLACES for k in range(first, first + count)]

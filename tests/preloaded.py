@@ -1,6 +1,6 @@
 """Processes of tests that are forked from one that has imported the libraries, instead of importing them once more.
 
-A job of Dyno is a process of its own that imports PyTorch or an engine: two to ten seconds, of which a test of what the
+A job of Dyno is a separate process that imports PyTorch or an engine: two to ten seconds, of which a test of what the
 job does learns nothing. Under the fixture `preloaded` jobs and commands are forked from a server, `python preloaded.py
 SOCKET`: still processes of their own, with their own environment, folder and end. Tests of how processes are started,
 isolated, watched and killed, and of what they import, leave the fixture out and start real ones.
@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# ultralytics is none of them: it changes PyTorch and NumPy for whoever imports it.
+# ultralytics is left out: importing it changes PyTorch and NumPy for the whole process.
 LIBRARIES = (
     "numpy", "pandas", "scipy.stats", "scipy.special", "sklearn.datasets", "PIL.Image", "matplotlib.figure",
     "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "jinja2", "rich.progress",
@@ -45,20 +45,20 @@ PROGRAM = "-m", "dyno"
 FORKS = "DYNO_TEST_FORKS"  # in the environment of tests whose commands are forked: the socket
 RUNNING = "DYNO_TEST_SERVER"  # in the environment of tests beside others: the socket of a server that runs already
 UNREPORTED = "DYNO_TEST_UNREPORTED"  # in the environment of commands whose reports have no page
-MOST_FILES = 16  # that a process is given: its output, its errors, and pipes to whoever conducts it
+MOST_FILES = 16  # that a process inherits: its output, its errors, and pipes to the conductor
 LEAST_MEMORY = 10_000_000  # bytes of a process
 SIDES, PEAK_S = (128, 256), 0.1  # of the matrices that a CPU's peak is measured with, and for how long
 ALONE, CHUNK = 24, 6  # frames that the stages of a video are measured on alone, and how many at a time
 HUGE, COLLAPSE = 1 << 21, 25  # bytes of a large page, and Linux's MADV_COLLAPSE
 PATIENCE_S = 900.0  # that a server may take to start
-HIGH = 512  # file descriptors from here on are nobody's
+HIGH = 512  # file descriptors from here on are free
 
 
 class Server:
     """The process that forks: start it, ask it for processes, `stop` it. It ends with the process that started it.
 
     `libraries` are what it imports, `env` is its environment besides this one's, `python` runs it and what it forks.
-    Without `wait` whoever asks it for something has to wait until it is `ready`.
+    Without `wait` the caller has to wait until it is `ready`.
     """
 
     def __init__(
@@ -390,5 +390,5 @@ def _command(code: str, words: Sequence[str], path: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, which whoever starts a process by its path has there
+    sys.path.pop(0)  # this folder, which Python puts there for a script started by its path
     _serve(sys.argv[1], sys.argv[2:])

@@ -12,7 +12,7 @@ from dyno.table import Table
 
 
 def trials(run: RunData, format: str = "text", by: By = (), width: int = 0) -> str:
-    """The trials' table, as wide as a file takes it or so many characters."""
+    """The trials' table, as wide as in a file, or of a given width."""
     with mock.patch.dict(os.environ, {"COLUMNS": str(width)} if width else {}):
         return export([TRIALS.table(run)], format, by)
 

@@ -55,7 +55,7 @@ def run_twice(fake_study: Callable[..., Study], folder: Path, **where: str) -> R
 
 
 def run_on_two_places(fake_study: Callable[..., Study], folder: Path, cluster: str) -> None:
-    """See `run_twice`; each of two places of the cluster has processors of its own."""
+    """See `run_twice`; each of two places of the cluster has its own processors."""
     results = run_twice(fake_study, folder, on=cluster)
     own = {p.place: {cpu for t in results if t.placement == p for r in t.rounds for cpu in r.facts.affinity}
            for p in {t.placement for t in results} if p is not None}  # fmt: skip

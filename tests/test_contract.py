@@ -170,7 +170,7 @@ def test_every_slot_keeps_its_own_batch(load: Any) -> None:
 def test_it_computes_what_pytorch_computes(load: Any, source: str) -> None:
     trial, session = load()
     if trial.backend == "fake":
-        pytest.skip("fake computes a function of its own")
+        pytest.skip("fake computes another function")
     torch = pytest.importorskip("torch")
     from dyno.worker.nets import models
 

@@ -115,7 +115,7 @@ def too_long(source: str, name: str) -> list[str]:
 
 
 def shadows(names: list[str], imported: set[str]) -> list[str]:
-    """Module names that would hide another library from whoever runs a file beside them."""
+    """Module names that would hide another library from a script beside them."""
     return sorted(set(names) & (set(sys.stdlib_module_names) | LIBRARIES | imported))
 
 

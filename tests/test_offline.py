@@ -73,7 +73,7 @@ def test_onnx_runtime_in_a_job_sends_nothing_and_keeps_no_id_of_the_device(watch
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Watch]]:
     """The socket of a process that jobs and commands are forked from, and what it looked up itself.
 
-    Engines are none of its libraries: each job imports its own, as Dyno does it.
+    Engines aren't among its libraries: each job imports its own, as Dyno does it.
     """
     watch = Watch(tmp_path_factory.mktemp("watched"))
     server = forked.Server([name for name in forked.LIBRARIES if not name.startswith(ENGINES)], watch.env)

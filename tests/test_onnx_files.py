@@ -216,7 +216,7 @@ def from_x(nodes: list[Any], stored: list[Any], out: str, kind: int = KINDS.FLOA
 
 
 def branching(weights: list[np.ndarray], before: int = 0) -> Any:
-    """So many products, and two branches around the others, of which the input's sum decides."""
+    """A number of products, and two branches around the others; the input's sum chooses one."""
     kind = KINDS.FLOAT16 if weights[0].dtype == np.float16 else KINDS.FLOAT
     first, stored = products(weights[:before], "a") if before else ([h.make_node("Identity", ["x"], ["a_out"])], [])
     sides = {}

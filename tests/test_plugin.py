@@ -1,4 +1,4 @@
-"""The plug-in of examples/plugin, installed in an environment of its own, is used from the command line."""
+"""The plug-in of examples/plugin, installed in a separate environment, is used from the command line."""
 
 import csv
 import io
@@ -67,7 +67,7 @@ def dyno(place: Path) -> Iterator[Any]:
             own = {**environment, **env}
             done = subprocess.run(command, cwd=place, env=own, capture_output=True, text=True, timeout=1200)
         else:
-            brief = {forked.UNREPORTED: "1"} if words[0] == "run" else {}  # `report` is a test of its own
+            brief = {forked.UNREPORTED: "1"} if words[0] == "run" else {}  # `report` has its own test
             done = forked.command(server.path, [*map(str, words)], place, {**environment, **brief}, 1200)
         assert done.returncode == code, done.stdout + done.stderr
         return done

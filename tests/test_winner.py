@@ -83,7 +83,7 @@ def ran(study: Study, folder: Path) -> Result:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten photographs of two classes, none of them square, some grey, one of 16 bits."""
+    """Ten photographs of two classes, all oblong, some grey, one of 16 bits."""
     pytest.importorskip("PIL")
     from PIL import Image
 

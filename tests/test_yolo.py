@@ -145,7 +145,7 @@ def test_one_scale_for_all_of_the_output_would_lose_most_of_them(network: Networ
     trial = Trial(model, "onnxruntime", "int8", Dims(0, SIZE, SIZE), data=network.data)
     made = OnnxPrecision().make(converted(trial, "onnxruntime"), network.artifact, tmp_path)
     got = run(made.path, network.images)
-    # Pixels need steps so wide that a probability is none of them or one.
+    # Pixels need quantisation steps so wide that every probability becomes 0 or 1.
     assert np.unique(got[0][:, 4:7]).size <= 2
     found, there = (sum(len(one.scores) for one in network.found(outputs)) for outputs in (got, network.reference))
     assert found < 0.1 * there

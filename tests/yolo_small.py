@@ -1,7 +1,7 @@
 """Drawn shapes with known boxes, outlines and keypoints, and a YOLO trained on them for less than a minute.
 
 `shapes(folder, task)` draws a data set in YOLO's format; `trained(task, folder)` gives a network's weights, what
-ultralytics' own evaluation says of them, and the data set. Training is a process of its own: the library writes its
+ultralytics' own evaluation says of them, and the data set. Training is a separate process: the library writes its
 settings and logs into the folder. `decoded` is the data set as Dyno's cache holds it, `coco_map` a mean average
 precision by pycocotools.
 """

@@ -143,7 +143,7 @@ class Book:
             writer.writerows(rows)
 
     def problems(self) -> Iterator[str]:
-        """Pages that aren't what the files say or are too long, figures without a command, files that nobody uses."""
+        """Pages that aren't what the files say or are too long, figures without a command, unused files."""
         used: set[str] = set()
         runs: set[str] = {f"matrix-{row['machine']}" for row in self.rows(MATRIX)}
         known = {row["run"]: row for row in self.rows("runs")}

@@ -1,4 +1,4 @@
-"""What is done to a file: bytes of any, values of those whose format is known, and code that nobody may run."""
+"""What is done to a file: bytes of any, values of those whose format is known, and code that must never run."""
 
 from __future__ import annotations
 

@@ -84,13 +84,13 @@ def kills(campaign: Campaign, count: int) -> str:
     number = 0
     study = campaign.folder / "study.toml"
     begin = time.monotonic()
-    campaign.ended(campaign.start("run", study, "--out", campaign.folder / "undisturbed"), "nobody is killed")
+    campaign.ended(campaign.start("run", study, "--out", campaign.folder / "undisturbed"), "nothing is killed")
     whole_s = time.monotonic() - begin
     while sum(whom[who] for who in ("parent", "worker")) < count:
         run = campaign.folder / f"killed{number}"
         number += 1
         code, victim = -1, ""
-        while code != 0 and victim != "nobody" and whom["parent"] + whom["worker"] < count:
+        while code != 0 and victim != "nothing" and whom["parent"] + whom["worker"] < count:
             before = good(run)
             process = campaign.start("run", study, "--out", run)
             victim = _strike(campaign, process, whole_s)
@@ -122,7 +122,7 @@ def _strike(campaign: Campaign, process: subprocess.Popen[str], whole_s: float) 
         except psutil.NoSuchProcess:
             continue
         time.sleep(0.01)
-    return "nobody"
+    return "nothing"
 
 
 def full_disk(campaign: Campaign, powers: Iterable[int] = range(0, 18, 2)) -> str:

@@ -390,5 +390,5 @@ def test_any_beginning_of_a_split_is_stratified(labels: list[int], seed: int, da
     assert sorted(order) == list(range(len(labels)))
     n = data.draw(st.integers(1, len(labels)))
     counts, taken = np.bincount(labels), np.bincount(np.array(labels)[order[:n]], minlength=max(labels) + 1)
-    # Each class's share of the beginning is within the rounding of its own count and of the threshold's.
+    # Each class's share of the beginning is within the rounding of its count and of the threshold's.
     assert np.all(np.abs(taken - counts * n / len(labels)) <= 1 + counts * len(np.unique(labels)) / len(labels))

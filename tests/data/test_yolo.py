@@ -141,7 +141,7 @@ def test_images_to_train_on_that_are_not_there_are_said(yolo: Any, make: Any, tm
     shutil.copytree(folder / "images/train", other)
     assert dyno_data.meta(make(folder))["warnings"] == [], "nothing is set aside"
     for calibration in (0, other):
-        assert dyno_data.meta(make(folder, calibration=calibration))["warnings"] == [], "nobody needs them"
+        assert dyno_data.meta(make(folder, calibration=calibration))["warnings"] == [], "they are not needed"
 
 
 def test_labels_shape_the_data_set(yolo: Any, make: Any) -> None:

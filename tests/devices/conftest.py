@@ -7,5 +7,5 @@ from dyno.devices import one_host
 
 @pytest.fixture
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody measures whether the places disturb each other."""
+    """Skip the measurement of whether the places disturb each other."""
     monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))

@@ -80,7 +80,7 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
     assert [place.name for place in company.places] == ["cpu:0", "cpu:1"]
     assert len(waited) >= 3 * 3 * 2 * 5 and {status for status, _ in waited} == {psutil.STATUS_STOPPED}
     # The kernel counts in ticks of 10 ms, and one may be of the time before the signal came.
-    assert sum(seconds for _, seconds in waited) <= 0.0005 * len(waited) + 0.011, "whoever waits is frozen"
+    assert sum(seconds for _, seconds in waited) <= 0.0005 * len(waited) + 0.011, "a waiting job is frozen"
 
     for number in range(3):
         records = {name: read_record(folder / name / f"r{number}") for name in ("cpu0", "cpu1")}

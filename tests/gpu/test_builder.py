@@ -30,7 +30,7 @@ def old_onnx(onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(tensorrt_python: str, old_onnx: Path, tmp_path: Path) -> Any:
-    """Makes an engine in a job of its own and returns its record."""
+    """Make an engine in a separate job and return its record."""
 
     def job(path: Path = old_onnx, precision: str = "fp32", size: int = SIZE, **options: Any) -> Record:
         runtime = Runtime("there", tensorrt_python, {"DYNO_TIMING": str(tmp_path / "timing")}, "cuda:0", threads=4)

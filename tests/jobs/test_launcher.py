@@ -29,7 +29,7 @@ from dyno.worker.system import SILENCE
 
 SIGKILLED = "killed by SIGKILL"
 
-# What is scripted -> status and reason; a hang needs a time limit of its own.
+# What is scripted -> status and reason; a hang needs its own time limit.
 ENDS = {
     "exception": ("failed", "RuntimeError: scripted failure"),
     "skip": ("skipped", "scripted: this machine lacks it; install nothing"),
@@ -68,7 +68,7 @@ def times_out_when(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bo
 
 
 def gone(pid: int, within_s: float = 600.0) -> bool:
-    """Whether the process ends in that time; a zombie nobody waits for has ended."""
+    """Whether the process ends in that time; an unreaped zombie has ended."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
@@ -333,7 +333,7 @@ def test_what_a_job_prints_is_kept_to_a_length(fake_trial: Any, tmp_path: Path) 
     tracemalloc.start()
     try:
         record = run(trial, tmp_path / "job")
-        assert tracemalloc.get_traced_memory()[1] < 20e6, "the launcher keeps none of it"
+        assert tracemalloc.get_traced_memory()[1] < 20e6, "the launcher keeps nothing in memory"
     finally:
         tracemalloc.stop()
     assert record.reason == "exited with code 7 without a record: the last line"

@@ -13,7 +13,7 @@ from dyno.worker.spec import Recipe
 
 @pytest.fixture
 def progress() -> Progress:
-    """What is told into a file, 200 characters wide."""
+    """Progress written to a file, 200 characters wide."""
     return Progress(console=Console(file=io.StringIO(), width=200))
 
 

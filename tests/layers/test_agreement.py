@@ -92,7 +92,7 @@ def test_a_module_and_its_forms_agree_layer_by_layer(call: Any, net: str) -> Non
     assert all(row["own_error"] < 1e-5 and row["error"] < 1e-4 for row in rows)
     assert sum("outputs agree" in note for note in notes) == 3
     named = {row["modules"] for row in rows if row["engine"] == "openvino"}
-    # Of the block the sum is none of its calls' result, of the gate the product is.
+    # The block's sum is no call's result; the gate's product is one.
     assert named == {"stem", "block.conv block.bn", "block.relu", "gate.to_gate", "gate", "head.0", "head.1", "head.2"}
 
 

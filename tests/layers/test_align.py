@@ -145,7 +145,7 @@ ENGINES: dict[str, tuple[list[Layer], list[Layer], list[tuple[str, str]]]] = {
          layer("lstm", "Reshape", "last", "l", skipped=True), layer("fc", "FullyConnected", "l", "y")],
         [("lstm", "sequence_64 lstm")],
     ),
-    # ONNX Runtime calls a node without a name by what it writes, which before a conversion is a tensor of its own.
+    # ONNX Runtime calls a node without a name by what it writes, which before a conversion is a separate tensor.
     "a layer before a conversion is known by what that writes": (
         [layer("Conv to c", "Conv", "x", "c", flops=9), layer("Add to y", "Add", "c x", "y")],
         [layer("c_nchwc", "Conv", "x", "r0"), layer("Add to r1", "Add", "r0 x", "r1"),

@@ -45,7 +45,7 @@ def test_a_kernel_belongs_to_the_innermost_layer_around_it() -> None:
     named = ["" if owner is None else PARTS[owner] for owner in owners]
     assert named[:10] == ["conv1"] * 4 + ["bn1"] * 3 + ["relu", "maxpool", "layer1.0.conv1"] and named[-1] == "fc"
     adds = [k for k, kernel in enumerate(PYTORCH.kernels) if "CUDAFunctor_add" in kernel.name]
-    assert named[adds[0]] == "layer1.0", "the block's own addition, in none of its parts"
+    assert named[adds[0]] == "layer1.0", "the block's own addition, outside its parts"
 
 
 def test_a_kernel_of_an_engine_belongs_to_the_layer_that_tensorrt_names() -> None:
@@ -224,7 +224,7 @@ def test_counters_stand_beside_the_times_of_layers(profile: Any, place: Path) ->
     assert len(rows) == 4 and rows[3]["modules"] == "21 more kernels" and rows[3]["finding"] is None
     assert any("not a latency" in note for note in found["counters"]["notes"])
     (line,) = found["reconciliation"]["rows"]
-    assert line["unprofiled_ms"] < 50, "of a job of its own, without ncu"
+    assert line["unprofiled_ms"] < 50, "of a separate job, without ncu"
     page = (place / "p.html").read_text(encoding="utf-8")
     assert "Hardware counters" in page and "memory-bound: caches at 86 %" in page
 

@@ -183,7 +183,7 @@ def test_without_a_gpu_one_line_says_so(
     form = () if command == "profile" else ("onnxruntime",)
     asked = (command, net, *form, "--device", "cuda:0", "--size", "32")
     assert refused(*asked).startswith("there is no cuda:0 here")
-    assert call("inspect", net, "onnx", "--size", "32")[0] == 0  # its export has a line of its own
+    assert call("inspect", net, "onnx", "--size", "32")[0] == 0  # its export has its own line
     monkeypatch.setattr(defaults, "missing_gpu", lambda device: False)  # as where it goes away meanwhile
     code, _, said = call(*asked)
     assert code == (2 if command == "profile" else 3) and "net" in said.splitlines()[-1]

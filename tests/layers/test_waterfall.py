@@ -196,7 +196,7 @@ def test_what_a_gpu_waits_for_the_host_is_a_cause_of_its_own(rounds: int, tmp_pa
     assert sum(s.difference.value for s in found.causes) == pytest.approx(found.gap.difference.value, rel=1e-12)
     texts = {reason.key: reason.text for reason in reasons.list_reasons_why(found)}
     assert "ran no kernel" in texts["waiting"] and "named layers and launch gaps" in texts["attributed"]
-    assert "waiting" not in by_key(waterfall.make_waterfall(given)), "nobody saw kernels"
+    assert "waiting" not in by_key(waterfall.make_waterfall(given)), "no kernels were recorded"
 
 
 def test_layers_that_watching_slowed_are_scaled_and_the_intervals_hold_both_ways_of_it() -> None:

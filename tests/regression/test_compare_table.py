@@ -386,7 +386,7 @@ def test_two_of_one_name_are_told_apart_by_their_id_or_left_out(tmp_path: Path) 
     assert list(dyno.compare(a, b).to_pandas()["trial_a"]) == list(dyno.compare(a, b).to_pandas()["trial_b"])
     twin.rename(twin.with_name("e" * 12))
     frame = (table := dyno.compare(a, b).table).to_pandas()
-    assert len(frame) == 1, "which of the two it is, nobody can know"
+    assert len(frame) == 1, "either of the two may be meant"
     assert any(note.startswith("only in B") and "1 more" in note for note in table.notes)
 
 

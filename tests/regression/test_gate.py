@@ -31,7 +31,7 @@ BASE = Way("pytorch", seconds=0.004, spread=0.001)
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Any:
-    """BASE as run A, with these changes as run B, held against a limit."""
+    """BASE as run A and with these changes as run B, checked against a limit."""
 
     def run(limit: str = "slower=5%", edit: Callable[[Path], None] | None = None, **changes: Any) -> dyno.Comparison:
         for name in "ab":

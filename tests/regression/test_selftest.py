@@ -84,7 +84,7 @@ def test_builds_are_part_of_the_noise(drawn_engine: Path, refused: Any) -> None:
     found = dyno.selftest("fake:net", rebuild=True, **given)
     assert found.stored.builds and len(found.rounds) == 3
     logs = [pair.log for pair in found.pairs(0.0)]
-    assert all(log < -1 for log in logs), "the second of a pair has a build of its own, a slow one"
+    assert all(log < -1 for log in logs), "the second of a pair has its own, slow build"
     assert len(list((drawn_engine / "cache").rglob("engine.bin"))) == 6, "two for each round"
     assert "fresh builds and processes" in str(found)
     assert self_test.find("cpu")[0] is None, "studies of one build see more"

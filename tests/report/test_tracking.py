@@ -168,8 +168,8 @@ def test_a_missing_library_is_named_before_anything_is_measured(
 def test_a_tracker_that_refuses_is_one_line(gold: Path, dyno: Any) -> None:
     pytest.importorskip("wandb", reason="no Weights & Biases (pip install 'inference-dyno[wandb]')")
     out = str(gold.parent)
-    nobody = {"WANDB_API_KEY": "", "WANDB_MODE": "online", "NETRC": f"{out}/no", "WANDB_DIR": out, "HOME": out}
-    err = dyno("show", gold, "--log", "wandb", env=nobody, cwd=out, code=2).stderr
+    anonymous = {"WANDB_API_KEY": "", "WANDB_MODE": "online", "NETRC": f"{out}/no", "WANDB_DIR": out, "HOME": out}
+    err = dyno("show", gold, "--log", "wandb", env=anonymous, cwd=out, code=2).stderr
     assert err.splitlines()[-1].startswith("dyno: wandb could not log") and "Traceback" not in err
     assert err.endswith("WANDB_MODE=offline needs no account\n")
 

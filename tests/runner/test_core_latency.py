@@ -1,4 +1,4 @@
-"""The latency between processors: of which size it is, and where nobody answers."""
+"""The latency between processors: its size, and the case without an answer."""
 
 import os
 import signal

@@ -156,7 +156,7 @@ def test_an_interrupt_while_waiting_keeps_nothing() -> None:
         holder.kill()
         holder.wait()
     done = subprocess.run([sys.executable, "-c", HOLDER], capture_output=True, text=True, timeout=600)
-    assert done.stdout.splitlines()[-1] == "", "nobody has a place in the queue any more"
+    assert done.stdout.splitlines()[-1] == "", "the queue is empty"
 
 
 def test_where_files_can_t_be_locked_jobs_run_without(

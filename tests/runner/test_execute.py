@@ -142,7 +142,7 @@ def test_the_folder_says_what_it_holds(fake_study: Any, tmp_path: Path) -> None:
 
 
 def started(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """`dyno run` on four fake trials of two rounds, in a process of its own."""
+    """`dyno run` on four fake trials of two rounds, in a separate process."""
     usual = "run fake:net --channels 1 --backend fake@latency_ms=1 --batch 1,2,3,4 --rounds 2 --seconds 0.05"
     command = [sys.executable, "-m", "dyno", *usual.split(), "--warmup", "0.05", "--threads", "1", *words]
     return subprocess.Popen(

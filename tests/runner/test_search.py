@@ -49,7 +49,7 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
 
 
 def steps_of(needed: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int | None, list[int]]:
-    """What a search tries and finds where so many layers are needed."""
+    """The steps and the result of a search where N layers are needed."""
     found = search._PrecisionSearch(Study(models=("fake:x",)), Path(), None, [], [], lambda *_: None)  # type: ignore[arg-type]
     found.tried = {}
 

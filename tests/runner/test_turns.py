@@ -323,7 +323,7 @@ LATE = Late()
 
 @pytest.fixture
 def late(importable: Any) -> str:
-    """A backend that crashes or hangs after so many timed runs, as a module of its own."""
+    """A backend that crashes or hangs after N timed runs, as a separate module."""
     importable("late_backend", BACKENDS)
     return "late_backend:LATE"
 

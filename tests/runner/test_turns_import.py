@@ -64,7 +64,7 @@ def marks(importable: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def processors(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let so many processes import at once, however many processors there are."""
+    """Set how many processes may import at once, regardless of the number of processors."""
     return lambda number: monkeypatch.setattr(InterleavedGroup, "_at_once", lambda _: number)
 
 
@@ -172,7 +172,7 @@ def test_who_has_imported_needs_its_room(
     study: Any, tmp_path: Path, processors: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processors(3)
-    # Room for two that nobody has seen, and for many of the size that they turn out to have.
+    # Room for two of unknown size, and for many of the size that is then measured.
     monkeypatch.setattr(nvml, "read_available", lambda: 2 * nvml.ROOM * nvml.UNKNOWN_B + 1)
     monkeypatch.setattr(InterleavedGroup, "_shuffle_items", lambda self, what, listed: list(listed))
     together: list[tuple[int, bool]] = []
@@ -198,7 +198,7 @@ def test_as_many_import_as_jobs_have_processors(study: Any, monkeypatch: pytest.
         return InterleavedGroup(members, "", Progress(quiet=True), lambda _: None, **how)._at_once()
 
     assert [at_once(16, 16), at_once(16, 4), at_once(2, 16), at_once(1, 1)] == [16, 4, 2, 1]
-    assert at_once(1, 1, apart=True) == 5, "each has processors of its own"
+    assert at_once(1, 1, apart=True) == 5, "each has its own processors"
 
 
 def test_players_apart_import_and_load_at_once(study: Any, tmp_path: Path, marks: Path) -> None:

@@ -116,7 +116,7 @@ def test_real_engines_answer_requests(call: Any, tmp_path: Path) -> None:
     for path in (tmp_path / "run").glob("trials/*/r0/serve.npz"):
         arrays = np.load(path)
         assert np.isfinite(arrays["ended_0"]).all() and (arrays["ended_0"] > arrays["began_0"]).all()
-        assert (arrays["began_0"] >= arrays["arrival_0"]).all(), "nobody is answered before it was due"
+        assert (arrays["began_0"] >= arrays["arrival_0"]).all(), "no request is answered before it was due"
     assert "40.0" in out and "hold" not in out.partition("Rates of requests")[0].partition("highest rate:")[0]
 
 

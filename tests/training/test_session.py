@@ -148,7 +148,7 @@ def test_the_digits_reach_98_percent(tmp_path: Path) -> None:
 
 
 def test_the_larger_cache_of_a_colour_network(flat: Path, tmp_path: Path) -> None:
-    """A torchvision network at a size of its own, cropped out of larger cached images."""
+    """A torchvision network at its own size, cropped out of larger cached images."""
     result = dyno.train(
         flat, model="torchvision:mobilenet_v3_small", size="32x40", epochs=1, augment="standard", threads=1,
         out=tmp_path, holdout=0.5, workers=1, quiet=True,

@@ -1,4 +1,4 @@
-"""trtexec's logs and exported times are read; what is none of them is refused in one line."""
+"""trtexec's logs and exported times are read; other files are refused in one line."""
 
 import json
 from pathlib import Path

@@ -48,8 +48,7 @@ def test_few_processors_bound_the_sum_of_all() -> None:
 
 
 def crowded(found: Video, factor: float, inference: float = 0.0) -> Video:
-    """The same where the stages take so many times the processor time, or inference so many seconds of it, while every
-    processor works."""
+    """The same under full CPU load: `factor` times the processor time, `inference` seconds of it for inference."""
     return replace(found, facts=replace(found.facts, crowding=factor, cpu_inference=inference))
 
 

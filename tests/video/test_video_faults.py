@@ -272,7 +272,7 @@ def test_a_source_that_is_not_there(run: Any) -> None:
 
 
 def test_a_full_disk(clip: Path, tmp_path: Path) -> None:
-    """As a limit on the size of files, which is the same to whoever writes."""
+    """As a limit on the size of files, which a writer sees as a full disk."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
     videos.write(tmp_path / "long.mp4", videos.pictures(400))
     command = [sys.executable, "-m", "dyno", "bench", "video", "long.mp4", "out.mkv", *map(str, WORDS)]
@@ -327,6 +327,6 @@ def test_an_interrupt_leaves_a_playable_file_and_the_video_is_measured_again(
 
 
 def test_an_interrupt_counts_where_the_source_ends_with_it(interrupted: subprocess.Popen[bytes]) -> None:
-    """As in a shell's pipe, whose other programs are interrupted too: the job may have ended before it is told."""
+    """As in a shell's pipe, whose other programs are interrupted too: the job may have ended before it is signalled."""
     _, errors = interrupted.communicate(timeout=600)
     assert interrupted.returncode == 130, errors

@@ -227,10 +227,10 @@ def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     inner, outer = Flow(graph), Flow(engine)
     named = set().union(*claims.values())
     unnamed = [k for k, layer in enumerate(engine) if k not in named and not layer.moves]
-    says = any(layer.computes_in for layer in engine)  # a product is in none of which the engine says that it isn't one
+    names_types = any(layer.computes_in for layer in engine)  # an engine that names types says which layers have no product
 
     def can_hold(node: int, layer: int) -> bool:
-        return bool(engine[layer].computes_in) or not (says and graph[node].flops)
+        return bool(engine[layer].computes_in) or not (names_types and graph[node].flops)
 
     extended = extend_claims(inner, outer, claims, unnamed, can_hold)
     pairs, how = place_layers(graph, extended, inner, _find_ends(engine, tensors))

@@ -21,7 +21,7 @@ from dyno.worker.spec import SCHEMA, check_known
 
 LONGEST = 32  # characters of a name in a terminal, and to which words are folded before a column is left out
 GAP = 2  # between columns
-BROKEN = 3  # a word is broken where it would take more than one part in so many of the width
+BROKEN = 3  # a word is broken where it would take more than this fraction (one in three) of the width
 PIPED = 120  # characters of a line in a file or a pipe, of a table with a limit on its columns
 MORE = "more columns: dyno show --columns all"
 

@@ -639,7 +639,7 @@ def _shares_rounds(run: RunData, *ids: str) -> bool:
 
 
 def _is_short(found: stats.Evidence | None, planned: int) -> bool:
-    """Return whether a pair lost so many rounds to other programs that fewer than planned are left to judge it by.
+    """Return whether a pair lost rounds to other programs and has fewer left than planned.
 
     They are made up for, as often as there were rounds planned. Which rounds are lost doesn't depend on latencies.
     """

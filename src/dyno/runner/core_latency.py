@@ -24,7 +24,7 @@ LEAVE = 255
 SIGNALS, REPEATS = 100, 3
 MOST_OTHERS = 4  # processors to which a signal goes
 PATIENCE_S = 0.005  # until a processor counts as taken by another program
-LONGEST_S = 1  # after which the answering process ends, should nobody tell it to
+LONGEST_S = 1  # after which the answering process ends by itself
 
 
 class CoreLatency:

@@ -39,7 +39,7 @@ MOST_AGAIN = 1.0  # of a boundary's time, for blocks in place of disturbed ones
 
 @dataclass
 class InterleavedJob:
-    """A job that measures in turns: its folder, its round (-1: none of the study's), its memory (bytes, 0: unknown).
+    """A job that measures in turns: its folder, its round (-1: outside the study), its memory (bytes, 0: unknown).
 
     It is started within the context `where`, which may confine it. The other fields are its state: the `last_message`
     ("" before the first and after its end), its running time `used_s`, and its `pipes` with the unread `buffer`. Per

@@ -76,7 +76,7 @@ def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(fake_study: Any, 
 
 
 def _anywhere(about: Any, count: int, taken: Any, host: Any) -> Any:
-    """A place without processors of its own: there may be more nodes than cores."""
+    """A place that shares its processors: there may be more nodes than cores."""
     return ray_cluster.Place(about.host, "cpu", about.card, threads=1, host=host)
 
 

@@ -18,11 +18,11 @@ DRIFT, PROCESS = 0.06, 0.02  # standard deviations of logs: of the machine betwe
 RULE = stats.Rule()
 DIFFERENT = stats.FASTER, stats.SLOWER
 STUDIES = 2000
-NOISE = 3 * math.sqrt(0.05 * 0.95 / STUDIES)  # of a share of 5 % in so many studies, three standard errors
+NOISE = 3 * math.sqrt(0.05 * 0.95 / STUDIES)  # of a share of 5 % in STUDIES studies, three standard errors
 
 
 def in_turns(seed: int, studies: int, rounds: int, *speedups: float, process: float = PROCESS) -> np.ndarray:
-    """Log ratios [studies, trials, rounds] of trials so many times as fast as the reference: its process is in all of
+    """Log ratios [studies, trials, rounds] of trials with given speed-ups over the reference: its process is in all of
     them, the machine's drift in none."""
     rng = np.random.default_rng(seed)
     drift = DRIFT * rng.standard_normal((studies, 1, rounds))
@@ -233,7 +233,7 @@ def test_the_first_look_spends_half_of_the_error_and_a_single_one_all() -> None:
     ("difference", "first"), [(0.03, 0), (0.015, 0), (0.0, 0), (0.03, 4), (0.0, 4)], ids=lambda v: str(v)
 )
 def test_the_advised_rounds_have_the_promised_power(difference: float, first: int) -> None:
-    """With the true difference and spread, so many more rounds decide about 80 % of studies."""
+    """With the true difference and spread, the advised number of rounds decides about 80 % of studies."""
     spread = PROCESS * math.sqrt(2)
     seen = stats.Evidence(difference, spread / 2, 3, 4, stats.TURNS, spread, rejected=0)
     more = more_rounds(seen, RULE.reach, stats.ALPHA, first)
@@ -254,7 +254,7 @@ def test_more_than_a_hundred_rounds_are_no_advice() -> None:
 
 
 def power_of(count: int, effect: float, studies: int = 200) -> tuple[float, float]:
-    """How often a speed-up of that log is found in studies of so many rounds: by Welch, and in turns."""
+    """How often a speed-up of that log is found in studies of N rounds: by Welch, and in turns."""
     rng = np.random.default_rng(count)
     process, drift = (s * rng.standard_normal((2, studies, count)) for s in (PROCESS, DRIFT))
     own, reference = np.exp(process + drift - [[[effect]], [[0.0]]])

@@ -68,7 +68,7 @@ def test_the_best_length_of_a_round_is_the_best() -> None:
 
 BUILD, PROCESS = 0.03, 0.005  # standard deviations of logs: of a build, and of a process that runs it
 STUDIES = 2000
-NOISE = 3 * math.sqrt(0.05 * 0.95 / STUDIES)  # of a share of 5 % in so many studies, three standard errors
+NOISE = 3 * math.sqrt(0.05 * 0.95 / STUDIES)  # of a share of 5 % in STUDIES studies, three standard errors
 DIFFERENT = stats.FASTER, stats.SLOWER
 
 

@@ -255,7 +255,7 @@ def test_a_package_for_a_gpu_gives_what_eager_gives(precision: str, tmp_path: Pa
     artifact = registry.maker("aoti").make(AOTI.recipe(trial), None, tmp_path)
     session: Any = AOTI.load(trial, artifact)
     eager: Any = registry.find("pytorch").load(replace(trial, backend="pytorch"), None)
-    for slot in range(session.slots):  # all in flight at once, each with a runner of its own
+    for slot in range(session.slots):  # all in flight at once, each with its own runner
         x = np.random.default_rng(slot).standard_normal((2, 1, 32, 32), np.float32)
         for each in (session, eager):
             each.bind({"input": x}, slot)

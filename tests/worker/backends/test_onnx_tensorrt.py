@@ -42,7 +42,7 @@ def noise(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
     folder = tmp_path_factory.mktemp("noise")
     np.save(folder / "images.npy", np.random.default_rng(0).integers(0, 256, (8, 3, 64, 64), dtype=np.uint8))
     np.save(folder / "labels.npy", np.arange(8) % 2)
-    for split in ("calibration", "test"):  # exports are held against the module on the latter
+    for split in ("calibration", "test"):  # exports are compared with the module on the latter
         np.save(folder / f"{split}.npy", np.arange(8))
     return DataSpec("noise", str(folder), "n015e", count=8)
 

@@ -270,10 +270,10 @@ SILENT = """
 import socket, sys, time
 sys.path.insert(0, sys.argv[1])
 asked = []
-def nobody(*args, **kwargs):
+def refuse(*args, **kwargs):
     asked.append(args[0])
     raise socket.gaierror("no such host")
-socket.getaddrinfo = nobody
+socket.getaddrinfo = refuse
 from pathlib import Path
 import numpy as np
 from dyno.worker.backends.open_vino_files import IR_MAKER
@@ -347,7 +347,7 @@ def test_every_compilation_counts_for_layers_that_it_numbers_anew(onnx_file: Any
 
 
 def test_an_input_that_is_an_output_too(digits: Any, onnx_file: Any, tmp_path: Path) -> None:
-    """OpenVINO's converter gives such a graph another input, which nobody would feed."""
+    """OpenVINO's converter gives such a graph another input, which nothing would feed."""
     ends = "(float[batch, 1, 8, 8] x) => (float[batch, 1, 8, 8] y, float[batch, 1, 8, 8] x)"
     path = onnx_file(ends + "{ y = Relu(x) }")
     session = load(digits, ir(digits, tmp_path, replace(digits.artifact, path=str(path))))

@@ -104,7 +104,7 @@ MODELS = (
 def run(
     python: str, folder: Path, model: ModelSpec, backend: str = "pytorch", precision: str = "fp32", threads: int = 1
 ) -> Record:
-    """The trial as a job of its own in that interpreter."""
+    """The trial as a separate job in that interpreter."""
     runtime = Runtime(python=python, threads=threads)
     trial = Trial(model, backend, precision, Dims(2, 64, 64), data=DataSpec(count=2), runtime=runtime, plan=PLAN)
     folder.mkdir()

@@ -266,7 +266,7 @@ class Counting(BatchSource):
 
 
 class Late(Session):
-    """Reads its input some time after `run`, in a thread of its own, as a GPU would; outputs lie in its slot."""
+    """Reads its input some time after `run`, in its own thread, as a GPU would; outputs lie in its slot."""
 
     def __init__(self, slots: int, seconds: float = 0.002) -> None:
         self.slots, self.seconds = slots, seconds
@@ -379,7 +379,7 @@ def test_warm_up_fills_the_pipeline_and_counts_for_nothing(session: Late) -> Non
 
 @pytest.mark.parametrize("session", [2], indirect=True)
 def test_reading_running_and_ranking_overlap(session: Late) -> None:
-    meeting = threading.Barrier(3)  # one after the other, none of the three would meet the others
+    meeting = threading.Barrier(3)  # run one after the other, the three would never meet
 
     class Reading(Counting):
         def fill(self, feed, number, part):

@@ -126,7 +126,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def said(stage: str) -> None:
-    """Nobody listens."""
+    """Ignore progress."""
 
 
 def own(found: LayerErrors) -> dict[str, float]:

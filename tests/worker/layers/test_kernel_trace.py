@@ -155,7 +155,7 @@ def test_a_copy_that_returns_when_it_is_done_waits_and_one_that_does_not_doesn_t
     blocking = [run(50), piece("cuda_runtime", "cudaMemcpyAsync", 10, 40, 1), piece("gpu_memcpy", "DtoH", 20, 38, 1)]
     assert path(blocking)["DtoH"] == pytest.approx(18)
     later = [run(50), piece("cuda_runtime", "cudaMemcpyAsync", 10, 15, 1), piece("gpu_memcpy", "DtoH", 20, 38, 1)]
-    assert "DtoH" not in path(later), "nobody waited for it"
+    assert "DtoH" not in path(later), "no call waited for it"
 
 
 def test_calls_inside_of_calls_and_work_of_other_streams() -> None:

@@ -50,7 +50,7 @@ def test_the_sums_of_a_yolo_are_pytorch_s() -> None:
 
 
 class Residual(nn.Module):
-    """A part that is called twice, one that does nothing, one that is never called, and a sum of its own."""
+    """A part that is called twice, one that does nothing, one that is never called, and its own sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ Notes = list[tuple[str, str]]
 
 
 class Twice(nn.Module):
-    """A part that is called twice, one that only calls others, and an operation of its own."""
+    """A part that is called twice, one that only calls others, and its own operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def once() -> None:
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, float]) -> Any:
-    """As on a GPU: each operator of that name launches a kernel of so many microseconds."""
+    """As on a GPU: each operator of that name launches a kernel that takes a given number of microseconds."""
     traced = module.trace_kernels
 
     def with_kernels(*args: Any) -> Any:

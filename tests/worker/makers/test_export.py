@@ -237,7 +237,7 @@ def test_files_that_are_no_onnx_are_refused(tmp_path):
     path.write_text("a picture of a cat\n" * 9)
     assert "ONNX file" in said()
     broken = onnx.load_from_string(whole)
-    broken.graph.node[0].input[0] = "nobody"
+    broken.graph.node[0].input[0] = "absent"
     onnx.save(broken, path)
     assert "not a valid ONNX graph" in said()
 

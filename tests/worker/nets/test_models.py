@@ -534,7 +534,7 @@ def test_a_module_beside_a_model_is_found_for_its_code_alone(folder: Path) -> No
 
 
 def test_what_the_code_names_is_found_whoever_runs_it(folder: Path) -> None:
-    """torch.compile imports what a traced function imports, in a frame of its own."""
+    """torch.compile runs a traced function's imports in its own frame."""
     load_file(folder / "net.py", "")
     assert importlib.import_module("beside_late").THREE == 3
 

@@ -1,4 +1,4 @@
-"""The queue against theory, by a clock that only goes on when it is told: no number here depends on the machine."""
+"""The queue against theory, on a simulated clock: no number here depends on the machine."""
 
 from collections.abc import Sequence
 
@@ -74,7 +74,7 @@ def test_a_request_each_second_is_one_per_second() -> None:
 
 
 def test_a_stall_delays_no_request_and_counts_in_all_that_were_due_meanwhile() -> None:
-    """One second in which nothing is answered: whoever sent only after an answer would see one slow request."""
+    """One second without answers: a closed-loop client would see only one slow request."""
     arrivals = at(*np.arange(0.0, 2.0, 0.1))
     clock, first = Simulated(), [True]
     batcher = Batcher(arrivals, BatchingRules(1), clock)
@@ -203,7 +203,7 @@ class Doubles(Session):
 
 
 def answered(sizes: Sequence[int], times: int, pooled: bool = False) -> tuple[np.ndarray, list[list[int]]]:
-    """The answers to so many largest batches of 1, 2, 3, …, and the batches that were formed."""
+    """The answers with a largest batch of 1, 2, 3, …, and the batches that were formed."""
     seen: list[list[int]] = []
     ladder = [Rung(size, Doubles(size, seen, pooled), ()) for size in sizes]
     formed, most, answers = BatchFormingSession(ladder, Dims(sizes[-1], 0, 0)), sizes[-1], []

@@ -1,4 +1,4 @@
-"""The queue of LoadGen's queries, with a library that only notes what it is told."""
+"""The queue of LoadGen's queries, with a fake library that records its calls."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -76,13 +76,13 @@ def logits(table: np.ndarray) -> np.ndarray:
 
 
 def with_none(last: bool) -> np.ndarray:
-    """Probabilities of the classes and of none of them, which add up to 1."""
+    """Probabilities of the classes and of "no class", which add up to 1."""
     nothing = 1 - T.every_class.sum(-1, keepdims=True)
     return np.concatenate([T.every_class, nothing] if last else [nothing, T.every_class], 2)
 
 
 def many_without(table: np.ndarray, last: bool) -> np.ndarray:
-    """Three times as many rows again that are of none of the classes."""
+    """Three times as many rows without a class."""
     return np.concatenate([table, np.eye(CLASSES + 1)[np.full((2, 3 * FOUND), -1 if last else 0)]], 1)
 
 

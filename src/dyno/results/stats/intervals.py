@@ -133,7 +133,7 @@ def exceeds(hits: int, count: int, share: float) -> bool:
     """Return whether more than a share are hits, with 95 % confidence, by Clopper and Pearson's lower limit (1934)."""
     from scipy.special import bdtrc
 
-    chance = float(bdtrc(hits - 1, count, share)) if hits else 1.0  # of so many hits at least, if the share were true
+    chance = float(bdtrc(hits - 1, count, share)) if hits else 1.0  # of at least that many hits, if the share were true
     return hits > share * count and chance <= 1 - CONFIDENCE + ROUNDING
 
 

@@ -226,7 +226,7 @@ class IRMaker(Maker):
         written = [path.read_bytes(), *(part.read_bytes() for part in IR.companions(path))]
         sha256 = hashlib.sha256(b"".join(written)).hexdigest()
         if parent is None:
-            # Nobody knows what it was made of: it is comparable with itself alone.
+            # Its source is unknown: it is comparable with itself alone.
             made_by = replace(made_by, weights_sha256=sha256)
         size = sum(map(len, written))
         return Artifact(

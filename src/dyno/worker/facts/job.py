@@ -228,7 +228,7 @@ class VideoFacts:
 
     `frames` were answered out of `expected` (0: the source doesn't say), and `dropped` of a `live` one; `height` and
     `width` are those of its first frame and `rate` the source's own, per second. With several `streams`, the same
-    video so many times at once, `answered` counts the frames of all, and what else is of one is of the first.
+    video that many times at once, `answered` counts the frames of all, and what else is of one is of the first.
     `seconds` is the wall time from the first frame's reading to the closed file, `processors` how many the job could
     use, `slots` how many batches its engine has in flight, `lanes` how many threads prepare frames, and how many
     post-process them, and `depth` how many items may wait for a stage. `cpu` is the processor time of each stage alone

@@ -44,7 +44,7 @@ def quiet_delay(delays: Sequence[float]) -> float:
 
 
 class Uninterleaved:
-    """Nobody to take turns with: all blocks follow each other."""
+    """A single job without turns: its blocks follow each other."""
 
     conducted = False
     waited_s = 0.0

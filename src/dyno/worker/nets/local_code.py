@@ -137,7 +137,7 @@ def load_file(path: Path, sha256: str) -> Any:
 class _SiblingFinder(importlib.abc.MetaPathFinder):
     """Finds the modules beside a model's file: those that its code names in imports, and for that code any other.
 
-    Nobody else finds one: PyTorch tries to import z3, which need not be installed, and would get the user's z3.py.
+    Other importers find none: PyTorch tries to import z3, which need not be installed, and would get the user's z3.py.
     """
 
     def __init__(self, file: Path, name: str) -> None:

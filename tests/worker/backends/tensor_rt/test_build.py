@@ -139,7 +139,7 @@ def test_the_graph_s_types_are_the_engine_s(digits: Any, tmp_path: Path, precisi
     assert told.precision_truth.ok, told.precision_truth.sentence
     assert told.layers_by_type.get(kind, 0) >= 3
     assert made.inputs[0].dtype == "float32" and made.precision == precision
-    assert told.scheme == parent.made_by.scheme, "what shaped the file is told of the engine too"
+    assert told.scheme == parent.made_by.scheme, "the engine's facts name what shaped the file, too"
 
 
 def test_an_engine_that_is_not_what_was_asked_for_is_an_error(digits: Any, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ except KeyboardInterrupt:
 
 
 def test_a_build_says_how_far_it_is_and_can_be_interrupted(digits: Any, tmp_path: Path) -> None:
-    """In a process of its own, as every build: with OpenVINO loaded beside it, an interrupted build tears it down."""
+    """In a separate process, as every build: with OpenVINO loaded beside it, an interrupted build tears it down."""
     told = {"recipe": to_json(recipe()), "parent": to_json(digits.artifact)}
     (tmp_path / "told.json").write_text(json.dumps(told))
     command = [sys.executable, "-c", INTERRUPTED, NAME, str(tmp_path / "told.json"), str(tmp_path)]
