@@ -227,7 +227,7 @@ def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     inner, outer = Flow(graph), Flow(engine)
     named = set().union(*claims.values())
     unnamed = [k for k, layer in enumerate(engine) if k not in named and not layer.moves]
-    names_types = any(layer.computes_in for layer in engine)  # an engine that names types says which layers have no product
+    names_types = any(layer.computes_in for layer in engine)  # then it also says which layers have no product
 
     def can_hold(node: int, layer: int) -> bool:
         return bool(engine[layer].computes_in) or not (names_types and graph[node].flops)
