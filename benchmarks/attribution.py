@@ -50,7 +50,7 @@ class Asked:
 
     @property
     def file(self) -> Path:
-        """Where the pair is kept."""
+        """The path of the stored pair."""
         name = self.network.partition(":")[2].removesuffix(".yaml")
         return self.store / f"{name}--{self.a}--{self.b}.json".replace("/", "-")
 
@@ -73,7 +73,7 @@ def measure(asked: Asked, photos: Path, options: argparse.Namespace) -> str:
 
 
 def row(asked: Asked) -> dict[str, str]:
-    """What the stored pair says."""
+    """Return the row of a stored pair."""
     found = dyno.explain(asked.file).waterfall
     outside = {step.cause.key: found.share(step.difference.value) for step in found.causes if not step.cause.region}
     shown = found.gap.proven

@@ -53,7 +53,7 @@ KINDS = ("compute", "memory", "disk")
 
 @dataclass(frozen=True)
 class Burst:
-    """What runs from `begin` to `end`, in seconds since the beginning, on these processors."""
+    """A program that runs from `begin` to `end`, in seconds since the beginning, on these processors."""
 
     begin: float
     end: float

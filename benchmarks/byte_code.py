@@ -1,4 +1,4 @@
-"""What stored byte-code saves each job where libraries have none: a whole job, and a cache that can be written into or
+"""Time that stored byte-code saves each job where libraries have none: a whole job, and a cache that is writable or
 not, in alternation.
 
 Prints the ratio of the medians: the job with stored byte-code over the one that compiles its libraries.

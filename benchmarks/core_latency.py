@@ -1,4 +1,4 @@
-"""What it costs an engine's threads when their processors no longer share a cache.
+"""The cost for an engine's threads when their processors no longer share a cache.
 
     python benchmarks/core_latency.py [--minutes 4] [--threads 2]
 

@@ -35,7 +35,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def checked(result: Any) -> Any:
-    """What a call of the driver returns; its error ends the benchmark."""
+    """Return the results of a driver call; its error ends the benchmark."""
     error, *found = result
     if int(error):
         raise RuntimeError(f"CUDA error {int(error)}")

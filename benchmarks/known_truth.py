@@ -108,7 +108,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class StudyOutcome:
-    """What one study came to.
+    """The outcome of one study.
 
     `rounds` are those of the row with the most; the study is `decided`
     if it asked for no further round. `wrong_row` and

@@ -1,4 +1,4 @@
-"""What Dyno itself costs: `dyno --help`, `dyno show` on 1,000 stored trials, `dyno report` on 100 of four sizes, and a
+"""Dyno's own cost: `dyno --help`, `dyno show` on 1,000 stored trials, `dyno report` on 100 of four sizes, and a
 job beyond importing its library.
 
 Each is set beside the least that the same thing could cost, in alternation: an empty Python for the commands, and for

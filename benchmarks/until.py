@@ -10,7 +10,7 @@ from dyno.results import stats
 
 @dataclass(frozen=True)
 class StudyOutcome:
-    """What a study came to, and after how many rounds."""
+    """The outcome of a study, and its number of rounds."""
 
     verdict: str
     rounds: int

@@ -62,7 +62,7 @@ class Book:
         return BLOCK.sub(lambda m: f"{m[1]}\n{self.block(m[2], used)}\n\n{m[3]}", text)
 
     def block(self, spec: str, used: list[str]) -> str:
-        """What belongs to one marker; `used` are the runs of the page."""
+        """Return the text of one marker; `used` are the runs of the page."""
         if spec == "runs":
             return self.commands(used)
         _, name, *options = spec.split()
@@ -246,7 +246,7 @@ def is_older(row: Row, note: Row) -> bool:
 
 
 def cause(row: Row, notes: list[Row]) -> str:
-    """What is known of the reason, from matrix-cpu-notes.csv."""
+    """Return the reason from matrix-cpu-notes.csv."""
     for note in notes:
         ways = ("", way_of(row)) if row["status"] == "ok" else (way_of(row),)
         if not note["before"] and note["model"] == row["model"] and note["way"] in ways:

@@ -101,7 +101,7 @@ class Column:
 
 @dataclass(frozen=True)
 class TablePart:
-    """What is printed as one table: a heading, the columns that hold anything, the rows, and its own notes."""
+    """One printed table: a heading, the columns that hold anything, the rows, and its own notes."""
 
     title: str
     columns: list[Column]

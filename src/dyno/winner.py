@@ -28,7 +28,7 @@ TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was exported: the trial's id and label, its file (for a module its weights), the script, and notes.
+    """An exported winner: the trial's id and label, its file (for a module its weights), the script, and notes.
 
     `bytes` is of the file with what belongs to it, such as an IR's .bin.
     """

@@ -95,7 +95,7 @@ Options = TypeVar("Options")
 
 
 class Overrides(dict[str, Any]):
-    """What the user wrote of a command's options, by the names of the fields; defaults are not among it."""
+    """The options that the user gave to a command, by the names of the fields, without defaults."""
 
 
 def takes(*declared: type | str, rare: str = "", show_all: bool = False, **defaults: Any) -> Callable[[F], F]:

@@ -43,7 +43,7 @@ class Block:
 
     @property
     def part(self) -> TrialSelection:
-        """What of the study's plan it is."""
+        """Its part of the study's plan."""
         return TrialSelection([trial.id for trial in self.trials], [self.source])
 
     @property

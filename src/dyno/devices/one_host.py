@@ -1,4 +1,4 @@
-"""What the anchor trial says of a study's devices: how they differ, and whether they disturb each other."""
+"""Differences between a study's devices by the anchor trial, and whether they disturb each other."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ BAD_INPUT = 2  # exit code of a block's process
 
 
 class Host(Protocol):
-    """Where a place is, if not on this host; `gone` says that nothing can be begun there any more."""
+    """The host of a place, if it isn't this one; `gone`: nothing can be started there any more."""
 
     gone: bool
 

@@ -1,4 +1,4 @@
-"""What a study shows while it runs: what runs now, what is left, how long it will take."""
+"""Progress of a study: the jobs that run now, those left, and the remaining time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine did while a job ran, sampled from outside the job so that it survives the job."""
+"""Telemetry of the machine while a job runs, sampled from outside the job so that it survives the job."""
 
 from __future__ import annotations
 

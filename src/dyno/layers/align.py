@@ -180,7 +180,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Region:
-    """What belongs together: the indices of its layers in each form.
+    """Layers that belong together: their indices in each form.
 
     `around` are modules around parts of it, by index in their form; each is a member of one region only.
     """

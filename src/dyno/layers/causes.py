@@ -1,4 +1,4 @@
-"""What makes the time of two forms of a model differ: their regions taken apart, each part with its one cause."""
+"""Causes of the difference in time between two forms of a model: regions taken apart, each part with one cause."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class ColdStarts:
 
     @property
     def sentences(self) -> list[str]:
-        """What takes longest before the first answer, how a later call compares, and which starts compile libraries."""
+        """The longest part before the first answer, how a later call compares, and which starts compile libraries."""
         return [*(one.describe() for one in self.starts), *filter(None, (o.describe_uncompiled() for o in self.starts))]
 
     def to_pandas(self) -> pd.DataFrame:

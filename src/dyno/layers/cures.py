@@ -1,4 +1,4 @@
-"""What may make an engine faster, as data: which cause calls for it, and which variant of the engine it is."""
+"""Prescriptions that may make an engine faster, as data: the causes that call for each, and its variant of B."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """What is known of it, in a few words."""
+        """Its outcome in a few words."""
         return self.reason or (self.speedup.verdict if self.speedup else "")
 
 
@@ -191,7 +191,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class PrescriptionResult:
-    """What came of the prescriptions for B; `folder` is the run folder with their trials, None where none was called
+    """Outcomes of the prescriptions for B; `folder` is the run folder with their trials, None where none was called
     for."""
 
     title: str

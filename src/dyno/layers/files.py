@@ -1,4 +1,4 @@
-"""What was seen inside a model as files that other tools open, by the ending of a file's name."""
+"""The inside of a model as files that other tools open, by the ending of a file's name."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class FormRequest:
 
 @dataclass(frozen=True)
 class GraphFile:
-    """Where the file of an ONNX graph lies now, and what reads it."""
+    """The present path of an ONNX graph's file, and the backend that reads it."""
 
     path: str
     runtime: Runtime

@@ -121,7 +121,7 @@ def format_output(layer: Layer) -> str:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a call begins or `ends`, in nanoseconds; `step` is the step that the call is, at its end."""
+    """The beginning of a call or its end (`ends`), in nanoseconds; `step` is the step that the call is, at its end."""
 
     name: str
     at: int

@@ -1,4 +1,4 @@
-"""What was seen inside a model as one HTML page that is readable without a network."""
+"""The inside of a model as one HTML page that is readable without a network."""
 
 from __future__ import annotations
 

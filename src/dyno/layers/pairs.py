@@ -55,7 +55,7 @@ class FormPair:
 
     @property
     def titles(self) -> tuple[str, str]:
-        """What both are called."""
+        """The names of both."""
         return self.forms[self.a.form].library, self.forms[self.b.form].library
 
     @property

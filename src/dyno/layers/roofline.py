@@ -49,7 +49,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What was measured: matrix products by type, and a copy; `warnings` say what disturbed it.
+    """Measured peak rates: matrix products by type, and a copy; `warnings` name the disturbances.
 
     `sheet` has the data sheet's, as far as it was given, and `clocks` the SM clock in MHz by type and of the copy.
     """

@@ -105,7 +105,7 @@ class Waterfall:
 
     @cached_property
     def remainders(self) -> list[WaterfallStep]:
-        """What the layers leave of the latency."""
+        """The latency outside the layers."""
         return [
             _make_step(INTERRUPTED, self.a.interrupted, self.b.interrupted),
             *([_make_step(WAITING, self.a.waiting, self.b.waiting)] if self.on_gpu else []),

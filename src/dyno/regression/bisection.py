@@ -27,7 +27,7 @@ GOOD, BAD, SKIPPED, UNDECIDED = "good", "bad", "skipped", "undecided"
 
 @dataclass(frozen=True)
 class Criterion:
-    """What makes a version bad: the condition of the gate, its default, its words, and the column that decides."""
+    """The test for a bad version: the condition of the gate, its default, its words, and the column that decides."""
 
     condition: str
     fail_on: str

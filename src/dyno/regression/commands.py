@@ -47,7 +47,7 @@ class BisectOptions:
 
 @dataclass(frozen=True)
 class SideOptions:
-    """What A and B are."""
+    """Sides of a comparison."""
 
     remeasure: bool = option(False, "Measure stored runs again, here and in turns.", common=True)
     baseline_python: tuple[str, ...] = option((), "A is the same model with this BACKEND=PYTHON.", common=True)

@@ -82,7 +82,7 @@ class Comparison:
 
     @cached_property
     def result(self) -> Result | None:
-        """What was measured for it, with its tables and its report; None where two stored runs were compared."""
+        """The result measured for it, with its tables and its report; None where two stored runs were compared."""
         return Result(self.folder) if self.folder else None
 
     def to_pandas(self) -> pd.DataFrame:
@@ -124,7 +124,7 @@ class Comparison:
 
     @property
     def _sides(self) -> list[str]:
-        """What A and B are, and what else differs between them."""
+        """The identity of A and B, and other differences between them."""
         if self.folder is None or (study := earlier(self.folder)) is None or self.result is None:
             return []
         a, b = (_describe_side(side) for side in study.sides.values())

@@ -69,7 +69,7 @@ class ExplanationSection:
 
 @dataclass(frozen=True)
 class Complaint:
-    """What went wrong in one trial or in several: its kind, their labels, and one line."""
+    """A problem of one trial or of several: its kind, their labels, and one line."""
 
     kind: str
     trials: list[str]

@@ -157,7 +157,7 @@ MOST_OF_ONE = 0.3  # of the labels of an input
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What a precision may change; errors are |a - b| / |b| in the 2-norm, per input and output (and channel, for
+    """The tolerance of a precision; errors are |a - b| / |b| in the 2-norm, per input and output (and channel, for
     detectors), and the largest over the outputs counts.
 
     Up to `close` outputs agree, beyond `limit` they are wrong. Between the two the task decides: the share of inputs
@@ -250,7 +250,7 @@ class Correctness:
 
     @property
     def reason(self) -> str:
-        """What is beyond the tolerance, with the tolerance; "" where nothing is."""
+        """The errors beyond the tolerance, with the tolerance; "" without any."""
         if self.ok or self.mismatch:
             return self.mismatch
         allowed = self.tolerance

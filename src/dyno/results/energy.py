@@ -36,7 +36,7 @@ NO_MORE = "no more power than while idle"
 
 @dataclass(frozen=True)
 class Idle:
-    """What the device drew before the first job: `watts`, NaN where unknown, and whether it was `disturbed`."""
+    """The device's power before the first job: `watts`, NaN where unknown, and whether it was `disturbed`."""
 
     watts: float = math.nan
     disturbed: bool = False

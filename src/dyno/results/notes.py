@@ -27,7 +27,7 @@ MODELS = "models.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts(Sparse):
-    """What is known of a model at a size, where known.
+    """Facts of a model at a size, where known.
 
     They are the operations of one image, the parameters, a file's name and the shapes of its inputs and outputs,
     whether the size and the normalisation of images are guesses, and why the preparation of images couldn't be checked.
@@ -46,7 +46,7 @@ class ModelFacts(Sparse):
 
 @dataclass(frozen=True)
 class Models:
-    """What models.json holds."""
+    """The content of models.json."""
 
     models: tuple[ModelFacts, ...] = ()
 
@@ -200,7 +200,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Attempts:
-    """What routes.json holds."""
+    """The content of routes.json."""
 
     attempts: tuple[Attempt, ...] = ()
 
@@ -244,7 +244,7 @@ PLACEMENTS = "placements"  # in a run folder
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a block was measured: the device by name (`cuda:1`), its card, its host, the block's trials, the places
+    """A block's placement: the device by name (`cuda:1`), its card, its host, the block's trials, the places
     whose process it lost, with the reasons, and, once it is `done`, a hash of what was asked for."""
 
     block: str = ""
@@ -257,7 +257,7 @@ class Placement:
 
     @property
     def warnings(self) -> list[str]:
-        """What a row of the block has to say of it."""
+        """Remarks on the placement for a row of the block."""
         return [f"begun anew on {self.place}, as its process was lost on {lost}" for lost in self.lost]
 
 

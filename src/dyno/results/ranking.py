@@ -54,7 +54,7 @@ class Saturation:
 
     @property
     def description(self) -> str:
-        """Where throughput saturates, as text."""
+        """The batch at which throughput saturates, as text."""
         if self.batch == self.largest:
             return f"throughput still rises at batch {self.largest}, the largest tried"
         if self.batch == self.best_batch:

@@ -1,4 +1,4 @@
-"""What a trial's records say beside its numbers: warnings, and reasons for its speed."""
+"""Remarks on a trial from its records: warnings, and reasons for its speed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Launch:
 
     @property
     def sentence(self) -> str:
-        """What is known of launching, or "" when it takes too little to matter."""
+        """A remark on the cost of launching, or "" when it is too small to matter."""
         if self.enqueue is not None and self.enqueue >= NEARLY * self.gpu:
             return (
                 f"launch-bound: run() returns after {_format_time(self.enqueue)}, the GPU needs "

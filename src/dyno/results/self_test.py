@@ -264,7 +264,7 @@ class PairVariances:
 
 @dataclass(frozen=True)
 class SelfTestSummary:
-    """What a run keeps of the machine's self-test: the smallest visible slow-downs by the number of rounds, in `turns`
+    """A run's copy of the machine's self-test: the smallest visible slow-downs by the number of rounds, in `turns`
     and `apart` (one after the other), of processes that measured for `seconds`; `block` is the share of the variance
     that comes from blocks. `sessions` self-tests of this `machine` differed by `session_spread`, the standard deviation
     of their log latencies."""
@@ -377,7 +377,7 @@ class SelfTest:
 
     @cached_property
     def levels(self) -> PairVariances:
-        """What the spread in turns comes from.
+        """Sources of the spread in turns.
 
         The blocks' part is seen from halves: the difference between a pair's medians over its even and over its odd
         blocks has four times the variance that blocks alone give the median over all.

@@ -41,7 +41,7 @@ SAME_WORK = 0.01  # relative difference of counted operations within which two f
 
 @dataclass(frozen=True)
 class Form:
-    """What a file is among its network's files: the network's name, the file as tables show it, and its place.
+    """A file among its network's files: the network's name, the file as tables show it, and its place.
 
     In a comparison the two sides are forms of one network, told apart by `option`.
     """
@@ -144,7 +144,7 @@ class TrialResult:
 
     @property
     def model(self) -> str:
-        """What tables call the model: the network, where several of its files are compared."""
+        """The model's name in tables: the network's, where several of its files are compared."""
         return self.form.network if self.form else self.given
 
     @property
@@ -162,7 +162,7 @@ class TrialResult:
 
     @property
     def task(self) -> Task:
-        """What the network is for."""
+        """The network's task."""
         return tasks.find_task(self.spec.model.task)
 
     @property
@@ -198,7 +198,7 @@ class TrialResult:
 
     @property
     def group(self) -> tuple[str, str, int, str, str]:
-        """What must be equal for two speeds to be compared: model, size, batch, device; in a comparison the pair."""
+        """The key that two speeds must share to be compared: model, size, batch, device; in a comparison the pair."""
         return self.model, self.size, self.batch, self.device, self.pair
 
     @property
@@ -256,7 +256,7 @@ class TrialResult:
 
     @property
     def log(self) -> str:
-        """Where the worst round's job printed its error, as a path within the run folder; "" without one."""
+        """The path of the worst round's error log within the run folder; "" without one."""
         path = self.worst.folder / "stderr.log" if self.worst else None
         if path is None or self.status in ("ok", "skipped") or not path.is_file() or not path.stat().st_size:
             return ""
@@ -330,7 +330,7 @@ class TrialResult:
 
     @cached_property
     def gpu(self) -> timeline.TelemetrySummary | None:
-        """What the GPU did in the good rounds; None on a CPU, and where nothing was stored."""
+        """The GPU's timeline in the good rounds; None on a CPU, and where nothing was stored."""
         traces = [(r.trace, list(r.facts.timed.values())) for r in self.good if r.trace is not None]
         return timeline.join_timelines([timeline.summarise_timeline(trace, timed) for trace, timed in traces])
 

@@ -1,5 +1,5 @@
-"""What the device can do, as a job: measured once for a machine, driver, PyTorch and threads, then cached; and what
-it draws while idle: watched once for a run folder."""
+"""The device's peak rates, measured by a job once for a machine, driver, PyTorch and threads, then cached; and its
+idle power, watched once for a run folder."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is compared: options, model sources, the expansion into trials, and refusals."""
+"""Studies: options, model sources, the expansion into trials, and refusals."""

@@ -1,4 +1,4 @@
-"""Where a backend runs: the interpreter, environment and device of its jobs, and which libraries it lacks."""
+"""A backend's runtime: the interpreter, environment and device of its jobs, and the libraries it lacks."""
 
 from __future__ import annotations
 

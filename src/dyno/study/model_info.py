@@ -1,4 +1,4 @@
-"""What a model is: its source, weights and code by their hashes, and the result of an inspection in its own process."""
+"""A model's identity: its source, weights and code by their hashes, and an inspection in a separate process."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class PlannedTrial:
 
 @dataclass(frozen=True)
 class TrialSelection:
-    """Those trials of a study that are asked for, by their ids; with `sources` all are of these models, as the study
+    """The requested trials of a study, by their ids; with `sources` all are of these models, as the study
     has them, and no other is planned."""
 
     trials: Collection[str]

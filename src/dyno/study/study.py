@@ -1,4 +1,4 @@
-"""What is to be compared: options or a TOML file become a list of trials that are fair to compare.
+"""The study: options or a TOML file become a list of trials that are fair to compare.
 
 One study compares runs of the same weights on the same input bytes at the same boundaries; what can't be compared is
 refused with a sentence, as a row.

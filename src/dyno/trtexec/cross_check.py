@@ -65,7 +65,7 @@ class TrialMedians:
 
     @property
     def waiting(self) -> float | None:
-        """What the host's clock adds to the GPU's: the call that launches and the wait for the end."""
+        """The host's share beyond the GPU's time: the launching call and the wait for the end."""
         return None if self.model is None or self.model_host is None else max(0.0, self.model_host - self.model)
 
 

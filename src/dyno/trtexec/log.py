@@ -1,4 +1,4 @@
-"""What trtexec measured, read from its log or from the times it exports.
+"""trtexec's measurements, read from its log or from the times it exports.
 
 Forms and definitions are those of NVIDIA's TensorRT documentation ("Command-Line Programs", section trtexec, and
 "Performance Benchmarking"), releases 8.6 and 10. A query is one inference of the whole batch.

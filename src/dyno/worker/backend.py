@@ -1,4 +1,4 @@
-"""What is added by name: a backend runs models, a maker makes files, a file format reads them."""
+"""Extension points, found by name: a backend runs models, a maker makes files, a file format reads them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Ends = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # inputs and outputs
 
 @dataclass(frozen=True)
 class GpuWork:
-    """What the GPU and the host did in each watched run.
+    """The work of the GPU and the host in each watched run.
 
     `busy` has the seconds in which the GPU ran a kernel or a copy, `calls` those in which the host was inside calls of
     CUDA other than waits, and `kernels` how many were launched.

@@ -1,4 +1,4 @@
-"""What an inspection finds out about a model before anything is planned: its inputs, outputs, parameters, FLOPs."""
+"""The result of inspecting a model before anything is planned: its inputs, outputs, parameters, FLOPs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ATTACHED = "metadata.yaml"  # what ultralytics writes into the folder of an expo
 
 @dataclass(frozen=True, kw_only=True)
 class Purpose(Sparse):
-    """What a network is for, as far as its file, its library or the user says.
+    """A network's task, as far as its file, its library or the user names it.
 
     `task` is "" and `classes` None where unknown; `keypoints` are how many points a pose has and the values of
     each. `class_names` are () where they are unknown or only numbers. `inputs` are those that Dyno wrote into a file,
@@ -46,7 +46,7 @@ def order_class_names(names: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection(Purpose):
-    """What Dyno needs to know of a model before it lists trials.
+    """A model's facts that Dyno needs before it lists trials.
 
     `size` [h, w] is the model's own, (0, 0) without an image; `fixed_size` says that its file takes no other, and
     `size_guessed` that the file leaves it free and names none.

@@ -1,4 +1,4 @@
-"""What a job has measured so far, kept on disk after every stage."""
+"""A job's measurements so far, kept on disk after every stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured: a record is a list of self-describing values and says how the job ended."""
+"""Records: a list of self-describing measurements, and how the job ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be run: frozen data that travels between processes as JSON.
+"""Specifications of jobs: frozen data that travels between processes as JSON.
 
 A `Trial` says everything about itself and its id is the hash of that, so two studies that ask for the same
 thing ask for the same id. Paths are left out of the hash where a sha256 stands for the content.

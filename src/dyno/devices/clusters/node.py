@@ -1,4 +1,4 @@
-"""What runs in a cluster's process on a node: it starts a block's process there, and sends back the files it writes.
+"""The program on a cluster's node: it starts a block's process there, and sends back the files that it writes.
 
 A cluster only places and moves: what measures is the process that measures on one host too, in an environment like
 that of the host where the command was given.
@@ -59,7 +59,7 @@ class NodeDescription:
 
 @dataclass(frozen=True)
 class FolderUpdate:
-    """What a block's folder has since the last question: the files that changed, the names of all that there are, and
+    """Changes in a block's folder since the last poll: the changed files, the names of all files, and
     the process's exit code (None while it runs)."""
 
     changed: Files

@@ -31,7 +31,7 @@ STEPS = 2.0  # times the usual time between two looks: a longer one is a pause, 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What is drawn and written of one column: its name, its unit, and the column's values in that unit."""
+    """A column as it is drawn and written: its name, its unit, and the column's values in that unit."""
 
     name: str
     unit: str

@@ -254,7 +254,7 @@ TEXTS = tuple(c.name for c in COLUMNS if c.kind == TEXT)
 
 @dataclass(frozen=True)
 class ComparisonBasis:
-    """What a row is compared with: the reference trial (None: there is none), the accuracy budgets, if any, the clock
+    """A row's basis of comparison: the reference trial (None: there is none), the accuracy budgets, if any, the clock
     of each boundary that all trials it competes with have (missing: the trial's own), the trial that its
     accuracy is compared with where that isn't the reference, and whether its outputs are the reference's."""
 

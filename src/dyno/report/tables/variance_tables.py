@@ -1,4 +1,4 @@
-"""Where spread comes from: builds of an engine, rounds, blocks of a round, samples of a block."""
+"""Sources of spread: builds of an engine, rounds, blocks of a round, samples of a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each ranking decides: a sentence on what wins and by how much, short answers, and the rest to fold out."""
+"""Each ranking's decision: a sentence on the winner and its lead, short answers, and the rest to fold out."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Winner:
 
     @property
     def main_pairs(self) -> list[Speedup]:
-        """Those over the reference and over the runner-up."""
+        """The speed-ups over the reference and over the runner-up."""
         return [*([self.gain] if self.gain else []), *self.contest.leads[:1]]
 
     @property
@@ -135,7 +135,7 @@ class Winner:
 
     @cached_property
     def confirmed(self) -> tuple[Finding, ...]:
-        """What its confirmation says."""
+        """Findings of its confirmation."""
         return tuple(self.list_confirmations())
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What the numbers say, in sentences: the first thing in every report and the last thing a study prints."""
+"""The verdict in sentences: the first thing in every report and the last thing a study prints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WIDER = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run says: rows with `wrong` outputs, a decision for each ranking, and `findings` about the whole run."""
+    """A run's verdict: rows with `wrong` outputs, a decision for each ranking, and `findings` about the whole run."""
 
     wrong: tuple[Finding, ...]
     decisions: tuple[Decision, ...]
@@ -79,7 +79,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ProvisionalAnswer:
-    """What a study says before it ends: a sentence for each decision, and for the first ranking its `rows`, fastest
+    """A running study's verdict: a sentence for each decision, and for the first ranking its `rows`, fastest
     first, each with configuration, median latency and speed-up as text."""
 
     sentences: list[str]

@@ -1,4 +1,4 @@
-"""What a trial's answers are worth: accuracy, mAP, agreement, precision, arithmetic.
+"""Metrics of a trial's answers: accuracy, mAP, agreement, precision, arithmetic.
 
 A metric of accuracy is an object in a module, found by its name.
 """

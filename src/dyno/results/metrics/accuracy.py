@@ -1,4 +1,4 @@
-"""What is common to all metrics of accuracy: which images two trials share, budgets, and the budget's decision."""
+"""Common parts of all metrics of accuracy: which images two trials share, budgets, and the budget's decision."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Metric(ABC):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Those of a trial: value, change, and the limits of both."""
+        """The columns of a trial: value, change, and the limits of both."""
         head = Column(self.column, self.meaning, "%", PERCENT, f"{self.label} %", self.rank)
         limits = (Column(self.column + end, f"{words} limit of {self.by} of {self.column}", "%", PERCENT)
                   for end, words in ENDS.items())  # fmt: skip
@@ -130,7 +130,7 @@ class Metric(ABC):
 
     @property
     def printed_columns(self) -> tuple[str, ...]:
-        """Those that people see in the table of trials."""
+        """The columns printed in the table of trials."""
         return tuple(self.column + end for end in self.printed)
 
     def interval(self, row: pd.Series) -> tuple[float, float]:

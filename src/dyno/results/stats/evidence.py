@@ -1,4 +1,4 @@
-"""What rounds say of a pair of trials: a mean log ratio with its standard error, paired by round or not."""
+"""Evidence of rounds on a pair of trials: a mean log ratio with its standard error, paired by round or not."""
 
 from __future__ import annotations
 

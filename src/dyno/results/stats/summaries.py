@@ -82,7 +82,7 @@ class VarianceComponents:
 
     @property
     def parts(self) -> tuple[float, float, float, float]:
-        """What each level adds to the variance of a round's mean: builds, rounds, blocks, samples."""
+        """The share of each level in the variance of a round's mean: builds, rounds, blocks, samples."""
         _, blocks, samples = self.counts
         return self.builds or 0.0, self.rounds, self.blocks / blocks, self.samples / (blocks * samples)
 

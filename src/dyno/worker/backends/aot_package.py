@@ -77,7 +77,7 @@ class PackageInput:
 
 @dataclass(frozen=True)
 class KeptFacts:
-    """What Dyno writes into the packages that it makes."""
+    """Dyno's own entry in the packages that it makes."""
 
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
@@ -103,7 +103,7 @@ class CompiledPackage:
 
     @cached_property
     def kept(self) -> KeptFacts | None:
-        """What Dyno wrote into the package; None for a package of another program."""
+        """Dyno's entry in the package; None for a package of another program."""
         try:
             return from_json(KeptFacts, json.loads(self.metadata[KEPT]))
         except (KeyError, ValueError, Misfit, UserError):

@@ -54,7 +54,7 @@ CONVERTERS = ("FakeQuantize", "Convert", "Reorder")
 
 
 class ExecutionGraph:
-    """What OpenVINO made of the model: fused layers with the type and kernel each one runs in."""
+    """OpenVINO's compiled model: fused layers with the type and kernel each one runs in."""
 
     def __init__(self, runtime_model: Any, requested: str) -> None:
         self._requested, self._ops = requested, runtime_model.get_ordered_ops()

@@ -408,7 +408,7 @@ class Evaluation:
 
     @property
     def warnings(self) -> list[str]:
-        """What is odd about the data and the loop, as sentences."""
+        """Oddities of the data and the loop, as sentences."""
         found = [f"data: {oddity}" for oddity in self.oddities]
         if self.others_busy:
             found.append(

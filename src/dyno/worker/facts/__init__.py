@@ -1,1 +1,1 @@
-"""What is known of an engine, a file and a job: small frozen records, by subject, that are stored as JSON."""
+"""Facts of an engine, a file and a job: small frozen records, by subject, that are stored as JSON."""

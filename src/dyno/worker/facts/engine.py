@@ -1,4 +1,4 @@
-"""What an engine says of itself after it was timed."""
+"""Facts that an engine reports after it was timed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OUTSIDE = "outside Dyno"  # begins a note on other processes, which explains no 
 
 @dataclass(frozen=True)
 class PrecisionTruth:
-    """What an engine ran as, and one sentence.
+    """The types that an engine ran in, and one sentence.
 
     `share` is of the operations by type, or of the compute layers where operations aren't known (0 to 1). `ok`: they
     ran in the requested type, as far as the engine reports it; `refuted`: they ran in another.
@@ -153,7 +153,7 @@ def why_not_faster(
 
 @dataclass(frozen=True)
 class Calibration:
-    """What INT8 was calibrated on: how many samples, by which method, and the sha256 of the data.
+    """INT8's calibration: number of samples, method, and sha256 of the data.
 
     For described inputs also where the values of each came from (`inputs`), and a sentence on them (`note`).
     """
@@ -268,7 +268,7 @@ class EngineFacts(Layers, Origin, Compilation):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe(Sparse):
-    """What a backend's probe reports: the library's version, the devices it works on, and a line about them."""
+    """A backend's probe: the library's version, the devices it works on, and a line about them."""
 
     version: str = ""
     devices: tuple[str, ...] = ()

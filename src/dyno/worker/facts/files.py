@@ -82,8 +82,8 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class TimingUse:
-    """What a build had of its timing cache: whether earlier timings were used, the file, the tactics timed anew, and
-    what was wrong with it."""
+    """A build's use of its timing cache: whether earlier timings were used, the file, the tactics timed anew, and
+    the cache's error."""
 
     used: bool = False
     file: str = ""
@@ -123,7 +123,7 @@ class BuildFacts(Sparse):
 
 @dataclass(frozen=True, kw_only=True)
 class MakerFacts(BuildFacts, Lowering, Layers, Origin):
-    """What a maker says of its file (`Artifact.made_by`).
+    """A maker's facts of its file (`Artifact.made_by`).
 
     `steps` is the whole chain up to the file, and `warnings` hold for all that is made from it. `kept_float` counts the
     nodes that INT8 left in float, `ranking` lists the layers by sensitivity, on `ranked_on` samples; `input` is the

@@ -1,4 +1,4 @@
-"""What a job found out beside its measurements: what the engine says, how it was timed, and each kind's own result."""
+"""Facts of a job beside its measurements: the engine's, the timing's, and the results of each kind of job."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class LayerGraph(Sparse):
 
 @dataclass(frozen=True, kw_only=True)
 class Function(Sparse):
-    """What a function of the host or the GPU did in one watched run, on average, in seconds.
+    """A function of the host or the GPU in one watched run, on average, in seconds.
 
     `where` is the host, a call of CUDA or the GPU. `path` is what it contributes to the critical path. `waiting` is, of
     a call, how long it waited for the GPU, and of a kernel how long it waited after its launch.
@@ -305,7 +305,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class ColdStart:
-    """What passed from the start of a process to the first answer of its engine, in seconds by part, in order.
+    """The time from the start of a process to the first answer of its engine, in seconds by part, in order.
 
     `first_answer` is the whole, which the parts don't fill: no part is between two. `later` are further answers.
     `read_bytes` came from disk instead of from the kernel's cache (None where it doesn't say), and `files` are those
@@ -422,7 +422,7 @@ class CopyRate:
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What a training came to: accuracy in percent and loss of the best weights on `count` test images, its seconds,
+    """The result of a training: accuracy in percent and loss of the best weights on `count` test images, its seconds,
     the file of the weights with its sha256, and sentences on the data."""
 
     top1: float

@@ -56,7 +56,7 @@ EARLIER = "earlier name"  # in a field's metadata: the name under which older re
 
 
 class Misfit(Exception):
-    """What is wrong with a value, and where: the place becomes longer on the way out."""
+    """An error in a value, and its place, which becomes longer on the way out."""
 
     def __init__(self, what: str) -> None:
         self.what, self.place = what, ""

@@ -1,1 +1,1 @@
-"""What a model is fed: shapes, layouts, values, calibration images."""
+"""A model's inputs: shapes, layouts, values, calibration images."""

@@ -81,7 +81,7 @@ class CalibrationImages:
 
     @property
     def facts(self) -> Calibration:
-        """What the record keeps of the data, but for the method."""
+        """The data as it is recorded, without the method."""
         return Calibration(self.count, "", self.data.sha256)
 
     @property
@@ -127,7 +127,7 @@ class CalibrationInputs:
 
     @property
     def facts(self) -> Calibration:
-        """What the record keeps of the data: the source of each input's values, and a note that names them."""
+        """The data as it is recorded: the source of each input's values, and a note that names them."""
         files = list(dict.fromkeys(Path(spec.feeds).name for spec in self._from_files))
         stored = ", ".join(spec.name for spec in self._from_files)
         drawn = ", ".join(spec.name for spec in self._specs if not spec.feeds)

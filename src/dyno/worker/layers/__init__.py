@@ -1,1 +1,1 @@
-"""What a model is made of, read: the calls of a PyTorch module's parts, the nodes of an ONNX graph."""
+"""A model's layers: the calls of a PyTorch module's parts, the nodes of an ONNX graph."""

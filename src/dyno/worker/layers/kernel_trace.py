@@ -224,7 +224,7 @@ def _find_outermost(calls: Sequence[_Piece]) -> tuple[list[_Piece], dict[int, _P
 
 
 class _CriticalPath:
-    """What each function did in one run, in microseconds: found on the way from the run's end to its beginning."""
+    """Each function's time in one run, in microseconds: found on the way from the run's end to its beginning."""
 
     def __init__(
         self, begin: float, end: float, calls: Sequence[_Piece], work: Sequence[_Piece], launches: Mapping[int, _Piece]

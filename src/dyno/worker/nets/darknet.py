@@ -108,7 +108,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class LayerOutput:
-    """What a layer gives: its node in the graph, its channels, how many image pixels one of its pixels has along a
+    """A layer's output: its node in the graph, its channels, how many image pixels one of its pixels has along a
     side, and of a yolo layer its classes."""
 
     node: Any
@@ -119,7 +119,7 @@ class LayerOutput:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Where a layer stands: the graph, what adds a module to it and returns the node of its call, and the torch.nn."""
+    """A layer's context: the graph, a function that adds a module and returns the node of its call, and torch.nn."""
 
     graph: Any
     call: Callable[[Any, Any], Any]

@@ -1,4 +1,4 @@
-"""What stands before a model's colon: an object in a module of this package for each kind of source."""
+"""Model sources, named before a model's colon: an object in a module of this package for each kind of source."""
 
 from __future__ import annotations
 

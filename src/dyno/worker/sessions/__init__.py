@@ -1,1 +1,1 @@
-"""What sessions of several backends share: GPU memory, streams, copies, PyTorch's settings."""
+"""Code that sessions of several backends share: GPU memory, streams, copies, PyTorch's settings."""

@@ -164,7 +164,7 @@ class Stopwatch:
 
 
 class CudaGraph:
-    """What `work` queues on a stream, captured once and replayed as one launch."""
+    """A CUDA graph of all that `work` queues on a stream, captured once and replayed as one launch."""
 
     def __init__(self, stream: Any, work: Callable[[], None]) -> None:
         self._cuda = driver()

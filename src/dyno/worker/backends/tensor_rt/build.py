@@ -184,7 +184,7 @@ class EngineBuild:
 
     @property
     def route(self) -> str:
-        """Where types come from: graph, flags or calibrator."""
+        """The source of types: graph, flags or calibrator."""
         return "graph" if self.settings.route == "auto" else self.settings.route
 
 

@@ -1,4 +1,4 @@
-"""What a built engine is made of: its layers, their types and formats, in one form for every version.
+"""A built engine's layers with their types and formats, in one form for every version.
 
 From the engine inspector's JSON where the engine can be deserialised; else (TensorRT-RTX, which builds without a GPU)
 from the listing that a verbose build ends with.
