@@ -144,7 +144,7 @@ def test_a_study_is_logged_when_it_ends(call: Any, tmp_path: Path, unreported: N
     pytest.importorskip("tensorboard", reason="no TensorBoard (pip install 'inference-dyno[tensorboard]')")
     words = "--backend fake@latency_ms=0.1 --rounds 1 --seconds 0.04 --warmup 0.02 --channels 1".split()
     _, out, err = call("run", "fake:net", *words, "-o", "runs/net", "--log", "tensorboard", code=0)
-    assert "fake" in out and "logged 1 trials to TensorBoard" in err
+    assert "fake" in out and "logged 1 trial to TensorBoard" in err
     assert len([*(tmp_path / "runs/net/tensorboard").rglob("events.out.tfevents.*")]) == 1
     call("runs", "rm", "runs/net", "--yes", code=0)
     assert not (tmp_path / "runs/net").exists()

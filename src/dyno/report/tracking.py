@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dyno.formatting import plain
+from dyno.formatting import counting, plain
 from dyno.report import tables
 from dyno.report.report import file_name
 from dyno.report.tables.trial_table import TRIALS
@@ -145,7 +145,7 @@ def _log_to_mlflow(run: TrackedRun) -> str:
         ids = {"dyno.run": run.id, "dyno.trial": trial.id, "mlflow.parentRunId": study}
         _fill_mlflow_run(client, _find_mlflow_run(client, place, ids, trial.name), trial)
     client.set_terminated(study)
-    return f"logged {len(run.trials)} trials to MLflow's experiment {run.name} at {client.tracking_uri}"
+    return f"logged {counting(len(run.trials), 'trial')} to MLflow's experiment {run.name} at {client.tracking_uri}"
 
 
 def _find_mlflow_run(client: Any, experiment: str, ids: Mapping[str, str], name: str) -> str:
@@ -191,7 +191,7 @@ def _log_to_wandb(run: TrackedRun) -> str:
             artifact.add_file(str(path))
         logged.log_artifact(artifact)
         where = logged.dir.removesuffix("/files") if logged.offline else logged.url
-    return f"logged {len(run.trials)} trials to Weights & Biases: {where}"
+    return f"logged {counting(len(run.trials), 'trial')} to Weights & Biases: {where}"
 
 
 def _log_to_tensorboard(run: TrackedRun) -> str:
@@ -211,7 +211,7 @@ def _log_to_tensorboard(run: TrackedRun) -> str:
         for summary in (hparams_pb(trial.parameters | words, trial.id, moment), Summary(value=values)):
             writer.add_event(Event(wall_time=moment, step=0, summary=summary))
         writer.close()
-    return f"logged {len(run.trials)} trials to TensorBoard: tensorboard --logdir {shlex.quote(str(out))}"
+    return f"logged {counting(len(run.trials), 'trial')} to TensorBoard: tensorboard --logdir {shlex.quote(str(out))}"
 
 
 WRITERS: dict[str, Callable[[TrackedRun], str]] = {

@@ -87,7 +87,7 @@ class CalibrationImages:
     @property
     def warnings(self) -> list[str]:
         """One where there are fewer images than requested."""
-        few = f"calibrated on {self.count} images, all that {self.data.name} has for it"
+        few = f"calibrated on {self.count} image{'s' * (self.count != 1)}, all that {self.data.name} has for it"
         return [few] if self.available < self._requested else []
 
     def __len__(self) -> int:
@@ -145,7 +145,7 @@ class CalibrationInputs:
         """One where the files have fewer rows than requested."""
         if self.available >= self._requested:
             return []
-        return [f"calibrated on {self.count} rows, all that {Path(self._from_files[0].feeds).name} has"]
+        return [f"calibrated on {self.count} row{'s' * (self.count != 1)}, all that {Path(self._from_files[0].feeds).name} has"]
 
     def __len__(self) -> int:
         """Number of batches."""
