@@ -145,7 +145,8 @@ class CalibrationInputs:
         """One where the files have fewer rows than requested."""
         if self.available >= self._requested:
             return []
-        return [f"calibrated on {self.count} row{'s' * (self.count != 1)}, all that {Path(self._from_files[0].feeds).name} has"]
+        feeds = Path(self._from_files[0].feeds).name
+        return [f"calibrated on {self.count} row{'s' * (self.count != 1)}, all that {feeds} has"]
 
     def __len__(self) -> int:
         """Number of batches."""
