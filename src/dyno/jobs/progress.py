@@ -44,6 +44,7 @@ class Progress:
         self.seconds: dict[str, float] = {}
         self.lines: list[Text] = []
         self.answer: list[RenderableType] = []
+        self.printed: list[str] = []  # the answer's last sentences in a file
         self.answer_s: float | None = None  # what reading the run for it took, the first time apart: that imports too
         self.job: Trial | None = None
         self.now = ""
@@ -116,13 +117,15 @@ class Progress:
         """Show the study's answer so far.
 
         On a terminal it stands above the progress, with a table of (configuration, median latency, speed-up); elsewhere
-        it is one line with the remaining time.
+        it is one line with the remaining time, which doesn't repeat the sentences of the line before.
         """
         lines = [Text(f"{plain(title)}: {plain(sentence)}", "bold") for sentence in sentences]
         if self.live is None:
             left = self.remaining()
             until = f", about {_format_clock(left)} left" if left and left >= 1 else ""
-            self._print_line(Text(": ".join(filter(None, (f"{plain(title)}{until}", " ".join(map(plain, sentences)))))))
+            shown = ["as before"] if sentences and sentences == self.printed else sentences
+            self._print_line(Text(": ".join(filter(None, (f"{plain(title)}{until}", " ".join(map(plain, shown)))))))
+            self.printed = sentences
             return
         table = Table("configuration", "median", "speed-up", box=None, padding=(0, 2), header_style="dim")
         for row in rows[:SHOWN_ROWS]:
