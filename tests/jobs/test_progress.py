@@ -97,7 +97,7 @@ def test_an_answer_so_far_is_a_line_in_a_file_and_a_table_on_a_terminal(progress
     assert told(progress) == [
         "after round 1: fastest is b fp32.",
         "after round 1 of 2, about 1:23 left: fastest is b fp32. most images with a.",
-        "after round 2: as before",
+        "after round 2, about 1:23 left: as before",
     ]
     drawn = io.StringIO()
     progress = Progress(console=Console(file=drawn, width=80, force_terminal=True, color_system=None))
