@@ -43,6 +43,32 @@ def test_a_log_of_release_10() -> None:
     assert found.warnings == ()
 
 
+def test_a_verbose_log_explains_its_metrics_below_the_summary() -> None:
+    """As in logs of 8.2 and 10.10: lines with a metric's name, and none of its times."""
+    end = "[01/02/2026-03:04:10] [I] Explanations of the performance metrics are printed in the verbose logs.\n"
+    names = ["Total Host Walltime", "GPU Compute Time", "Throughput", "Enqueue Time", "H2D Latency", "Latency"]
+    below = "".join(f"[01/02/2026-03:04:10] [V] {name}: what it is of a query.\n" for name in names)
+    assert log.parse_log(NEW.replace(end, end + below)) == log.parse_log(NEW)
+
+
+def test_bindings_with_their_type_give_the_shapes() -> None:
+    """As in logs of 10.16 and 11."""
+    text = NEW.replace("8x3x64x64 is created", "8x3x64x64 and type fp32 is created").replace("--shapes=input", "--y=")
+    assert log.parse_log(text).shapes == {"input": (8, 3, 64, 64)}
+
+
+def test_streams_have_their_old_name_up_to_8_5() -> None:
+    text = OLD.replace("--useSpinWait", "--streams=8").replace("[I] Streams: 1", "[I]")
+    assert log.parse_log(text).streams == 8
+
+
+def test_images_of_an_implicit_batch_are_no_queries() -> None:
+    """As in logs of 8.4: with --batch=16 each query counts sixteen times."""
+    text = OLD.replace("Batch: Explicit", "Batch: 16").replace("Throughput: 4500", "Throughput: 72000")
+    assert log.parse_log(text).rate is None and log.parse_log(text).compute == pytest.approx(211e-6)
+    assert log.parse_log(OLD.replace("Batch: Explicit", "Batch: 1")).rate == 4500
+
+
 def test_flags_are_known_from_the_command_line_where_the_log_has_no_list() -> None:
     lines = OLD.splitlines()
     echoed = lines.index("[01/02/2026-03:04:05] [I] === Model Options ===")

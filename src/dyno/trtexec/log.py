@@ -21,6 +21,7 @@ from dyno.worker.spec import UserError
 
 LINE = re.compile(r"\[[VIWEF]\] (.*)")
 RUNNING = re.compile(r"&&&& RUNNING \S+ (?:\[TensorRT v(\d+)\])?.*?# (.*)")
+BINDING = re.compile(r"Input binding for (.+) with dimensions ([\dx]+)(?: and type \S+)? is created")
 MEDIAN = re.compile(r"median = (\S+) ms")
 EXPORTED = re.compile(r"\s*\[\s*[{\]]")
 SUMMARY = "=== Performance summary ==="
@@ -97,7 +98,7 @@ def _parse_log(text: str, name: str) -> TrtexecReport:
     flags = {key: (value or "").strip() for key, value in options}
     return TrtexecReport(
         **{**medians, **_read_run_options(flags, lines)},
-        rate=_find_rate(lines[start:], name),
+        rate=_find_rate(lines, name),
         engine=next(filter(None, (_find_echo(lines, "Load engine"), *(flags.get(f) for f in ENGINE_FLAGS))), ""),
         onnx=flags.get("onnx") or _find_echo(lines, "Model"),
         shapes=_find_shapes(lines, flags),
@@ -120,7 +121,7 @@ def _explain_no_summary(text: str) -> str:
 def _parse_medians(lines: Iterable[str], name: str) -> Iterable[tuple[str, float]]:
     for line in lines:
         label, _, rest = line.partition(": ")
-        if label in METRICS:
+        if label in METRICS and rest.startswith("min = "):  # --verbose explains each metric below, after its name
             found = MEDIAN.search(rest)
             if found is None:
                 raise UserError(f"{name} has a metric without median; {HELP}")
@@ -138,7 +139,10 @@ def _parse_number(text: Any, name: str) -> float:
     return value
 
 
-def _find_rate(lines: Iterable[str], name: str) -> float | None:
+def _find_rate(lines: list[str], name: str) -> float | None:
+    """Return queries/s; None for an implicit batch of TensorRT 8, of which trtexec counts each image as a query."""
+    if _find_echo(lines, "Batch") not in ("", "1", "Explicit"):
+        return None
     matches = (re.fullmatch(r"Throughput: (\S+) qps", line) for line in lines)
     return next((_parse_number(match[1], name) for match in matches if match), None)
 
@@ -162,7 +166,8 @@ def _read_run_options(flags: Mapping[str, str], lines: list[str]) -> dict[str, A
         graph = True
     if any(sentence in line for line in lines for sentence in NO_GRAPH):
         graph = False
-    streams = _find_echo(lines, "Inference Streams") or _find_echo(lines, "Streams") or flags.get("infStreams", "")
+    given = flags.get("infStreams") or flags.get("streams", "")  # the name up to 8.5
+    streams = _find_echo(lines, "Inference Streams") or _find_echo(lines, "Streams") or given
     return {
         "graph": graph,
         "transfers": is_enabled("Data transfers", "noDataTransfers", False),
@@ -173,7 +178,7 @@ def _read_run_options(flags: Mapping[str, str], lines: list[str]) -> dict[str, A
 
 def _find_shapes(lines: Iterable[str], flags: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Return the input shapes: of the created bindings, else those of `--shapes`."""
-    bound = (re.match(r"Input binding for (.+) with dimensions ([\dx]+) is created", line) for line in lines)
+    bound = (BINDING.match(line) for line in lines)
     from_bindings = {match[1]: _parse_dims(match[2]) for match in bound if match}
     from_flags = re.findall(r"([^,]+):([\dx]+)(?:,|$)", flags.get("shapes", ""))
     return from_bindings or {name.strip("'\\"): _parse_dims(text) for name, text in from_flags}
