@@ -208,6 +208,13 @@ def test_images_are_upright_and_the_first_of_several(tmp_path: Path, suffix: str
     assert source.notes == [f"moving{suffix} holds 3 pictures; the first is used"]
 
 
+def test_images_are_in_the_order_of_the_numbers_in_their_names(tmp_path: Path) -> None:
+    names = ["0.png", "2.png", "10.png", "a1b2.png", "a1b10.png", "a01c.png", "b.png"]
+    for name in names[::-1]:
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    assert [frame.name for frame in opening.open_source(str(tmp_path), VideoOptions()).read()] == names
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     options = VideoOptions(streams=np.int64(2), confidence=np.float32(0.5))  # type: ignore[arg-type]
     assert json.loads(json.dumps(dataclasses.asdict(options)))["streams"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections import deque
 from collections.abc import Iterator
 from fractions import Fraction
@@ -26,13 +27,14 @@ SEVERAL = (".png", ".webp", ".tif", ".tiff")  # what may hold more than one pict
 
 
 class ImageSource(Source):
-    """An image, or those of a folder in the order of their names."""
+    """An image, or those of a folder in the order of their names, and of the numbers in these."""
 
     images = True
 
     def __init__(self, path: Path, rate: float) -> None:
         super().__init__(path.name)
-        self.files = sorted(f for f in path.iterdir() if f.suffix.lower() in IMAGES) if path.is_dir() else [path]
+        files = [f for f in path.iterdir() if f.suffix.lower() in IMAGES] if path.is_dir() else [path]
+        self.files = sorted(files, key=lambda file: (_split_numbers(file.name), file.name))
         if not self.files:
             raise UserError(f"{path} has no images ({', '.join(IMAGES)}); give a video, an image or a folder of them")
         self.count, self.rate = len(self.files), rate
@@ -49,6 +51,11 @@ class ImageSource(Source):
                 self.note(f"{file.name} holds {count} pictures; the first is used")
             seconds = index / self.rate
             yield Frame(index, Rgb(cv2.cvtColor(image, cv2.COLOR_BGR2RGB)), began, None, seconds, name=file.name)
+
+
+def _split_numbers(name: str) -> list[str | int]:
+    """Return the name's parts, texts and whole numbers in turn: 2.png comes before 10.png."""
+    return [int(part) if k % 2 else part for k, part in enumerate(re.split(r"(\d+)", name))]
 
 
 class RawSource(Source):
