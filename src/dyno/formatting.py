@@ -61,14 +61,14 @@ def console() -> Any:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Format a number to `digits` significant digits, never in powers of ten up to a million: 0.813, 18.8, 1,020."""
+    """Format a number to `digits` significant digits, in powers of ten below 1e-4 and from 1e12 on: 0.813, 1,020."""
     if not math.isfinite(value):
         return "" if math.isnan(value) else str(value)
     if value == 0:
         return "0"
     places = digits - 1 - math.floor(math.log10(abs(value)))
     rounded = round(value, places)
-    if abs(rounded) < 1e-4:
+    if not 1e-4 <= abs(rounded) < 1e12:
         return f"{rounded:.{digits - 1}e}"
     # Rounding may have carried into the next decade (0.9996 -> 1.00), which costs a decimal place.
     places = digits - 1 - math.floor(math.log10(abs(rounded)))

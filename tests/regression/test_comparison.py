@@ -75,6 +75,14 @@ def test_one_after_the_other_is_said(call: Any) -> None:
     call("compare", *fake, "--rounds", "2", *QUICK, "--python", "fake=/nowhere", code=2)
 
 
+def test_where_no_pair_ran_nothing_was_compared(call: Any, tmp_path: Path) -> None:
+    """A network that had failed before the change too passes no gate."""
+    words = ("fake:a", "fake:b", "--backend", "fake@fail=exception", "--rounds", "2", *QUICK)
+    out = call("compare", *words, "--summary", str(tmp_path / "summary.md"), code=3)[1]
+    assert "Nothing was compared: in no pair did both A and B run." in out
+    assert (tmp_path / "summary.md").read_text().startswith("### Dyno: undecided in 1 pair")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -273,7 +273,7 @@ def _judge_version(name: str, first: str, comparison: Comparison, column: str) -
         return BisectionStep(name, BAD, "", comparison)
     if comparison.exit_code == 0:
         return BisectionStep(name, GOOD, "", comparison)
-    row: Row = next(r for r in rows if explain_undecided(r))
+    row: Row = next(filter(explain_undecided, rows), rows[0])
     ran = row["status"] == "ok" and row["ratio"] == row["ratio"] and row["ratio"] is not None
     reason = explain_undecided(row) if row["status"] == "ok" else f"{row['status']}, {row['reason']}"
     return BisectionStep(name, UNDECIDED if ran else SKIPPED, reason, comparison)

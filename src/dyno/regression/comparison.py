@@ -306,6 +306,8 @@ def list_comparison(table: Table, stored: bool = True) -> list[str]:
     lines += [f"{counting(shared, 'shared trial' if stored else 'pair')}{gone}: {verdicts}."]
     lines += [f"failed: {describe_where(r)}: {explain_failure(r)}" for r in rows if r["failed"]]
     lines += [f"undecided: {describe_where(r)}: {r['undecided']}" for r in rows if r["undecided"]]
+    if not any(map(_has_run, rows)):
+        lines.append("Nothing was compared: in no pair did both A and B run.")
     if counts[stats.ONE_ROUND]:
         lines.append("One round can't show that a difference is real: measure both with two rounds or more.")
     return [*lines, *_describe_method(rows, stored), *_describe_power(rows)]
@@ -371,7 +373,11 @@ def explain_undecided(r: Row) -> str:
 
 
 def exit_code(table: Table) -> int:
-    """Return 1 where a condition failed, else 3 where a row is undecided, not comparable or wrong, else 0."""
+    """Return 1 where a condition failed, 3 where a row is undecided, incomparable or wrong, or no pair ran, else 0."""
     if any(r["failed"] for r in table.rows):
         return REGRESSION
-    return UNDECIDED if any(map(explain_undecided, table.rows)) else GOOD
+    return UNDECIDED if any(map(explain_undecided, table.rows)) or not any(map(_has_run, table.rows)) else GOOD
+
+
+def _has_run(r: Row) -> bool:
+    return r["status"] == r["status_a"] == "ok"

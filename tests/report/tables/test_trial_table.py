@@ -394,6 +394,7 @@ def test_one_formatter_by_hint(value: float | None, hint: str, shown: str) -> No
 def test_significant_digits() -> None:
     assert [significant(v) for v in (0.8126, 18.84, 1020.4, 9.996, 0.0123, -2.5)] == [
         "0.813", "18.8", "1,020", "10.0", "0.0123", "-2.50"]  # fmt: skip
+    assert [significant(v, 2) for v in (4.6e34, 99_900_000_000, -1e12)] == ["4.6e+34", "100,000,000,000", "-1.0e+12"]
     assert [points(v) for v in (-0.0028, 0.0, 0.00001, 0.0106)] == ["-0.28", "0.00", "0.00", "+1.06"]
 
 
