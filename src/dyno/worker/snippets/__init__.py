@@ -84,7 +84,7 @@ NORMALISED = """    values = pixels.astype(np.float32)
 FED = '''
 
 def feeds_of(paths):
-    """The inputs by name: photographs, repeated until the batch is full, or random numbers where there are none."""
+    """The inputs by name: a batch of photographs, repeated where they are fewer, or random numbers without any."""
     rng = np.random.default_rng(0)
     feeds = {{}}
     for name, (shape, kind) in INPUTS.items():
@@ -106,12 +106,16 @@ NO_PHOTOGRAPHS = """    if paths:
 MAIN = """
 
 if __name__ == "__main__":
-    feeds = feeds_of(sys.argv[1:])
-    batches = {len(values) for values in feeds.values() if np.ndim(values)}
-    for name, values in run(load(), feeds).items():
-        print(name, values.dtype, "x".join(map(str, values.shape)))
-        if values.ndim == 2 and values.size and len(values) in batches:
-            print("  class with the highest score:", *values.argmax(axis=1))
+    model, paths = load(), sys.argv[1:]
+    for first in range(0, len(paths) or 1, {batch}):
+        feeds = feeds_of(paths[first : first + {batch}])
+        if len(paths) > {batch}:
+            print(*paths[first : first + {batch}])
+        batches = {{len(values) for values in feeds.values() if np.ndim(values)}}
+        for name, values in run(model, feeds).items():
+            print(name, values.dtype, "x".join(map(str, values.shape)))
+            if values.ndim == 2 and values.size and len(values) in batches:
+                print("  class with the highest score:", *values.argmax(axis=1))
 """
 
 
@@ -169,7 +173,7 @@ def written(part: ScriptPart, trial: Trial, tensors: tuple[Tensor, ...], about: 
             part.code,
             _write_preparation(trial, image) if image is not None else "",
             FED.format(photographs=photographs),
-            MAIN,
+            MAIN.format(batch=1 if image is None else image.shape[0]),
         )
     )
 
