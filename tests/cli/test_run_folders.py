@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import webbrowser
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import typer
 
+import synthetic
 from dyno import load
 from dyno.cli import commands
 from dyno.store import Run
+from synthetic import Way
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +44,22 @@ def test_runs_are_listed(call: Any, refused: Any, run: Path) -> None:
         assert (code, err) == (0, "")
         (line,) = [each for each in out.splitlines() if "[net]" in each]
         assert line.startswith("runs/time/deep/one") and "[net]" in line
-        assert "2 ok, 1 failed, 1 skipped" in line and "fake@latency_ms=0.1 fp32, 0.1" in line
+        assert "2 ok, 1 failed, 1 skipped" in line and "fake@latency_ms=0.1 fp32 or 1 more, 0.1" in line, "of one round"
     (row,) = json.loads(call("runs", "list", "--format", "json")[1])["tables"]["runs"]["rows"]
     assert (row["run"], row["models"], row["trials"]) == ("runs/time/deep/one", "[net]", "2 ok, 1 failed, 1 skipped")
     assert call("runs", "list", "runs/empty") == (0, "no run folder below runs/empty\n", "")
     assert json.loads(call("runs", "list", "runs/empty", "--format", "json")[1])["tables"]["runs"]["rows"] == []
     assert refused("runs", "list", "nowhere").startswith("there is no folder nowhere; `dyno run` makes runs/")
+
+
+def test_no_winner_is_listed_where_several_may_be(call: Any, tmp_path: Path) -> None:
+    """As fast, or undecided: the verdict names them all."""
+    for name, others in (("alone", [0.008, 0.009]), ("several", [0.004, 0.00401, 0.009])):
+        ways = [Way(f"x{k}", seconds=seconds) for k, seconds in enumerate([0.004, *others])]
+        synthetic.write_run(tmp_path / "runs" / name, ways, samples=40, count=50)
+    found = json.loads(call("runs", "list", "runs", "--format", "json")[1])["tables"]["runs"]["rows"]
+    said = {row["run"]: row["fastest"].partition(",")[0] for row in found}
+    assert said["runs/alone"] == "x0 fp32" and re.fullmatch(r"x\d fp32 or 2 more", said["runs/several"])
 
 
 def test_what_is_not_measured_yet_is_no_failure(call: Any, run: Path) -> None:

@@ -103,7 +103,7 @@ def _make_row(run: Path) -> tuple[str, str, str, str]:
 
 
 def _find_fastest(data: RunData) -> str:
-    """Return the winner of the run's first ranking with a good trial, as in the verdict; "" if there is none."""
+    """Return the winner of the run's first ranking with a good trial, and how many more may be; "" if none is good."""
     from dyno.formatting import significant
     from dyno.results import ranking as results_ranking
     from dyno.results.ranking import LATENCY
@@ -111,8 +111,9 @@ def _find_fastest(data: RunData) -> str:
     for ranking in results_ranking.rank_goals(data):
         ranked = ranking.fastest
         if len(ranked):
-            best = ranked.iloc[0]
-            return f"{ranking.configuration(best)}, {significant(best[LATENCY])} ms at batch {best['batch']}"
+            best, rivals = ranked.iloc[0], results_ranking.compare_first(ranked, LATENCY, data).rivals
+            others = f" or {len(rivals)} more" if rivals else ""
+            return f"{ranking.configuration(best)}{others}, {significant(best[LATENCY])} ms at batch {best['batch']}"
     return ""
 
 
