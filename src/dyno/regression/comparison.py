@@ -380,4 +380,4 @@ def exit_code(table: Table) -> int:
 
 
 def _has_run(r: Row) -> bool:
-    return r["status"] == r["status_a"] == "ok"
+    return bool(r["status"] == r["status_a"] == "ok")
