@@ -42,6 +42,19 @@ def test_outputs_of_other_inputs_are_not_compared(tmp_path: Path) -> None:
         accuracy_tables.compare_with_first([first, other], 1e-3, 1e-8)
 
 
+@pytest.mark.parametrize(("values", "shown"), [(3, ("0.00", "")), (0, ("", "0"))])
+def test_a_number_that_there_is_not_is_no_zero(tmp_path: Path, values: int, shown: tuple[str, str]) -> None:
+    """Of a reference that is 0 there is no relative error; of no values nothing is close, or not."""
+    run = load_run(synthetic.write_run(tmp_path / "run", [Way("zero"), Way("one")]))
+    for trial in run:
+        for path in (one.folder / "outputs.npz" for one in trial.rounds):
+            outputs = np.full((5, values), trial.backend == "one", np.float32)
+            np.savez(path, **{**dict(np.load(path)), "output:output": outputs})
+    table, _, _ = accuracy_tables.compare_with_first([run], 1e-3, 1e-8)
+    cells = {column.name: column.text(table.rows[0]) for column in table.columns}
+    assert (cells["close"], cells["max_rel"]) == shown
+
+
 def test_outputs_that_change_or_never_do_have_a_note(tmp_path: Path) -> None:
     same = "the outputs are the same for every input: that they agree with another engine's proves little"
     ways = [Way("a", facts={"random_outputs": 0.4}), Way("b", warnings=(same,)), Way("c")]

@@ -358,9 +358,10 @@ def _name_trial(trial: TrialResult) -> str:
 
 
 def _make_row(name: str, reference: str, result: Agreement) -> dict[str, Any]:
+    relative = result.max_rel or (math.nan if result.max_abs else 0.0)  # none where they differ from zeros alone
     return {
         "trial": name, "reference": reference, "inputs": result.samples, "values": result.count, "close": result.close,
-        "max_abs": result.max_abs, "mean_abs": result.mean_abs, "max_rel": result.max_rel,
+        "max_abs": result.max_abs, "mean_abs": result.mean_abs, "max_rel": relative,
         "nonfinite": result.nonfinite,
         **({} if math.isnan(result.labels_changed) else {"labels_changed": 100 * result.labels_changed}),
     }  # fmt: skip
@@ -377,7 +378,7 @@ def columns(rtol: float, atol: float) -> tuple[Column, ...]:
         Column("inputs", "that both answered", kind=COUNT, rank=3),
         Column("values", "that were compared", kind=COUNT, rank=1),
         Column("close", "share of values with |a - b| <= atol + rtol |b|, of labels of the same, 0 to 1",
-               title=f"close, % (rtol {rtol:g}, atol {atol:g})", cell=lambda row: f"{100 * row['close']:.2f}"),
+               title=f"close, % (rtol {rtol:g}, atol {atol:g})", cell=lambda row: f"{100 * row['close']:.2f}" if row["values"] else ""),
         Column("max_abs", "largest |a - b|", title="max abs"),
         Column("mean_abs", "mean |a - b|", title="mean abs"),
         Column("max_rel", "largest |a - b| / |b|", title="max rel"),
