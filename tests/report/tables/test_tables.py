@@ -45,7 +45,7 @@ def test_outputs_of_other_inputs_are_not_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("values", "shown"), [(3, ("0.00", "")), (0, ("", "0"))])
 def test_a_number_that_there_is_not_is_no_zero(tmp_path: Path, values: int, shown: tuple[str, str]) -> None:
     """Of a reference that is 0 there is no relative error; of no values nothing is close, or not."""
-    run = load_run(synthetic.write_run(tmp_path / "run", [Way("zero"), Way("one")]))
+    run = load_run(synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("one")]))
     for trial in run:
         for path in (one.folder / "outputs.npz" for one in trial.rounds):
             outputs = np.full((5, values), trial.backend == "one", np.float32)
