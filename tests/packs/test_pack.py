@@ -340,6 +340,7 @@ def test_what_can_t_be_packed_is_refused(refused: Any, tmp_path: Path, run: Path
     (tmp_path / "empty").mkdir()
     assert "not a run folder" in refused("pack", tmp_path / "empty")
     assert "is a folder" in refused("pack", run, "-o", tmp_path / "empty")
+    assert "net.pack must end in .zip" in refused("pack", run, "-o", "net.pack"), "a site would leave it out"
 
 
 @pytest.mark.parametrize("place", ["backend", "task", "study"])

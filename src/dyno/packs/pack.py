@@ -94,8 +94,8 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     """Write a run with its samples and its verdict into one file, and return its path (default: NAME.pack.zip).
 
     No folder, user or host is named in it; `with_names` keeps the host's name. `card` also writes a card in Markdown
-    and a badge beside it, `NAME.card.md` and `NAME.svg`. Raises `UserError` for a folder that is not a run, or that is
-    too large.
+    and a badge beside it, `NAME.card.md` and `NAME.svg`. Raises `UserError` for a folder that is not a run or is too
+    large, and for a file that doesn't end in .zip.
     """
     folder = Path(run)
     results = self_test.attach(load_run(folder))
@@ -108,6 +108,8 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     file = Path(out) if out else Path(f"{name}{SUFFIX}")
     for path in (file, *(card_paths(file) if card else ())):
         check_writable(path)
+    if file.suffix != ".zip":
+        raise UserError(f"{file} must end in .zip, by which `dyno site` finds packs; give {file.name}.zip")
     with tempfile.TemporaryDirectory() as scratch:
         copied = Path(scratch) / RUN
         _copy_run(folder, copied, results, redaction)
