@@ -164,7 +164,17 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
     binary = tmp_path / "net.engine"
     binary.write_bytes(b"ptrt\xff\xfe\x00\x80")
     refuses("not a text file", log.read_log, binary)
+    binary.write_bytes(b"\xff\xfeodd")
+    refuses("not a text file", log.read_log, binary)
     refuses("can't be read", log.read_log, tmp_path / "absent.log")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_log_may_have_the_encoding_of_powershell(encoding: str, tmp_path: Path) -> None:
+    exported = json.dumps([row(0.2 * i) for i in range(5)])
+    for text in (OLD, exported):
+        (tmp_path / "given").write_text(text, encoding=encoding)
+        assert log.read_log(tmp_path / "given") == log.parse_log(text)
 
 
 def test_either_half_of_a_log_is_never_an_unhandled_error() -> None:

@@ -6,6 +6,7 @@ Forms and definitions are those of NVIDIA's TensorRT documentation ("Command-Lin
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import re
@@ -19,6 +20,7 @@ import numpy as np
 from dyno.worker.record import regular
 from dyno.worker.spec import UserError
 
+UTF16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE  # how PowerShell redirects
 LINE = re.compile(r"\[[VIWEF]\] (.*)")
 RUNNING = re.compile(r"&&&& RUNNING \S+ (?:\[TensorRT v(\d+)\])?.*?# (.*)")
 BINDING = re.compile(r"Input binding for (.+) with dimensions ([\dx]+)(?: and type \S+)? is created")
@@ -70,10 +72,11 @@ class TrtexecReport:
 def read_log(path: Path) -> TrtexecReport:
     """Read the log or the exported times in the file; UserError for any other."""
     try:
-        text = regular(path, "log").read_text(encoding="utf-8")
+        data = regular(path, "log").read_bytes()
+        text = data.decode("utf-16" if data.startswith(UTF16) else "utf-8-sig")
     except OSError as e:
         raise UserError(f"{path} can't be read ({e.strerror}); {HELP}") from e
-    except UnicodeDecodeError as e:
+    except UnicodeError as e:
         raise UserError(f"{path} is not a text file; {HELP}") from e
     return parse_log(text, str(path))
 
