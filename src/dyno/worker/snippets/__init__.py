@@ -108,14 +108,15 @@ MAIN = """
 if __name__ == "__main__":
     model, paths = load(), sys.argv[1:]
     for first in range(0, len(paths) or 1, {batch}):
-        feeds = feeds_of(paths[first : first + {batch}])
+        shown = paths[first : first + {batch}]
+        feeds = feeds_of(shown)
         if len(paths) > {batch}:
-            print(*paths[first : first + {batch}])
+            print(*shown)
         batches = {{len(values) for values in feeds.values() if np.ndim(values)}}
         for name, values in run(model, feeds).items():
             print(name, values.dtype, "x".join(map(str, values.shape)))
             if values.ndim == 2 and values.size and len(values) in batches:
-                print("  class with the highest score:", *values.argmax(axis=1))
+                print("  class with the highest score:", *values.argmax(axis=1)[: len(shown) or None])
 """
 
 
