@@ -158,6 +158,7 @@ def test_every_output_right(dyno: Any, onnx: Path, tmp_path: Path) -> None:
     words = ("--phases", "1,4,random", "--iterations", 50, "--size", 16, "--threads", 1)
     done = dyno("bench", "stress", onnx, *words, cwd=tmp_path, code=0)
     assert done.stdout.count("every output right") == 3 and " 1-4 " in done.stdout
+    assert done.stdout.startswith("small onnxruntime fp32 16\n"), "its batch is free"
     words = ("--phases", "1,2", "--iterations", 3, "--size", 16, "--threads", 1, "--format", "json")
     found = json.loads(dyno("bench", "stress", onnx, *words, cwd=tmp_path, code=0).stdout)
     assert [(row["phase"], row["count"]) for row in found["tables"]["stress"]["rows"]] == [("1", 3), ("2", 3)]

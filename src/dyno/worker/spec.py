@@ -372,9 +372,10 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """Short text for progress and messages, e.g. `resnet18 onnxruntime int8 b8 224`."""
+        """Short text for progress and messages, e.g. `resnet18 onnxruntime int8 b8 224`; without b0 of a free batch."""
         side = f"{self.side.upper()}: " if self.side else ""
-        return f"{side}{self.model.name} {self.variant} {self.precision} b{self.dims.batch} {self.dims.shown}".rstrip()
+        batch = f" b{self.dims.batch}" if self.dims.batch else ""
+        return f"{side}{self.model.name} {self.variant} {self.precision}{batch} {self.dims.shown}".rstrip()
 
     def build(self, number: int) -> int:
         """Return the build of its engine, counted from 1, for round `number`; 0 if all rounds run the same one."""
