@@ -191,6 +191,7 @@ def test_what_a_file_declares_must_hold(function: Any, said: str) -> None:
         lambda x: {"y": scores(x), "loss": np.float32(np.square(x).mean())},
         lambda x: {"y": scores(x), "anchors": np.ones((1, 7, 4), np.float32)},
         lambda x: {"anchors": WEIGHTS},
+        lambda x: {"y": scores(x), "square": np.eye(8, dtype=np.float32)},
         lambda x: {"loss": np.square(x).mean(keepdims=True)[:1]},
         lambda x: {"boxes": detections(x)},
         lambda x: {"tokens": np.repeat(scores(x), 3, axis=0)},
@@ -198,7 +199,7 @@ def test_what_a_file_declares_must_hold(function: Any, said: str) -> None:
         lambda x: {"labels": scores(x).argmax(1)},
         lambda x: {"usage": np.abs(scores(x)).mean(0), "y": scores(x)},
     ],
-    ids="loss, anchors, table, loss alone, detections, flattened, pairs, labels, usage".split(", "),
+    ids="loss, anchors, table, square, loss alone, detections, flattened, pairs, labels, usage".split(", "),
 )
 def test_outputs_without_a_row_for_each_input_are_not_condemned(function: Any) -> None:
     assert find_rows(Net(function, (8, 4)), shaped_trial(), 8).warning == ""
@@ -222,6 +223,15 @@ def test_a_free_axis_of_the_engine_has_any_number_of_rows() -> None:
 def test_rows_that_change_with_others_where_the_axis_is_assumed_are_a_warning() -> None:
     rows = find_rows(Net(lambda x: {"y": np.cumsum(x, 0)}, (8, 4)), shaped_trial(), 8)
     assert "the model mixes them, or the batch is another axis" in rows.warning
+
+
+@pytest.mark.parametrize("kept", [3, 5, 7])
+@pytest.mark.parametrize("declared", [(), (("batch", 5),)], ids="assumed, declared".split(", "))
+def test_inputs_beyond_a_length_that_is_fixed_inside_the_model_are_not_answered(kept: int, declared: Any) -> None:
+    """As in files that Ultralytics wrote with NMS: they fill up with zeros beyond the batch of their export."""
+    net = Net(lambda x: {"y": scores(x) * (np.arange(len(x)) < kept)[:, None]}, (8, 4))
+    with pytest.raises(UserError, match="of a batch of 8 some inputs are ignored"):
+        find_rows(net, shaped_trial(8, *declared), 8)
 
 
 def test_random_outputs_prove_nothing() -> None:

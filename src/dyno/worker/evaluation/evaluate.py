@@ -266,6 +266,8 @@ class _RowTest:
             best = min(range(len(choices)), key=lambda k: (changes[k] > self._limit, k), default=None)
             axes[name] = None if best is None else choices[best][0]
             mixed = max(mixed, changes[best] if best is not None else 0.0)
+            if best is not None:
+                self._refuse_ignored(name, choices[best][0])
         if not any(self._can_have_rows(name, a) for name, a in self._answers.items()):
             self._refuse_merged()
         is_mixed = mixed > self._limit and (mixed > TOLERANCE["int8"] or not self._is_quantised)
@@ -309,6 +311,23 @@ class _RowTest:
             return 0.0
         at = tuple(self._place if k in axes else slice(None) for k in range(a.ndim))
         return relative_change(a[at], b[at])
+
+    def _refuse_ignored(self, name: str, axis: int) -> None:
+        """Raise a `UserError` if one input gives other outputs at other places, and those of a place never change."""
+        a, b = self._answers[name], self._repeats[name]
+        if a.shape != b.shape or np.array_equal(a, b):
+            return
+        rows = {k: b.take(k, axis) for k in (0, self._place, self._batch - 1)}
+        if all(relative_change(rows[0], row) <= self._limit for row in rows.values()):
+            return
+        c = self._run_batch(self._other)[name]
+        if any(all(each.shape == b.shape and np.array_equal(row, each.take(k, axis)) for each in (a, c))
+               for k, row in rows.items()):  # fmt: skip
+            raise UserError(
+                f"of a batch of {self._batch} some inputs are ignored: whatever they are, their outputs stay the same, "
+                "and another input's differ at their place; a length is fixed inside the model: measure it with a "
+                "smaller batch"
+            )
 
     def _explain_mixing(self, change: float) -> str:
         """Return the warning of inputs that influence each other where the batch's axis is assumed; where it is known,
