@@ -155,9 +155,32 @@ def test_recurrent_layers_of_a_file_are_counted_as_pytorch_s(tmp_path: Path, kin
 
 
 def test_einsum_is_a_product_where_it_sums(tmp_path: Path) -> None:
-    for equation, weights, count in (("bij,jk->bik", (8, 6), 2 * 2 * 3 * 8 * 6), ("bij,j->bij", (8,), 0)):
-        node = helper.make_node("Einsum", ["x", "w"], ["y"], equation=equation)
+    for equation, weights, count in (
+        ("bij,jk->bik", (8, 6), 2 * 2 * 3 * 8 * 6),
+        ("bij,j->bij", (8,), 0),
+        ("bij->bji", (), 0),
+    ):
+        node = helper.make_node("Einsum", ["x", "w"] if weights else ["x"], ["y"], equation=equation)
         assert flops.of_onnx(stored(tmp_path / "m.onnx", [node], {"w": weights}, (2, 3, 8)), {}) == count
+
+
+@pytest.mark.parametrize(
+    ("weight", "attributes", "expected"),
+    [
+        ((8, 24), {}, 2 * 2 * 3 * 8 * 24 + 2 * 2 * 3 * 3 * (8 + 8)),
+        ((8, 20), {"qkv_hidden_sizes": [4, 4, 12]}, 2 * 2 * 3 * 8 * 20 + 2 * 2 * 3 * 3 * (4 + 12)),
+    ],
+)
+def test_onnx_runtime_s_attention_projects_its_input_too(weight: Any, attributes: Any, expected: int) -> None:
+    node = helper.make_node("Attention", ["x", "w", "b"], ["y"], domain="com.microsoft", num_heads=2, **attributes)
+    assert flops.of_node(node, {"x": (2, 3, 8), "w": weight, "y": (2, 3, 12)}) == expected
+    node.input.extend(["", "past"])
+    assert flops.of_node(node, {"x": (2, 3, 8), "w": weight, "y": (2, 3, 12)}) is None
+
+
+def test_a_fused_product_sums_over_the_axis_that_it_transposes() -> None:
+    node = helper.make_node("FusedMatMul", ["x", "w"], ["y"], domain="com.microsoft", transA=1)
+    assert flops.of_node(node, {"x": (2, 9, 4), "w": (2, 9, 5), "y": (2, 4, 5)}) == 2 * 2 * 4 * 5 * 9
 
 
 def test_a_part_of_a_shape_is_no_more_than_that_part() -> None:

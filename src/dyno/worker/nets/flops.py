@@ -163,19 +163,22 @@ def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
     if node.op_type == "MatMulNBits":  # whose weights are packed
         sizes = {a.name: a.i for a in node.attribute}
         return 2 * math.prod(first) * sizes.get("N", 0) if first and 0 not in first else None
-    second = shapes.get(node.input[SECOND.get(node.op_type, 1)], ())
+    place = SECOND.get(node.op_type, 1)
+    if len(node.input) <= place:  # an einsum of one input, which moves or adds its values
+        return 0
+    second = shapes.get(node.input[place], ())
     result = shapes.get(node.output[0], ())
     if node.op_type in RECURRENT:  # at each step both matrices: [directions, gates x hidden, …]
         weights = math.prod(second) + math.prod(shapes.get(node.input[2], ()))
         return 2 * math.prod(first[:2]) * weights if first and second and 0 not in (*first[:2], *second) else None
     if not first or not second or not result or 0 in (*second, *result):
         return None
+    flags = {a.name: a.i for a in node.attribute}
     if node.op_type == "Gemm":
-        flags = {a.name: a.i for a in node.attribute}
         summed = first[0 if flags.get("transA") else 1] or second[1 if flags.get("transB") else 0]
         return 2 * math.prod(result) * summed
     if "MatMul" in node.op_type:
-        return 2 * math.prod(result) * (first[-1] or second[-2:][0])
+        return 2 * math.prod(result) * (first[-2 if flags.get("transA") else -1] or second[-2:][0])
     if 0 in first:
         return None
     if node.op_type == "ConvTranspose":  # each input value meets its whole kernel: [C, M / group, kernel…]
@@ -228,9 +231,15 @@ def _of_einsum(node: Any, first: tuple[int, ...], second: tuple[int, ...]) -> in
 
 
 def _of_attention(node: Any, first: tuple[int, ...], second: tuple[int, ...], result: tuple[int, ...]) -> int | None:
-    """Return the operations of both products of attention; None if keys come from an earlier call too."""
+    """Return the operations of both products of attention; None if keys come from an earlier call too.
+
+    ONNX Runtime's own, [N, length, width] by [width, queries + keys + values], makes them first.
+    """
     if len(node.input) > 4 and node.input[4]:
         return None
+    if node.domain == "com.microsoft":
+        sizes = next((a.ints for a in node.attribute if a.name == "qkv_hidden_sizes"), [second[1] // 3] * 3)
+        return 2 * first[0] * first[1] * (math.prod(second) + first[1] * (sizes[0] + sizes[2]))
     if len(first) == 4:  # [N, heads, length, width]
         return 2 * math.prod(first[:3]) * second[2] * (first[3] + result[3])
     return 2 * first[0] * first[1] * second[1] * (first[2] + result[2])  # [N, length, heads x width]
