@@ -451,6 +451,15 @@ def test_a_program_or_frozen_script_is_a_model_of_a_function_and_of_a_file(tmp_p
         assert torch.allclose(net(x), nets["net"](x), atol=1e-5), name
 
 
+def test_weights_that_are_no_parameters_any_more_are_counted() -> None:
+    """Frozen TorchScript has them as constants, layers that PyTorch quantised packed: both had 0 parameters."""
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 5)).eval()
+    script = torch.jit.script(net)
+    packed = torch.ao.quantization.quantize_dynamic(net, {torch.nn.Linear}, torch.qint8)
+    for module in (net, script, torch.jit.freeze(script), packed):
+        assert models.count_parameters(module) == 6 * 8 + 8 + 8 * 5 + 5
+
+
 SETS = """
 import torch
 torch.set_num_threads(1)

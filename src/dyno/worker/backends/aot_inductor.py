@@ -349,8 +349,8 @@ class AotSession(TorchSession):
             raise UserError(f"the package is {reason}; give static=true")
         super().__init__(trial, {"channels_last": False, "cudnn_benchmark": False, **trial.options})
 
-    def _load_module(self) -> tuple[Any, str]:
-        return None, self._artifact.made_by.weights_sha256
+    def _load_module(self) -> tuple[Any, dict[str, Any]]:
+        return None, self._artifact.made_by.set_fields(models.WEIGHT_FACTS)
 
     def _list_inputs(self) -> tuple[Tensor, ...]:
         shapes = static_shapes(self._artifact.inputs, self._trial.dims)
@@ -375,8 +375,7 @@ class AotSession(TorchSession):
         asked = self._trial.runtime.threads
         other = [f"the package was compiled for {compiled_for} threads; its own kernels keep to that, not to {asked}"]
         return EngineFacts(
-            parameters=self._artifact.made_by.parameters,
-            weights_sha256=self._weights,
+            **self._weights,
             options={**self._trial.options, "device": self._package.device},
             threads=compiled_for or self._torch.get_num_threads(),
             layers=len(calls) or None,

@@ -151,10 +151,10 @@ class TorchSession(Session):
         self._ran = False
         self._restore: Callable[[], None] | None = None
 
-    def _load_module(self) -> tuple[Any, str]:
-        """Return the module on its device, and the hash of its weights before the cast: as they were given."""
+    def _load_module(self) -> tuple[Any, dict[str, Any]]:
+        """Return the module on its device, and the hash and number of its weights before the cast: as given."""
         module = models.load(self._trial.model, self._trial.dims)
-        weights = models.weights_sha256(module)
+        weights = models.describe_weights(module)
         return self._place_module(module), weights
 
     def _place_module(self, module: Any) -> Any:
@@ -379,8 +379,7 @@ class TorchSession(Session):
     def _read_common_facts(self) -> EngineFacts:
         cuda = self._torch.backends.cuda.matmul
         return EngineFacts(
-            parameters=sum(p.numel() for p in self._module.parameters()),
-            weights_sha256=self._weights,
+            **self._weights,
             options={**self._options, "allow_tf32": bool(cuda.allow_tf32)},
             threads=self._torch.get_num_threads(),
             **allocator_peaks(self._torch, self._device),

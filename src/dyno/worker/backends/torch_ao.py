@@ -250,11 +250,11 @@ class TorchAOSession(CompiledSession):
         self._rows: dict[Any, int] = {}  # of each linear layer's input
         super().__init__(trial, options)
 
-    def _load_module(self) -> tuple[Any, str]:
+    def _load_module(self) -> tuple[Any, dict[str, Any]]:
         if self._artifact is None:
             return super()._load_module()
         import_torchao(".pt2e.quantize_pt2e")  # registers the operators of quantised programs
-        return saved_modules.load(self._artifact.path), self._artifact.made_by.weights_sha256
+        return saved_modules.load(self._artifact.path), self._artifact.made_by.set_fields(models.WEIGHT_FACTS)
 
     def _make_callable(self, dtype: Any) -> Callable[..., Any]:
         """Return the module as a function of the slot's tensors; inductor fuses a program's Q/DQ pairs."""
@@ -325,7 +325,6 @@ class TorchAOSession(CompiledSession):
         made_by = self._artifact.made_by if self._artifact else None
         return replace(
             super().facts(),
-            parameters=made_by.parameters if made_by else sum(p.numel() for p in self._module.parameters()),
             layers_by_type=types,
             precision_truth=precision_truth(self._trial.precision, types or {UNKNOWN: 1}, "torchao"),
             calibration=made_by.calibration if made_by else None,

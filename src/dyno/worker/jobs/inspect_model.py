@@ -319,7 +319,7 @@ def _inspect_module(
             if source.says_purpose and task in ("", declared.task)
             else file_facts.find_task_facts(model, task, declared, OutputShapes(outputs, (height, width)))
         )
-        parameters = sum(int(p.numel()) for p in module.parameters())
+        parameters = models.count_parameters(module)
         inspection = replace(inspection, outputs=_count_classes(outputs, purpose), parameters=parameters).joined(
             purpose
         )

@@ -25,6 +25,7 @@ from dyno.worker.sessions.torch_support import eager, evaluating
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
 
 FUNCTIONS = ("python", "module")  # sources without a prefix: FILE.py:FUNCTION and MODULE:FUNCTION
+WEIGHT_FACTS = ("weights_sha256", "parameters")  # of a module, as a file made from it keeps them
 
 
 def parse(source: str) -> tuple[str, str]:
@@ -143,7 +144,20 @@ def weights_sha256(module: Any) -> str:
 
 def describe_weights(module: Any) -> dict[str, Any]:
     """Return the facts of a file on the module's weights: their hash and their number."""
-    return {"weights_sha256": weights_sha256(module), "parameters": sum(p.numel() for p in module.parameters())}
+    return dict(zip(WEIGHT_FACTS, (weights_sha256(module), count_parameters(module)), strict=True))
+
+
+def count_parameters(module: Any) -> int:
+    """Return the number of the module's weights, also those that PyTorch packed for int8 or froze into a graph."""
+    import torch
+
+    own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    state = [value for name, value in module.state_dict().items() if name not in own]
+    packed = [part for value in state for part in (value if isinstance(value, tuple) else (value,))]
+    if not own and isinstance(module, torch.jit.ScriptModule):
+        packed += [node.output().toIValue() for node in module.graph.findAllNodes("prim::Constant")]
+    tensors = [value for value in packed if isinstance(value, torch.Tensor) and value.dim()]  # scales have none
+    return sum(int(value.numel()) for value in (*module.parameters(), *tensors))
 
 
 def hash_tensors(tensors: Mapping[str, Any]) -> str:
