@@ -551,6 +551,20 @@ def test_a_size_that_nobody_gave_is_a_warning(call: Any) -> None:
     assert code == 3 and "the file leaves the image's size free; 224 was chosen" in " ".join(out.split())
 
 
+def test_boxes_beside_one_image_are_as_many_as_are_given(call: Any) -> None:
+    """As in a detector's second part: the image's batch is fixed, so the boxes' free axis isn't one."""
+    text = """(float[1, 3, 16, 16] x, float[boxes, 4] at, float[boxes, 1] weight) => (float[boxes, 3] y) {
+        p = GlobalAveragePool(x) f = Flatten(p) b = MatMul(at, w) s = Add(b, f) y = Mul(s, weight)
+    }"""
+    saved(text, w=np.ones((4, 3), np.float32))
+    words = (*QUICK, "--shapes", "at:7x4", "--compared", 4)
+    call("run", "net.onnx", *words, "--out", "run", code=0)
+    assert {(row["batch"], row["outputs"]) for row in rows(Path("run"))} == {("1", ""), ("1", "agree")}
+    assert {trial.outputs()["y"].shape for trial in dyno.load("run").records} == {(4 * 7, 3)}
+    code, _, err = call("run", "net.onnx", *words, "--batch", 7, "--out", "other")
+    assert code == 2 and "the file's batch is fixed at 1, not 7" in err
+
+
 def test_a_stacked_state_keeps_the_shape_that_is_given(call: Any) -> None:
     """As in a detector of voice: no axis is named, the state of two layers isn't a batch of two, and 0 is no rate."""
     stored = {"rate": np.array([16000]), "one": np.ones(1, np.float32), "w": np.ones((2, 3), np.float32)}

@@ -504,14 +504,16 @@ def _given_shapes(
     if any(BATCH in shape for shape in given.values()):
         batched |= {name: shape.index(BATCH) if BATCH in shape else None for name, shape in given.items()}
         return batched, given
-    batch = fixed_batch(inputs, batched, given)
+    image = [t for t in inputs if t == image_of(inputs) and t.name not in given and batched[t.name] is not None]
+    batch = fixed_batch(image or inputs, batched, given) or fixed_batch(inputs, batched, given)
     # An assumed batch that contradicts another input's numbers is none: the first axis of a state of 2 x 1 x n.
     for tensor in inputs:
         k = batched[tensor.name]
         if tensor.name in given and k is not None and (rows := given[tensor.name][k]) != batch:
-            if names_batch(tensor.shape[k]):
+            if names_batch(axis := tensor.shape[k]):
                 raise UserError(f"the shapes give batches of {batch} and {rows}; give all inputs one batch")
-            batched[tensor.name] = None
+            others = [t.name for t in inputs if axis not in ("", "?") and t.shape[:1] == (axis,)]
+            batched |= dict.fromkeys([tensor.name, *others] if isinstance(axis, str) else [tensor.name])
     return batched, given
 
 
