@@ -38,7 +38,9 @@ def test_outputs_of_other_inputs_are_not_compared(tmp_path: Path) -> None:
     same, other = _run(tmp_path / "same", "a", "d"), _run(tmp_path / "other", "b", "d")
     table, _, failed = accuracy_tables.compare_with_first([first, same], 1e-3, 1e-8)
     assert len(table.rows) == 1 and not failed
-    with pytest.raises(UserError, match=r"was fed other inputs than .*; give both the same: --input"):
+    with pytest.raises(
+        UserError, match=r"fed other inputs than .*; give both the same, several under the same names: --i"
+    ):
         accuracy_tables.compare_with_first([first, other], 1e-3, 1e-8)
 
 

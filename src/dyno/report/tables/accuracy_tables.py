@@ -336,8 +336,8 @@ def compare_with_first(runs: Sequence[Results], rtol: float, atol: float) -> tup
         if t.batch == reference.batch and other_inputs(t, reference):
             raise UserError(
                 f"{_name_trial(t)} was fed other inputs than {_name_trial(reference)}, so their outputs can't be "
-                "compared; give both the same: --input NAME=LOW..HIGH or --input FILE.npz, "
-                "and for images --mean and --std"
+                "compared; give both the same, several under the same names: --input NAME=LOW..HIGH or --input "
+                "FILE.npz, and for images --mean and --std"
             )
     rows = [
         _make_row(_name_trial(t), _name_trial(reference), agreement.compare_outputs(t, reference, rtol, atol))
