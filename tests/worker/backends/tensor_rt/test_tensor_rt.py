@@ -52,7 +52,7 @@ def test_both_are_found(name: str) -> None:
         (replace(trial(), runtime=Runtime()), "tensorrt can't run on cpu (it runs on cuda)"),
         (trial("fp6"), "tensorrt has no fp6 here"),
         (trial("int4"), "int4 is for a file with such weights; Dyno doesn't quantise to it"),
-        (trial(model=ModelSpec("ir", "file:net.xml")), "tensorrt reads .onnx, .engine and .plan files, not net.xml"),
+        (trial(model=ModelSpec("ir", "file:net.xml")), "reads .onnx, .engine, .plan and .trt files, not net.xml"),
         (trial("tf32", model=replace(FILE, precision="int8")), "the file's weights are int8 already; run it as int8"),
         (replace(trial("int8"), data=DataSpec()), "int8 needs real calibration images: give --data"),
         (trial(batch=32, profile="1:8:16"), "batch 32 is outside the engine's profile (batches 1 to 16)"),
@@ -69,7 +69,7 @@ def test_refusals_are_one_line(asked: Trial, said: str) -> None:
     assert said in reason and "\n" not in reason
 
 
-@pytest.mark.parametrize("name", ["net.engine", "net.plan"])
+@pytest.mark.parametrize("name", ["net.engine", "net.plan", "net.trt"])
 def test_a_given_engine_is_left_as_it_is(name: str) -> None:
     given = ModelSpec("net", f"file:/somewhere/{name}", "abc")
     assert find("tensorrt").refuse(trial("fp16", model=given)) == ""

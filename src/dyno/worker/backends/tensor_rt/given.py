@@ -18,7 +18,7 @@ from dyno.worker.record import parse_json
 from dyno.worker.sessions.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, UserError
 
-SUFFIXES = (".engine", ".plan")
+SUFFIXES = (".engine", ".plan", ".trt")
 LISTING = "layers.json"  # beside an engine in the cache; beside a copy of it, NAME.layers.json
 
 
