@@ -24,6 +24,9 @@ def test_a_dynamic_engine_at_latency_model(tmp_path: Path) -> None:
         ({}, "all", "trtexec", "--noDataTransfers"),
         ({"shape": (8, 3, 64, 64)}, "model", "trtexec", "--shapes"),  # of a static engine
         ({"graph": False}, "model", "trtexec", "--useCudaGraph"),
+        ({"version": "11.0.0"}, "all", "--includeDataTransfers", "--use"),  # it spins and replays a graph by default
+        ({"version": "11.0.0"}, "model", "trtexec", "--noDataTransfers"),
+        ({"version": "11.0.0", "graph": False}, "model", "--noCudaGraph", "--includeDataTransfers"),
         ({"backend": "tensorrt_rtx"}, "model", "tensorrt_rtx", "--useCudaGraph"),
         ({"backend": "tensorrt_rtx"}, "model", "--rtxCudaGraphStrategy=wholeGraph", "trtexec"),
     ],

@@ -69,6 +69,24 @@ def test_images_of_an_implicit_batch_are_no_queries() -> None:
     assert log.parse_log(OLD.replace("Batch: Explicit", "Batch: 1")).rate == 4500
 
 
+@pytest.mark.parametrize(
+    ("version", "flags", "expected"),
+    [
+        ("101300", "", (False, True, False)),
+        ("110000", "", (True, False, True)),
+        ("110000", "--noCudaGraph --includeDataTransfers --noSpinWait", (False, True, False)),
+    ],
+)
+def test_tensorrt_11_replays_a_graph_copies_nothing_and_spins_by_default(
+    version: str, flags: str, expected: tuple[bool, ...]
+) -> None:
+    listed = ("CUDA Graph", "Data transfers", "Spin-wait", "TensorRT version", "&&&& RUNNING")
+    lines = [line for line in NEW.splitlines() if not line.split("[I] ")[-1].startswith(listed)]
+    running = f"&&&& RUNNING TensorRT.trtexec [TensorRT v{version}] # trtexec --loadEngine=x {flags}"
+    found = log.parse_log("\n".join([running, *lines]))
+    assert (found.graph, found.transfers, found.spin) == expected
+
+
 def test_flags_are_known_from_the_command_line_where_the_log_has_no_list() -> None:
     lines = OLD.splitlines()
     echoed = lines.index("[01/02/2026-03:04:05] [I] === Model Options ===")

@@ -31,6 +31,11 @@ def is_rtx(trial: TrialResult) -> bool:
     return "rtx" in trial.backend
 
 
+def is_quiet_by_default(trial: TrialResult) -> bool:
+    """Return whether trtexec spins, replays a CUDA graph and copies nothing by default, as from TensorRT 11 on."""
+    return not is_rtx(trial) and int(read_version(trial).partition(".")[0] or 0) >= 11
+
+
 def choose_graph_flag(trial: TrialResult) -> str:
     """Return the option that makes trtexec replay a CUDA graph."""
     return "--rtxCudaGraphStrategy=wholeGraph" if is_rtx(trial) else "--useCudaGraph"
@@ -85,14 +90,14 @@ def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES)
     if is_dynamic(trial):
         arguments.append(f"--shapes={make_spec(read_shapes(trial)) or 'INPUT:NxCxHxW'}")
     arguments.append(f"--device={trial.device.partition(':')[2] or 0}")
-    if ran.get("graph", True):
-        arguments.append(choose_graph_flag(trial))
-    if boundary == "model":
-        arguments.append("--noDataTransfers")
+    has_graph, copies = ran.get("graph", True), boundary != "model"
+    if is_quiet_by_default(trial):
+        arguments += ["--noCudaGraph"] * (not has_graph) + ["--includeDataTransfers"] * copies
+    else:
+        arguments += [choose_graph_flag(trial)] * has_graph + ["--noDataTransfers"] * (not copies) + ["--useSpinWait"]
     return [
-        *arguments, "--useSpinWait", f"--warmUp={1e3 * plan.warmup_s:.0f}", f"--duration={plan.seconds:g}",
-        f"--iterations={plan.min_samples}",
-        f"--percentile={PERCENTILES}", f"--exportTimes={times}",
+        *arguments, f"--warmUp={1e3 * plan.warmup_s:.0f}", f"--duration={plan.seconds:g}",
+        f"--iterations={plan.min_samples}", f"--percentile={PERCENTILES}", f"--exportTimes={times}",
     ]  # fmt: skip
 
 

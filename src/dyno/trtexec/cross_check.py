@@ -124,7 +124,7 @@ def explain_terms(trial: TrialResult) -> list[str]:
         *_explain_model(measured, flag),
         *_explain_whole(measured),
         *_explain_throughput(measured, trial),
-        _describe_run_mode(measured, flag),
+        _describe_run_mode(measured, flag, "--noCudaGraph" if command.is_quiet_by_default(trial) else f"no {flag}"),
     ]
 
 
@@ -181,8 +181,8 @@ def _explain_throughput(measured: TrialMedians, trial: TrialResult) -> Iterator[
     )
 
 
-def _describe_run_mode(measured: TrialMedians, flag: str) -> str:
-    launches = f"replayed a CUDA graph ({flag})" if measured.graph else f"launched kernel by kernel (no {flag})"
+def _describe_run_mode(measured: TrialMedians, flag: str, without: str) -> str:
+    launches = f"replayed a CUDA graph ({flag})" if measured.graph else f"launched kernel by kernel ({without})"
     return (
         f"Dyno {launches} and waited by spinning (--useSpinWait; without it trtexec's host thread sleeps, and waking "
         "it can leave the GPU idle between queries)."

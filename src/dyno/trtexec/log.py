@@ -99,14 +99,16 @@ def _parse_log(text: str, name: str) -> TrtexecReport:
     running = RUNNING.search(text)
     options = re.findall(r"--(\w+)(?:=(.*?))?(?=\s--|\s*$)", running[2] if running else "")  # values may hold spaces
     flags = {key: (value or "").strip() for key, value in options}
+    version = _find_echo(lines, "TensorRT version") or _format_version(running[1] if running else None)
+    major = version.partition(".")[0]
     return TrtexecReport(
-        **{**medians, **_read_run_options(flags, lines)},
+        **{**medians, **_read_run_options(flags, lines, major.isdecimal() and int(major) >= 11)},
         rate=_find_rate(lines, name),
         engine=next(filter(None, (_find_echo(lines, "Load engine"), *(flags.get(f) for f in ENGINE_FLAGS))), ""),
         onnx=flags.get("onnx") or _find_echo(lines, "Model"),
         shapes=_find_shapes(lines, flags),
         device=_find_echo(lines, "Selected Device"),
-        version=_find_echo(lines, "TensorRT version") or _format_version(running[1] if running else None),
+        version=version,
         warnings=tuple(line[2:].strip() for line in lines[start:] if line.startswith("* ")),  # without advice below
     )
 
@@ -118,7 +120,7 @@ def _explain_no_summary(text: str) -> str:
         return f"is the log of a run that failed: {error[1].strip() if error else 'trtexec gives no reason'}"
     if re.search("^&&&& RUNNING", text, re.M):
         return "is a trtexec log without a performance summary: it was cut off, or only an engine was built"
-    return f"is neither a trtexec log (8.x or 10.x) nor its exported times; {HELP}"
+    return f"is neither a trtexec log (8.x to 11.x) nor its exported times; {HELP}"
 
 
 def _parse_medians(lines: Iterable[str], name: str) -> Iterable[tuple[str, float]]:
@@ -155,8 +157,11 @@ def _find_echo(lines: Iterable[str], key: str) -> str:
     return next((line[len(key) + 1 :].strip() for line in lines if line.startswith(key + ":")), "")
 
 
-def _read_run_options(flags: Mapping[str, str], lines: list[str]) -> dict[str, Any]:
-    """Return the options of the run: from the log's own list first, then from the command line."""
+def _read_run_options(flags: Mapping[str, str], lines: list[str], is_quiet: bool) -> dict[str, Any]:
+    """Return the options of the run: from the log's own list first, then from the command line.
+
+    `is_quiet`: by default it spins, replays a CUDA graph and copies nothing, as from TensorRT 11 on.
+    """
 
     def is_enabled(key: str, flag: str, with_flag: bool) -> bool | None:
         answer = _find_echo(lines, key)
@@ -164,7 +169,7 @@ def _read_run_options(flags: Mapping[str, str], lines: list[str]) -> dict[str, A
             return answer == "Enabled"
         return (flag in flags) == with_flag if flags else None
 
-    graph = is_enabled("CUDA Graph", "useCudaGraph", True)
+    graph = is_enabled("CUDA Graph", *(("noCudaGraph", False) if is_quiet else ("useCudaGraph", True)))
     if flags.get("rtxCudaGraphStrategy", "disable").startswith("whole"):
         graph = True
     if any(sentence in line for line in lines for sentence in NO_GRAPH):
@@ -173,8 +178,10 @@ def _read_run_options(flags: Mapping[str, str], lines: list[str]) -> dict[str, A
     streams = _find_echo(lines, "Inference Streams") or _find_echo(lines, "Streams") or given
     return {
         "graph": graph,
-        "transfers": is_enabled("Data transfers", "noDataTransfers", False),
-        "spin": is_enabled("Spin-wait", "useSpinWait", True),
+        "transfers": is_enabled(
+            "Data transfers", *(("includeDataTransfers", True) if is_quiet else ("noDataTransfers", False))
+        ),
+        "spin": is_enabled("Spin-wait", *(("noSpinWait", False) if is_quiet else ("useSpinWait", True))),
         "streams": int(streams) if streams.isdecimal() else 1,
     }
 
