@@ -201,6 +201,12 @@ def test_a_container_is_one_module() -> None:
     assert [Path(model).name for model in Study(models=net, sizes="8").models] == ["Sequential.pt2"]
 
 
+@pytest.mark.parametrize("inputs", [torch.zeros(1, 4), [torch.zeros(1, 4)], {"input": torch.zeros(1, 4)}, 5])
+def test_example_inputs_go_beside_their_module(inputs: Any) -> None:
+    with pytest.raises(UserError, match=r"give example inputs beside their module: \(net, x\)"):
+        Study(models=nn.Linear(4, 3), inputs=inputs)
+
+
 def test_paths_are_taken_wherever_text_is(tmp_path: Path) -> None:
     study = Study(models=Path("m.onnx"), data=tmp_path, weights=tmp_path / "w.pt", calibration=tmp_path / "c")
     assert (study.models, study.data) == (("m.onnx",), str(tmp_path))
