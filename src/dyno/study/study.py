@@ -392,7 +392,7 @@ def _name_source(model: Any, study: Study) -> Any:
     from dyno.study import in_memory, input_options
 
     if not all(isinstance(each, str) for each in study.inputs):
-        raise UserError("inputs are text, NAME=LOW..HIGH or FILE.npz; give example inputs beside their module: (net, x)")
+        raise UserError("inputs are NAME=LOW..HIGH or FILE.npz; give example inputs beside their module: (net, x)")
     check_types({"shapes": study.shapes, "channels": study.channels}, typing.get_type_hints(type(study)))
     sizes = [parse_size(each) for each in study.sizes or ()]
     return in_memory.saved(model, input_options.overrides(study.inputs, study.shapes), study.channels, sizes)
