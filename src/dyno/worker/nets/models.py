@@ -151,7 +151,8 @@ def count_parameters(module: Any) -> int:
     """Return the number of the module's weights, also those that PyTorch packed for int8 or froze into a graph."""
     import torch
 
-    own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    lists = (module.named_parameters, module.named_buffers)
+    own = {name for each in lists for name, _ in each(remove_duplicate=False)}  # a tied weight has two names
     state = [value for name, value in module.state_dict().items() if name not in own]
     packed = [part for value in state for part in (value if isinstance(value, tuple) else (value,))]
     if not own and isinstance(module, torch.jit.ScriptModule):
