@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,7 +30,7 @@ class Interval:
 def median_interval(samples: np.ndarray) -> Interval:
     """Compute the percentile bootstrap interval of the median within one process, exactly instead of by resampling.
 
-    `samples` are in the order of time; a resample has as many as they are worth (`independent_count`). The chance that
+    `samples` are in the order of time; a resample has as many as they are worth (`independent_counts`). The chance that
     its median is at most the k-th smallest sample is a binomial tail (Maritz and Jarrett 1978), so the limit of endless
     resamples costs one pass. Needs three samples; fewer give NaN limits.
     """
@@ -40,7 +40,8 @@ def median_interval(samples: np.ndarray) -> Interval:
     n = len(x)
     if n < 3:
         return Interval(float(np.median(x)) if n else math.nan, math.nan, math.nan)
-    size = max(3, round(independent_count(samples, at(x, 0.5))))
+    [worth] = independent_counts(samples, [at(x, 0.5)])
+    size = max(3, round(worth))
     k = np.arange(1, n + 1)
     # This many of the resample at or below x[k-1] put its median there; of an even count's two middle ones the lower
     # serves the lower limit and the upper the upper, so that the interval is no narrower than asked.
@@ -50,7 +51,7 @@ def median_interval(samples: np.ndarray) -> Interval:
     return Interval(at(x, 0.5), float(x[low]), float(x[min(high, n - 1)]))
 
 
-def percentile_intervals(samples: np.ndarray, shares: Iterable[float]) -> list[Interval]:
+def percentile_intervals(samples: np.ndarray, shares: Collection[float]) -> list[Interval]:
     """Compute percentiles (0.99: the 99th) within one process, with intervals of two order statistics.
 
     `samples` are in the order of time. The number of independent samples below the true percentile is binomial whatever
@@ -60,8 +61,9 @@ def percentile_intervals(samples: np.ndarray, shares: Iterable[float]) -> list[I
     x = np.sort(samples)
     if not len(x):
         return [Interval(math.nan, math.nan, math.nan) for _ in shares]
-    middle = independent_count(samples, at(x, 0.5))  # what slows a block moves all
-    return [_bound_percentile(x, q, max(1, round(min(middle, independent_count(samples, at(x, q)))))) for q in shares]
+    values = [at(x, q) for q in (0.5, *shares)]
+    middle, *worth = independent_counts(samples, values)  # what slows a block moves all: no percentile is worth more
+    return [_bound_percentile(x, q, max(1, round(min(middle, own)))) for q, own in zip(shares, worth, strict=True)]
 
 
 def _bound_percentile(ordered: np.ndarray, q: float, count: int) -> Interval:
@@ -72,22 +74,22 @@ def _bound_percentile(ordered: np.ndarray, q: float, count: int) -> Interval:
     return Interval(at(ordered, q), least, float(ordered[last]) if high <= count else math.nan)
 
 
-def independent_count(samples: np.ndarray, limit: float) -> float:
-    """Return how many independent samples tell as much of the share up to a limit as these, in the order of time.
+def independent_counts(samples: np.ndarray, limits: Sequence[float]) -> list[float]:
+    """Return how many independent samples tell as much of the share up to each limit as these, in the order of time.
 
     It is n / tau, with tau the integrated autocorrelation time of being below the limit, summed up to the first
     lag of at least five tau (Sokal 1997, "Monte Carlo Methods in Statistical Mechanics", 3.3).
     """
-    below = (samples <= limit).astype(float)
-    below -= below.mean()
-    n = len(below)
-    if not below.any():
-        return n
-    power = np.abs(np.fft.rfft(below, 2 * n)) ** 2
-    correlation = np.fft.irfft(power)[:n]
-    times = 2 * np.cumsum(correlation / correlation[0]) - 1  # by the lag at which the sum ends
+    below = (samples <= np.asarray(limits)[:, None]).astype(float)
+    below -= below.mean(axis=1, keepdims=True)
+    varies, n = below.any(axis=1), len(samples)
+    correlation = np.fft.irfft(np.abs(np.fft.rfft(below[varies], 2 * n)) ** 2)[:, :n]
+    times = 2 * np.cumsum(correlation / correlation[:, :1], axis=1) - 1  # by the lag at which the sum ends
     enough = np.arange(n) >= WINDOW * times
-    return n / max(1.0, float(times[np.argmax(enough)] if enough.any() else times.max()))
+    ends = np.where(enough.any(axis=1), enough.argmax(axis=1), times.argmax(axis=1))
+    counts = np.full(len(below), float(n))
+    counts[varies] = n / np.maximum(1.0, np.take_along_axis(times, ends[:, None], axis=1)[:, 0])
+    return counts.tolist()
 
 
 @lru_cache(maxsize=1024)
