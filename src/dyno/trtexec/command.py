@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from dyno.results.trial_result import TrialResult
+from dyno.trtexec.log import has_defaults_of_11
 from dyno.worker.spec import Dims, UserError
 
 FP16, BF16, INT8, FP8 = "--fp16", "--bf16", "--int8", "--fp8"
@@ -29,11 +30,6 @@ def name_tool(trial: TrialResult) -> str:
 def is_rtx(trial: TrialResult) -> bool:
     """Return whether the engine is one of TensorRT for RTX."""
     return "rtx" in trial.backend
-
-
-def is_quiet_by_default(trial: TrialResult) -> bool:
-    """Return whether trtexec spins, replays a CUDA graph and copies nothing by default, as from TensorRT 11 on."""
-    return not is_rtx(trial) and int(read_version(trial).partition(".")[0] or 0) >= 11
 
 
 def choose_graph_flag(trial: TrialResult) -> str:
@@ -91,7 +87,7 @@ def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES)
         arguments.append(f"--shapes={make_spec(read_shapes(trial)) or 'INPUT:NxCxHxW'}")
     arguments.append(f"--device={trial.device.partition(':')[2] or 0}")
     has_graph, copies = ran.get("graph", True), boundary != "model"
-    if is_quiet_by_default(trial):
+    if has_defaults_of_11(read_version(trial)):
         arguments += ["--noCudaGraph"] * (not has_graph) + ["--includeDataTransfers"] * copies
     else:
         arguments += [choose_graph_flag(trial)] * has_graph + ["--noDataTransfers"] * (not copies) + ["--useSpinWait"]

@@ -20,7 +20,7 @@ from dyno.results.rounds import GPU, HOST
 from dyno.results.trial_result import TrialResult
 from dyno.runner.device_lock import held
 from dyno.trtexec import command, log
-from dyno.trtexec.log import TrtexecReport
+from dyno.trtexec.log import TrtexecReport, has_defaults_of_11
 from dyno.worker.spec import Runtime, UserError
 
 # Dyno's numbers of a trial in trtexec's terms.
@@ -118,13 +118,13 @@ def signed_ms(seconds: float) -> str:
 def explain_terms(trial: TrialResult) -> list[str]:
     """Explain the trial's numbers in trtexec's terms, sentence by sentence, with those that weren't measured."""
     measured = read_medians(trial)
-    flag = command.choose_graph_flag(trial)
+    flag, version = command.choose_graph_flag(trial), command.read_version(trial)
     return [
         *_explain_terms(measured),
         *_explain_model(measured, flag),
         *_explain_whole(measured),
         *_explain_throughput(measured, trial),
-        _describe_run_mode(measured, flag, "--noCudaGraph" if command.is_quiet_by_default(trial) else f"no {flag}"),
+        _describe_run_mode(measured, flag, "--noCudaGraph" if has_defaults_of_11(version) else f"no {flag}"),
     ]
 
 
@@ -373,7 +373,8 @@ def _find_notes(trial: TrialResult, report: TrtexecReport) -> Iterator[str]:
     if not report.engine and not report.shapes:
         yield "The file names neither engine nor shapes nor flags; they are assumed to be the same."
     if report.spin is False:
-        yield "trtexec's host slept while it waited; with --useSpinWait both wait alike."
+        how = "without --noSpinWait" if has_defaults_of_11(theirs) else "with --useSpinWait"
+        yield f"trtexec's host slept while it waited; {how} both wait alike."
     for warning in report.warnings:
         yield f"trtexec warns: {warning}"
 

@@ -34,10 +34,22 @@ METRICS = {
     "GPU Compute Time": "compute",
     "D2H Latency": "d2h",
 }
+# The flag against the default of what a log lists: up to TensorRT 10, and from 11 on.
+SWITCHES = {
+    "CUDA Graph": ("useCudaGraph", "noCudaGraph"),
+    "Data transfers": ("noDataTransfers", "includeDataTransfers"),
+    "Spin-wait": ("useSpinWait", "noSpinWait"),
+}
 # The two messages of trtexec when it could not record the requested graph.
 NO_GRAPH = ("--useCudaGraph flag has been ignored", "graph capture on the stream has failed")
 ENGINE_FLAGS = ("loadEngine", "saveEngine")
 HELP = "give the log that trtexec prints, or the file it writes with --exportTimes"
+
+
+def has_defaults_of_11(version: str) -> bool:
+    """Return whether trtexec replays a CUDA graph, spins and copies nothing by default, as from TensorRT 11 on."""
+    major = version.partition(".")[0]
+    return major.isdecimal() and int(major) >= 11
 
 
 @dataclass(frozen=True)
@@ -100,9 +112,8 @@ def _parse_log(text: str, name: str) -> TrtexecReport:
     options = re.findall(r"--(\w+)(?:=(.*?))?(?=\s--|\s*$)", running[2] if running else "")  # values may hold spaces
     flags = {key: (value or "").strip() for key, value in options}
     version = _find_echo(lines, "TensorRT version") or _format_version(running[1] if running else None)
-    major = version.partition(".")[0]
     return TrtexecReport(
-        **{**medians, **_read_run_options(flags, lines, major.isdecimal() and int(major) >= 11)},
+        **{**medians, **_read_run_options(flags, lines, version)},
         rate=_find_rate(lines, name),
         engine=next(filter(None, (_find_echo(lines, "Load engine"), *(flags.get(f) for f in ENGINE_FLAGS))), ""),
         onnx=flags.get("onnx") or _find_echo(lines, "Model"),
@@ -157,19 +168,17 @@ def _find_echo(lines: Iterable[str], key: str) -> str:
     return next((line[len(key) + 1 :].strip() for line in lines if line.startswith(key + ":")), "")
 
 
-def _read_run_options(flags: Mapping[str, str], lines: list[str], is_quiet: bool) -> dict[str, Any]:
-    """Return the options of the run: from the log's own list first, then from the command line.
+def _read_run_options(flags: Mapping[str, str], lines: list[str], version: str) -> dict[str, Any]:
+    """Return the options of the run: from the log's own list first, then from the command line."""
 
-    `is_quiet`: by default it spins, replays a CUDA graph and copies nothing, as from TensorRT 11 on.
-    """
-
-    def is_enabled(key: str, flag: str, with_flag: bool) -> bool | None:
+    def is_enabled(key: str) -> bool | None:
         answer = _find_echo(lines, key)
         if answer in ("Enabled", "Disabled"):
             return answer == "Enabled"
-        return (flag in flags) == with_flag if flags else None
+        flag = SWITCHES[key][has_defaults_of_11(version)]
+        return (flag in flags) != flag.startswith("no") if flags else None
 
-    graph = is_enabled("CUDA Graph", *(("noCudaGraph", False) if is_quiet else ("useCudaGraph", True)))
+    graph = is_enabled("CUDA Graph")
     if flags.get("rtxCudaGraphStrategy", "disable").startswith("whole"):
         graph = True
     if any(sentence in line for line in lines for sentence in NO_GRAPH):
@@ -178,10 +187,8 @@ def _read_run_options(flags: Mapping[str, str], lines: list[str], is_quiet: bool
     streams = _find_echo(lines, "Inference Streams") or _find_echo(lines, "Streams") or given
     return {
         "graph": graph,
-        "transfers": is_enabled(
-            "Data transfers", *(("includeDataTransfers", True) if is_quiet else ("noDataTransfers", False))
-        ),
-        "spin": is_enabled("Spin-wait", *(("noSpinWait", False) if is_quiet else ("useSpinWait", True))),
+        "transfers": is_enabled("Data transfers"),
+        "spin": is_enabled("Spin-wait"),
         "streams": int(streams) if streams.isdecimal() else 1,
     }
 

@@ -324,9 +324,8 @@ class _RowTest:
         if any(all(each.shape == b.shape and np.array_equal(row, each.take(k, axis)) for each in (a, c))
                for k, row in rows.items()):  # fmt: skip
             raise UserError(
-                f"of a batch of {self._batch} some inputs are ignored: whatever they are, their outputs stay the same, "
-                "and another input's differ at their place; a length is fixed inside the model: measure it with a "
-                "smaller batch"
+                f"of a batch of {self._batch} some inputs are ignored: the outputs at their places never change; a "
+                "length is fixed inside the model: measure it with a smaller batch"
             )
 
     def _explain_mixing(self, change: float) -> str:
