@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -195,8 +195,11 @@ def quiet_medians(t: TrialResult, boundary: str, clock: str = "") -> list[float]
 
     Where rounds go through several builds there is one value per build.
     """
-    [rounds] = list_quiet_rounds([t], boundary, 1)
-    return t.medians(boundary, clock, {r.folder.name for r in rounds})
+    key = "quiet medians", boundary, clock
+    if key not in t.computed:
+        [rounds] = list_quiet_rounds([t], boundary, 1)
+        t.computed[key] = t.medians(boundary, clock, {r.folder.name for r in rounds})
+    return cast("list[float]", t.computed[key])
 
 
 def _is_undisturbed(r: Round, boundary: str, delay: float | None, usual: tuple[float, float]) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, cmp_to_key
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
 from dyno.results.stats import TURNS
 from dyno.results.trial_result import TrialResult, by_build
-from dyno.table import missing
+from dyno.table import Row, missing
 from dyno.worker.spec import EVERY_ROW, LOOKS, ROUNDS
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ RANKED_BY = (
     "trial", "reference", "measured", "boundary", "clock", "status", "outputs", "verdict", "budget", "limit", LATENCY,
     "speedup",
 )  # fmt: skip
+PLACE = "#place"  # of a row in its frame
 SATURATED = 0.95  # share of the best throughput beyond which a larger batch gains little (R37)
 SERIES = ("model", "size", "device", "backend", "precision", "runtime", "options")
 
@@ -64,9 +66,15 @@ class Saturation:
         return f"throughput saturates at batch {self.batch} ({share} of the best, {best})"
 
 
+def mark_usable(row: Any) -> Any:
+    """Return whether a row, or each one of a frame, could be chosen: every round succeeded, and no check found wrong
+    outputs."""
+    return (row["status"] == "ok") & (row["outputs"] != WRONG)
+
+
 def list_usable(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the trials that could be chosen: every round succeeded, and no check found wrong outputs."""
-    return frame[(frame["status"] == "ok") & (frame["outputs"] != WRONG)]
+    """Return the trials that could be chosen."""
+    return frame[mark_usable(frame)]
 
 
 def read_throughput(frame: pd.DataFrame) -> pd.Series:
@@ -96,14 +104,12 @@ def find_pareto(frame: pd.DataFrame, speed: str, quality: str = "top1") -> pd.Da
 
 def keep_within_budget(frame: pd.DataFrame) -> pd.DataFrame:
     """Return usable rows that are within the accuracy budget with confidence; all of them where there is no budget."""
-    rows = list_usable(frame)
-    return rows[rows["budget"] == WITHIN] if (rows["budget"] != "").any() else rows
+    return _pick(frame, _keep_within_budget)
 
 
 def keep_eligible(frame: pd.DataFrame) -> pd.DataFrame:
     """Return usable rows that are within the accuracy budget and the limits, if any, with confidence."""
-    rows = keep_within_budget(frame)
-    return rows[rows["limit"] == WITHIN] if "limit" in rows else rows
+    return _pick(frame, _keep_eligible)
 
 
 def rank_trials(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
@@ -112,50 +118,83 @@ def rank_trials(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
     Rows that were all measured in turns with one reference are sorted by their speed-ups, not by latencies, which the
     machine's own changes of speed affect.
     """
-    rows = frame.assign(**{THROUGHPUT: read_throughput(frame)}) if speed == THROUGHPUT else frame
-    rows = rows[rows[speed].notna()]
-    if speed == LATENCY and in_turns(rows):
-        return rows.sort_values("speedup", ascending=False, kind="stable")
-    return rows.sort_values(speed, ascending=speed != THROUGHPUT, kind="stable")
+    if speed == LATENCY:
+        return _pick(frame, _rank_by_latency)
+    rates = frame.assign(**{THROUGHPUT: read_throughput(frame)}).dropna(subset=[THROUGHPUT])
+    return rates.sort_values(THROUGHPUT, ascending=False, kind="stable")
 
 
-def in_turns(rows: pd.DataFrame) -> bool:
-    """Return whether every row is the reference or was measured in turns with it."""
-    beside = rows[rows["trial"] != rows["reference"]]
-    return bool(
-        rows["reference"].nunique() == 1 and (beside["measured"] == TURNS).all() and rows["speedup"].notna().all()
-    )
-
-
-def sort_rows(rows: pd.DataFrame, trials: Mapping[str, TrialResult]) -> pd.DataFrame:
+def sort_rows(frame: pd.DataFrame, trials: Mapping[str, TrialResult]) -> pd.DataFrame:
     """Return the rows that have a latency, fastest first.
 
     Of two that measured in turns, the ratio of one to the other decides, over undisturbed rounds if there is one: by
     their ratios to a reference whose latency jumps, either may seem ahead.
     """
-    ordered = rank_trials(rows)
-    if not in_turns(ordered):
-        return ordered
-    by_id = {str(row["trial"]): row for _, row in ordered.iterrows()}
-
-    def compare_trials(a: str, b: str) -> int:
-        sets = block_ratios(trials[a], trials[b], str(by_id[a]["boundary"]), str(by_id[a]["clock"]))
-        ratios = average_rounds([each for each in sets if each.is_quiet] or sets)
-        return int(np.sign(np.mean(ratios))) if ratios else 0
-
-    places = {id: k for k, id in enumerate(sorted(by_id, key=cmp_to_key(compare_trials)))}
-    return ordered.sort_values("trial", key=lambda ids: ids.map(places))
+    return _pick(frame, lambda rows: _sort_rows(rows, trials))
 
 
-def order_group(group: pd.DataFrame, trials: Mapping[str, TrialResult]) -> pd.DataFrame:
+def order_frame(group: pd.DataFrame, trials: Mapping[str, TrialResult]) -> pd.DataFrame:
+    """Return the rows of a group in the order of `order_group`."""
+    return _pick(group, lambda rows: order_group(rows, trials))
+
+
+def order_group(rows: Sequence[Row], trials: Mapping[str, TrialResult]) -> list[Row]:
     """Return all rows of one model, size, batch and device in the order of tables and charts.
 
     Those that may win come first, fastest first; then those that a check, the budget or a limit
     excludes; then those without a latency.
     """
-    first = sort_rows(keep_eligible(group[~group["verdict"].str.startswith(INCOMPARABLE)]), trials).index
-    others = rank_trials(group.drop(first)).index
-    return group.loc[[*first, *others, *group.index.drop([*first, *others])]]
+    comparable = [row for row in rows if not row["verdict"].startswith(INCOMPARABLE)]
+    ordered = _sort_rows(_keep_eligible(comparable), trials)
+    for choose in (_rank_by_latency, list):
+        placed = {row["trial"] for row in ordered}
+        ordered += choose([row for row in rows if row["trial"] not in placed])
+    return ordered
+
+
+# Rows as plain values: of the many small groups of a large study, each operation of pandas costs more than the rest.
+
+
+def _pick(frame: pd.DataFrame, choose: Callable[[Sequence[Row]], list[Row]]) -> pd.DataFrame:
+    """Return those of a frame's rows that `choose` returns, in its order."""
+    rows = frame[[name for name in RANKED_BY if name in frame]].to_dict("records")
+    return frame.iloc[[row[PLACE] for row in choose([row | {PLACE: k} for k, row in enumerate(rows)])]]
+
+
+def _keep_within_budget(rows: Sequence[Row]) -> list[Row]:
+    usable = [row for row in rows if mark_usable(row)]
+    return [row for row in usable if row["budget"] == WITHIN] if any(row["budget"] for row in usable) else usable
+
+
+def _keep_eligible(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in _keep_within_budget(rows) if row.get("limit", WITHIN) == WITHIN]
+
+
+def _rank_by_latency(rows: Sequence[Row]) -> list[Row]:
+    timed = [row for row in rows if not missing(row[LATENCY])]
+    if _is_in_turns(timed):
+        return sorted(timed, key=lambda row: -row["speedup"])
+    return sorted(timed, key=itemgetter(LATENCY))
+
+
+def _is_in_turns(rows: Sequence[Row]) -> bool:
+    """Return whether every row is the reference or was measured in turns with it."""
+    return len({row["reference"] for row in rows}) == 1 and all(
+        not missing(row["speedup"]) and (row["measured"] == TURNS or row["trial"] == row["reference"]) for row in rows
+    )
+
+
+def _sort_rows(rows: Sequence[Row], trials: Mapping[str, TrialResult]) -> list[Row]:
+    ordered = _rank_by_latency(rows)
+
+    def compare_pair(a: Row, b: Row) -> int:
+        sets = block_ratios(trials[a["trial"]], trials[b["trial"]], a["boundary"], a["clock"])
+        ratios = average_rounds([each for each in sets if each.is_quiet] or sets)
+        return int(np.sign(np.mean(ratios))) if ratios else 0
+
+    if not _is_in_turns(ordered):
+        return ordered
+    return sorted(sorted(ordered, key=itemgetter("trial")), key=cmp_to_key(compare_pair))
 
 
 def find_saturation(frame: pd.DataFrame) -> list[Saturation]:
@@ -187,7 +226,7 @@ def find_saturation(frame: pd.DataFrame) -> list[Saturation]:
 
 def describe_configuration(row: pd.Series) -> str:
     """Return the same as `configuration` for a sentence, with the precision that it really ran in."""
-    return configuration_of(row).removesuffix(str(row["precision"])) + named(row.to_dict())
+    return configuration_of(row).removesuffix(str(row["precision"])) + named(row)
 
 
 def configuration_of(row: pd.Series) -> str:

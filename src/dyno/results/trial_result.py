@@ -137,7 +137,7 @@ class TrialResult:
     run: Path = Path()  # the run folder, which the rounds lie in
     form: Form | None = None  # of a file that has another of the same network beside it
     placement: Placement | None = None  # in a study on several devices
-    computed: dict[str, Any] = field(default_factory=dict)  # results that are computed once, by name
+    computed: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)  # of these rounds, computed once
 
     def __repr__(self) -> str:
         return f"TrialResult({self.id!r}, {self.label!r}, {self.status!r})"

@@ -289,7 +289,7 @@ def rows_figure(run: RunData, rows: pd.DataFrame, draw: Any, axis: str, heading:
             left=0.3, right=0.88, top=1 - 0.3 / total, bottom=0.5 / total,
         )  # fmt: skip
         for i, (title, group) in enumerate(groups):
-            ordered = ranking.order_group(group, run.trials)
+            ordered = ranking.order_frame(group, run.trials)
             axes = figure.add_subplot(grid[i])
             draw(axes, ordered)
             _name_rows(axes, ordered, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -426,12 +427,13 @@ def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> s
 
 def _compute_latencies(t: TrialResult) -> dict[str, float]:
     columns: dict[str, float] = {}
+    compared = compared_boundary(t)
     for boundary in LATENCIES:
         [quiet] = list_quiet_rounds([t], boundary, 1)
         if sampled := [each for each in t.sampled("latency", boundary) if each[0] in quiet]:
             rounds = [samples for _, samples in sampled]
             s = stats.over_rounds(rounds)
-            if boundary != compared_boundary(t) and _find_contradiction(t, boundary, s.median):
+            if boundary != compared and _find_contradiction(t, boundary, s.median):
                 continue
             columns |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
             columns[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
@@ -627,14 +629,15 @@ def _scale_value(value: Any, factor: float) -> float:
 def _make_trials_table(run: RunData) -> Table:
     several = ("device",) if run.frame["device"].nunique() > 1 else ()
     group = ("model", "size", "batch", *several)
-    ranks: dict[str, Row] = {}
-    narrow = run.frame[[name for name in run.frame if name in (*group, *ranking.RANKED_BY)]]
-    for _, rows in narrow.groupby(list(group), sort=False):
-        is_comparison = any(run.trials[id].side for id in rows["trial"])  # each of its pairs is a separate question
-        ordered = rows if is_comparison else ranking.order_group(rows, run.trials)
-        for place, id in enumerate(ordered["trial"]):
-            ranks[id] = {RANK: len(ranks), FIRST: place == 0 and len(rows) > 1 and not is_comparison}
-    cells = [row | ranks[row["trial"]] for row in run.frame.to_dict("records")]
+    cells: list[Row] = run.frame.to_dict("records")
+    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in cells:
+        groups[tuple(row[name] for name in group)].append(row)
+    ranks = itertools.count()
+    for rows in groups.values():
+        is_comparison = any(run.trials[row["trial"]].side for row in rows)  # each of its pairs is a separate question
+        for place, row in enumerate(rows if is_comparison else ranking.order_group(rows, run.trials)):
+            row |= {RANK: next(ranks), FIRST: place == 0 and len(rows) > 1 and not is_comparison}
     columns, printed = _choose_columns(run.limits)
     return TRIALS.of(
         columns,

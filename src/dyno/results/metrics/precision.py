@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dyno.results import timeline
 from dyno.results.rounds import Round
 from dyno.results.trial_result import Results, TrialResult
-from dyno.table import missing
+from dyno.table import Row, missing
 from dyno.worker.facts.engine import STORED, TYPES, format_share, precision_truth
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Engines' names of types, under the precision that they stand for.
 ALIASES = {
@@ -97,7 +100,7 @@ def _by_precision(t: TrialResult, by_type: Mapping[str, int]) -> dict[str, int]:
     return counts
 
 
-def named(row: Mapping[str, Any]) -> str:
+def named(row: Row | pd.Series) -> str:
     """Return a row's precision, with the truth beside it where the engine did something else or reported nothing."""
     precision, types = str(row["precision"]), str(row["ran_as"])
     share = 0.0 if missing(row["asked_share"]) else row["asked_share"]
