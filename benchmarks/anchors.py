@@ -36,8 +36,8 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dyno.worker import measure, system
-from dyno.worker.makers.export import exported
-from dyno.worker.registry import find, maker
+from dyno.worker.makers.export import export_recipe
+from dyno.worker.registry import find, get_maker
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Plan, Recipe, Runtime, Trial, from_json, to_json
 
 MODELS = {
@@ -76,10 +76,10 @@ def make_trial(name: str, engine: str) -> Trial:
 def make_files(name: str, folder: Path) -> dict[str, Artifact | None]:
     """Write the model's ONNX file and its IR; return the file of each engine."""
     model, size = MODELS[name]
-    onnx = maker("onnx_export").make(exported(model, Dims(0, size, size), Runtime()), None, folder)
+    onnx = get_maker("onnx_export").make(export_recipe(model, Dims(0, size, size), Runtime()), None, folder)
     (folder / "ir").mkdir()
     recipe = Recipe("openvino", "openvino", "fp32", model, Dims(0, size, size))
-    ir = maker("openvino").make(recipe, onnx, folder / "ir")
+    ir = get_maker("openvino").make(recipe, onnx, folder / "ir")
     return {"onnxruntime": onnx, "openvino": ir, "pytorch": None}
 
 
@@ -90,11 +90,11 @@ def answer_with_dyno(name: str, engine: str, file: Artifact | None) -> None:
     session = find(engine).load(trial, file)
     shape = (1, trial.model.channels, trial.dims.height, trial.dims.width)
     feed = {session.inputs[0].name: np.random.default_rng(0).standard_normal(shape, dtype=np.float32)}
-    step = measure.step(session, "model", [session.stage(feed)])
+    step = measure.make_step(session, "model", [session.stage(feed)])
     measure.warm_up(step, Plan(warmup_s=WARM_UP_S))
     print("ready", flush=True)
     for _ in sys.stdin:
-        found = [float(np.median(measure.latency(step, Plan(seconds=BLOCK_S, min_samples=10**7)).samples))]
+        found = [float(np.median(measure.measure_latency(step, Plan(seconds=BLOCK_S, min_samples=10**7)).samples))]
         if engine == "openvino":
             request, inside = session._requests[0], []  # type: ignore[attr-defined]
             end = time.perf_counter() + BLOCK_S

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from dyno.formatting import markdown_table
 from dyno.results.blocks import APART
 from dyno.runner.core_latency import CoreLatency
-from dyno.worker.system import cores
+from dyno.worker.system import list_cores
 
 
 def median_latency(run: Callable[[], Any], seconds: float = 0.1) -> float:
@@ -53,7 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.onnx.export(net, (image,), f"{folder}/net.onnx", input_names=["x"], verbose=False)
         session = onnxruntime.InferenceSession(f"{folder}/net.onnx", options)
-    latency, rows, end = CoreLatency(cores()[: asked.threads]), [], time.monotonic() + 60 * asked.minutes
+    latency, rows, end = CoreLatency(list_cores()[: asked.threads]), [], time.monotonic() + 60 * asked.minutes
     with torch.inference_mode():
         while time.monotonic() < end:
             signal = latency.measure()

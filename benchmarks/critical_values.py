@@ -16,7 +16,7 @@ import numpy as np
 from scipy.special import stdtr
 
 from dyno.results.stats import rejection, t_quantile
-from dyno.results.stats.decisions import share
+from dyno.results.stats.decisions import share_error
 
 FILE = Path(rejection.__file__).with_suffix(".json")
 SPREAD, HIT = 0.02, 0.8  # of a round's log ratio, and the mean effect of a disturbance on it
@@ -120,7 +120,7 @@ def compare_looks(studies: int, more: int = 200) -> None:
     """Print what share of the error all looks together spend, and when studies of a difference are decided, beside
     shares of 1 / (k (k + 1)) for look k, which sum to 1 (Bonferroni)."""
     rng = np.random.default_rng(11)
-    rules = {"Bonferroni": lambda n, first: 1 / ((n - first + 1) * (n - first + 2)), "as used": share}
+    rules = {"Bonferroni": lambda n, first: 1 / ((n - first + 1) * (n - first + 2)), "as used": share_error}
     print(
         "first round  error    rule        spent of the error   mean rounds to decide 1, 1.5, 2 deviations, 30 at most"
     )

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dyno.devices.places import Place, parse_places, split_devices
 from dyno.formatting import markdown_table
-from dyno.results.notes import devices
+from dyno.results.notes import read_devices
 from dyno.results.trial_result import load_run
 from dyno.study.study import Study
 from dyno.worker import system
@@ -117,7 +117,7 @@ def report(asked: argparse.Namespace, seconds: dict[str, float]) -> None:
     ratio, limit = seconds[MANY] / seconds[ONE], 1 / (SHARE * count)
     print(f"{count} devices: {seconds[MANY]:.1f} s; the first alone: {seconds[ONE]:.1f} s")
     print(f"ratio {ratio:.3f}, at most {limit:.3f} is asked for: {'reached' if ratio <= limit else 'missed'}\n")
-    company = devices(asked.out / MANY)
+    company = read_devices(asked.out / MANY)
     if company and not company.side_by_side:
         print(f"{company.slower}: blocks were measured one at a time, which {ratio:.3f} is the ratio of\n")
     many, one = (rounds(asked.out / which) for which in (MANY, ONE))

@@ -161,16 +161,16 @@ def compare(engine: Path, batch: int, product: str, device: str) -> float:
     with session(engine, bare.shapes, product, device) as made:
         feeds = made.stage({t.name: random(bare.shapes[t.name], t.dtype) for t in made.inputs})
         watch = Stopwatch(made.stream)
-        once = measure.step(made, "model", [feeds], watch)
+        once = measure.make_step(made, "model", [feeds], watch)
         measure.warm_up(once, plan)
         bare.loop(WARMUP_S)
 
         def dyno_block() -> None:
-            found = measure.latency(once, plan, watch)
+            found = measure.measure_latency(once, plan, watch)
             assert found.gpu is not None
             ours[0] += found.gpu.tolist()
             ours[1] += found.samples.tolist()
-            behind = measure.queued(made, watch, plan)
+            behind = measure.measure_queued(made, watch, plan)
             busy[0] += behind.tolist() if behind is not None else []
 
         def bare_block() -> None:

@@ -52,15 +52,15 @@ def share(engine: Path, batch: int, product: str, device: str) -> float:
 def measured(made: TensorRTSession, feeds: Sequence[Arrays], batch: int) -> dict[str, float]:
     """Images/s by name: medians over the turns."""
     watch = Stopwatch(made.stream)
-    measure.warm_up(measure.step(made, "model", feeds, watch), WARM)
-    measure.warm_up(measure.step(made, "all", feeds), WARM)
+    measure.warm_up(measure.make_step(made, "model", feeds, watch), WARM)
+    measure.warm_up(measure.make_step(made, "all", feeds), WARM)
     inward = Copies(made.device, [list(feed.values()) for feed in feeds], to_device=True)
     outward = Copies(made.device, [list(made.fetch().values())], to_device=False)
     found: dict[str, list[float]] = {"throughput": [], "compute": [], "h2d": [], "d2h": []}
     for _ in range(TURNS):
-        rate = measure.throughput(made, feeds, batch, THROUGHPUT).value
+        rate = measure.measure_throughput(made, feeds, batch, THROUGHPUT).value
         # A step anew each time: the throughput before has left another batch bound.
-        gpu = measure.latency(measure.step(made, "model", feeds, watch), LATENCY, watch).gpu
+        gpu = measure.measure_latency(measure.make_step(made, "model", feeds, watch), LATENCY, watch).gpu
         assert rate is not None and gpu is not None
         found["throughput"].append(rate)
         found["compute"].append(batch / float(np.median(gpu)))

@@ -42,14 +42,14 @@ from benchmarks.beside import SHARE, company
 from dyno.formatting import markdown_table
 from dyno.jobs.progress import Progress
 from dyno.regression.selftest import MODEL, OF_MODEL
-from dyno.report.self_test import of_run, percent
+from dyno.report.self_test import of_run, show_percent
 from dyno.report.tables.trial_table import read_trials
-from dyno.results.ranking import LATENCY, compare_first, list_contenders, pending, rank_goals
+from dyno.results.ranking import LATENCY, compare_first, list_contenders, list_pending, rank_goals
 from dyno.results.run_data import RunData
 from dyno.results.self_test import ProcessPair, SelfTest, StoredSelfTest, TestRound
 from dyno.results.stats import EQUIVALENT, FASTER, SLOWER
 from dyno.results.trial_result import SELF_TEST
-from dyno.runner.device_lock import held
+from dyno.runner.device_lock import hold_device
 from dyno.runner.execute import EVERY_TRIAL, Files, go_on
 from dyno.runner.turns import InterleavedGroup, InterleavedJob
 from dyno.store import Run
@@ -169,7 +169,7 @@ class KnownStudy:
         first, *others = (truth[str(id)] for id in contest.ranked["trial"])
         leads = [(lead, first / other) for lead, other in zip(contest.leads, others, strict=True)]
         return StudyOutcome(
-            int(run.frame["rounds"].max()), not pending(run),
+            int(run.frame["rounds"].max()), not list_pending(run),
             any(_is_wrong(row["verdict"], truth[row["trial"]]) for row in rows),
             any(_is_wrongly_equal(row["verdict"], truth[row["trial"]]) for row in rows),
             any(_is_wrong(lead.verdict, ratio) for lead, ratio in leads),
@@ -255,7 +255,7 @@ class RealStudy(KnownStudy):
             job = Job("run", trial.runtime, trial, artifact=self.artifact, round=number + 1, options=options)
             members.append(InterleavedJob(job, self.run.fresh(trial, number), number))
         progress = Progress(quiet=True)
-        with held(trials[0].runtime, progress.waiting):
+        with hold_device(trials[0].runtime, progress.waiting):
             InterleavedGroup(members, f"round {number}", progress, lambda _: None).run()
         failed = [member.record.reason for member in members if member.record and member.record.status != "ok"]
         assert not failed, failed
@@ -309,9 +309,9 @@ def outcome_row(case: str, how: str, outcomes: Sequence[StudyOutcome]) -> dict[s
         "rows": case, "latencies": how, "studies": str(len(outcomes)),
         "a wrong direction": rate(lambda one: one.wrong_row), "a wrong equivalent": rate(lambda one: one.wrong_equal),
         "a wrong lead": rate(lambda one: one.wrong_winner), "fastest not named": rate(lambda one: one.missed_winner),
-        "intervals that hold the truth": percent(statistics.fmean(covered)),
+        "intervals that hold the truth": show_percent(statistics.fmean(covered)),
         "studies in which all do": rate(lambda one: all(one.covered)),
-        "said to be visible": percent(statistics.median(one.visible for one in told)) if told else "",
+        "said to be visible": show_percent(statistics.median(one.visible for one in told)) if told else "",
         "seen in five rounds": rate(lambda one: one.seen, told),
         "seen when decided": rate(lambda one: one.verdicts[-1] == FASTER, told),
         "winner decided": rate(lambda one: one.decided),
@@ -345,7 +345,7 @@ def simulate(asked: argparse.Namespace, folder: Path, ends: float) -> Iterator[d
             path = folder / f"{case.replace(' ', '-')}-{spread:g}-{disturbed:g}.jsonl"
             one = partial(simulate_study, case, spread, disturbed, minutes)
             if outcomes := list_outcomes(path, asked.studies, ends, partial(pool.map, one)):
-                how = f"drawn: spread {percent(spread)}, {percent(disturbed)} of rounds disturbed"
+                how = f"drawn: spread {show_percent(spread)}, {show_percent(disturbed)} of rounds disturbed"
                 how += ", short" * asked.short
                 yield outcome_row(case, how, outcomes)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import measure, system
-from dyno.worker.registry import find, maker
+from dyno.worker.registry import find, get_maker
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Plan, Runtime, Trial
 
 MODELS = (
@@ -53,13 +53,13 @@ def compare(name: str, model: ModelSpec, size: int, onnx: Artifact) -> float:
     trial = Trial(model, name, "fp32", Dims(1, size, size), runtime=Runtime(threads=system.physical_cores()))
     session = find(name).load(trial, onnx)
     feed = {"input": np.random.default_rng(0).standard_normal((1, model.channels, size, size), dtype=np.float32)}
-    step = measure.step(session, "model", [feed])
+    step = measure.make_step(session, "model", [feed])
     plain = bare(name, session, feed)
     measure.warm_up(step, Plan(warmup_s=2))
     ours: list[float] = []
     theirs: list[float] = []
     for _ in range(BLOCKS):
-        ours += measure.latency(step, BLOCK).samples.tolist()
+        ours += measure.measure_latency(step, BLOCK).samples.tolist()
         theirs += by_hand(plain)
     a, b = statistics.median(ours), statistics.median(theirs)
     print(f"{name:12} {model.name:9} dyno {a * 1e3:7.3f} ms   bare loop {b * 1e3:7.3f} ms   ratio {a / b:.3f}")
@@ -72,10 +72,10 @@ def main() -> int:
     ratios = []
     for model, size in MODELS:
         with tempfile.TemporaryDirectory() as scratch:
-            from dyno.worker.makers.export import exported
+            from dyno.worker.makers.export import export_recipe
 
-            recipe = exported(model, Dims(0, size, size), Runtime())
-            onnx = maker("onnx_export").make(recipe, None, Path(scratch))
+            recipe = export_recipe(model, Dims(0, size, size), Runtime())
+            onnx = get_maker("onnx_export").make(recipe, None, Path(scratch))
             ratios += [compare(name, model, size, onnx) for name in BACKENDS]
     print(f"worst {max(ratios):.3f}, wanted at most {WANTED}")
     return int(max(ratios) > WANTED)

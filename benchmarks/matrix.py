@@ -29,7 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from dyno.formatting import markdown_table, significant
+from dyno.formatting import format_number, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -111,7 +111,7 @@ def cell(row: dict[str, str]) -> str:
     error = "" if row["output_error"] in ("", "nan") else f" ({float(row['output_error']):.0e})"
     wrong = "wrong " if row["outputs"] == "wrong outputs" else ""
     ran = "" if row["precision"] in row["ran_as"] or not row["ran_as"] else f" ran {row['ran_as'].split()[1]}"
-    return f"{wrong}{significant(float(row['latency_ms']))} ms{error}{ran}"
+    return f"{wrong}{format_number(float(row['latency_ms']))} ms{error}{ran}"
 
 
 def way(row: dict[str, str], batches: int) -> str:

@@ -6,7 +6,7 @@
 A session is a study at a separate time: the demo's network at batch 1 in ONNX Runtime and OpenVINO, in turns, in
 ROUNDS rounds of fresh processes. Each begins `--every` seconds after the one before began, or at once where that took
 longer; the store may be filled on several days. The components are estimated by nested analysis of variance
-(`stats.levels`). Disturbed blocks are left out of ratios, as verdicts leave them out.
+(`stats.estimate_levels`). Disturbed blocks are left out of ratios, as verdicts leave them out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def read_ratios(a: TrialResult, b: TrialResult) -> Session:
 def describe_levels(name: str, sessions: Sequence[Session]) -> tuple[str, ...] | None:
     """Return a row of the table: the standard deviation that each level adds, in percent."""
     pairs = [(number, each) for number, session in enumerate(sessions) for each in session]
-    found = stats.levels([each for _, each in pairs], [number for number, _ in pairs])
+    found = stats.estimate_levels([each for _, each in pairs], [number for number, _ in pairs])
     if found is None or found.builds is None:
         return None
     parts = (found.builds, found.rounds, found.blocks, found.samples)

@@ -28,7 +28,7 @@ from dyno import Study
 from dyno.formatting import markdown_table
 from dyno.jobs.launcher import launch
 from dyno.jobs.progress import Progress
-from dyno.results.blocks import within
+from dyno.results.blocks import compare_blocks
 from dyno.results.rounds import Round
 from dyno.runner.execute import Files
 from dyno.runner.turns import InterleavedGroup, InterleavedJob
@@ -85,7 +85,7 @@ def ratio(one: Job, folder: Path, seed: str) -> dict[str, float]:
     a, b = (read_record(folder / name) for name in NAMES)
     assert a is not None and b is not None and a.status == b.status == "ok", (a, b)
     left, right = (Round(folder / name, 1, record) for name, record in zip(NAMES, (a, b), strict=True))
-    blocks = within(*(each.block_medians("latency", "model") for each in (left, right)))
+    blocks = compare_blocks(*(each.block_medians("latency", "model") for each in (left, right)))
     logs = [float(np.log(each.median("model") or 1)) for each in (left, right)]
     of_round = {WALL: took, LEVEL: float(np.mean(logs)), WHOLE: logs[0] - logs[1]}
     return of_round | ({MEAN: float(blocks.mean()), MEDIAN: float(np.median(blocks))} if blocks.size else {})

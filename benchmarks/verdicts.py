@@ -36,7 +36,7 @@ from benchmarks.until import studies
 
 from dyno.formatting import markdown_table
 from dyno.regression.selftest import Layout, selftest
-from dyno.report.self_test import percent, with_range
+from dyno.report.self_test import show_percent, with_range
 from dyno.results.self_test import Rate, SelfTest, Verdicts, read
 from dyno.results.stats import EQUIVALENT, FASTER, SLOWER, UNDECIDED
 from dyno.worker.spec import ROUNDS, to_json
@@ -97,12 +97,12 @@ def _verdict_row(about: ConditionSelfTest, ones: list[Verdicts]) -> dict[str, st
         pooled(getattr(one, name) for one in ones) for name in ("slower", "faster", "false", "covered")
     )
     return {
-        "backend": about.backend, "measured": about.condition, "slowed by": percent(ones[0].slowdown),
+        "backend": about.backend, "measured": about.condition, "slowed by": show_percent(ones[0].slowdown),
         "rounds": str(ones[0].rounds), "studies": str(slower.count), "called slower": ranged(slower),
-        "called faster": percent(faster.interval.value),
-        "wrong": f"{wrong.hits} of {wrong.count}, at most {percent(wrong.at_most)}",
+        "called faster": show_percent(faster.interval.value),
+        "wrong": f"{wrong.hits} of {wrong.count}, at most {show_percent(wrong.at_most)}",
         "intervals that hold the truth": ranged(held),
-        "expected to be called different": percent(statistics.fmean(one.predicted for one in ones)),
+        "expected to be called different": show_percent(statistics.fmean(one.predicted for one in ones)),
     }  # fmt: skip
 
 
@@ -117,8 +117,8 @@ def noise_row(copy: ConditionSelfTest) -> dict[str, str]:
     return {
         "backend": copy.backend, "measured": copy.condition, "rounds": str(len(test.rounds)),
         "spread in turns": with_range(test.spread.value, test.spread.low, test.spread.high),
-        "one after the other": percent(test.apart), "bounded by": test.bound_by, "grade": test.grade,
-        "visible in 3, 5, 10 rounds": ", ".join(percent(test.visible(n).value) for n in (3, 5, 10)),
+        "one after the other": show_percent(test.apart), "bounded by": test.bound_by, "grade": test.grade,
+        "visible in 3, 5, 10 rounds": ", ".join(show_percent(test.visible(n).value) for n in (3, 5, 10)),
         "equal processes over all rounds": f"{test.equal.value:.4f} [{test.equal.low:.4f}, {test.equal.high:.4f}]",
         "load average": f"{copy.load:.1f}",
     }  # fmt: skip
@@ -134,7 +134,7 @@ def ending_rows(copies: list[ConditionSelfTest], minutes: float) -> list[dict[st
         if not ended:
             continue
         rows.append({
-            "backend": copies[0].backend, "measured": copies[0].condition, "slowed by": percent(slowdown),
+            "backend": copies[0].backend, "measured": copies[0].condition, "slowed by": show_percent(slowdown),
             "studies": str(len(ended)),
             **{word: ranged(Rate(sum(verdict == word for verdict, _, _ in ended), len(ended)))
                for word in (SLOWER, FASTER, EQUIVALENT, UNDECIDED)},

@@ -20,7 +20,7 @@ def write(path: Path) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    data = dyno_data.digits(cache_dir() / "datasets", SIZE)
+    data = dyno_data.prepare_digits(cache_dir() / "datasets", SIZE)
     images, labels = (np.load(Path(data.folder) / f"{name}.npy") for name in ("images", "labels"))
     index = np.load(Path(data.folder) / "train.npy")
     pixels = torch.from_numpy((images[index].astype(np.float32) / 255 - 0.5) / 0.5)

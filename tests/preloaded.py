@@ -172,7 +172,7 @@ def tables_only(runs: Sequence[Any], out: Path) -> Path:
     """Stands for `write` in `dyno.report.report`: the tables of a report, without charts and page."""
     from dyno.report import report, tables
 
-    report.write_tables(runs, [tables.named(run, "all") for run in runs], Path(out))
+    report.write_tables(runs, [tables.make_tables(run, "all") for run in runs], Path(out))
     return Path(out) / "report.html"
 
 
@@ -221,7 +221,7 @@ def _warm() -> None:
     compiler knows, and what PyTorch's exporter works out once, in the first export."""
     from dyno.worker import registry
 
-    assert registry.names() and registry.formats() and registry.maker("onnx_export")
+    assert registry.list_backends() and registry.list_formats() and registry.get_maker("onnx_export")
     if peak := sys.modules.get("dyno.worker.jobs.stress"):  # else it takes a quarter of a minute
         peak.SIDES["cpu"] = SIDES
         peak.measure_peak.__defaults__ = PEAK_S, *peak.measure_peak.__defaults__[1:]

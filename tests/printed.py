@@ -19,9 +19,9 @@ def trials(run: RunData, format: str = "text", by: By = (), width: int = 0) -> s
 
 def drawn(run: RunData) -> dict[str, Any]:
     """The run's charts by name."""
-    return {chart.name: figure for chart in charts.kinds() if (figure := chart.draw(run)) is not None}
+    return {chart.name: figure for chart in charts.list_charts() if (figure := chart.draw(run)) is not None}
 
 
 def every(run: RunData) -> dict[str, Table]:
     """The run's tables that hold something, by name."""
-    return {table.name: table for table in tables.named(run, "all")}
+    return {table.name: table for table in tables.make_tables(run, "all")}

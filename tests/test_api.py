@@ -113,7 +113,7 @@ def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path, monkeypatch: pytes
         (tmp_path / "outside_maker.py").write_text(f"{OUTSIDE}{change}")
         worker_code_sha256.cache_clear()
         other += [key(maker="outside_maker:Mine"), key(parent=replace(recipe, maker="outside_maker:Mine"))]
-    monkeypatch.setattr(registry.maker("onnx_export"), "requires", ("numpy",))
+    monkeypatch.setattr(registry.get_maker("onnx_export"), "requires", ("numpy",))
     other.append(key())
     monkeypatch.setattr("dyno.store.worker_code_sha256", lambda *outside: "code of another Dyno")
     other.append(key())

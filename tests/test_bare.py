@@ -80,7 +80,7 @@ def test_every_extra_is_in_the_table(root: Path) -> None:
 def test_what_to_install_replaces_no_engine(
     libraries: list[str], present: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extras, "versions", lambda names: present)
+    monkeypatch.setattr(extras, "find_versions", lambda names: present)
     assert extras.install(*libraries) == line
 
 
@@ -102,9 +102,9 @@ def test_what_to_install_into_the_environment_of_a_tool(
 
 
 def test_what_is_missing_is_listed() -> None:
-    assert extras.lacking(["jinja2"]).startswith("this needs jinja2, not")
-    assert extras.lacking(["torch", "sklearn"]).startswith("this needs torch and scikit-learn, not")
-    assert extras.lacking(["torch", "torchvision", "sklearn"]).startswith(
+    assert extras.name_lacking(["jinja2"]).startswith("this needs jinja2, not")
+    assert extras.name_lacking(["torch", "sklearn"]).startswith("this needs torch and scikit-learn, not")
+    assert extras.name_lacking(["torch", "torchvision", "sklearn"]).startswith(
         "this needs torch, torchvision and scikit-learn"
     )
 

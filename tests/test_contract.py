@@ -15,7 +15,7 @@ import pytest
 from dyno import Study
 from dyno.jobs.progress import Progress
 from dyno.runner.execute import Files
-from dyno.study.interpreters import missing
+from dyno.study.interpreters import find_missing
 from dyno.study.model_info import model_spec
 from dyno.worker import registry
 from dyno.worker.backend import Session, answer_feeds
@@ -52,7 +52,7 @@ if torch := sys.modules.get("torch"):
 
 
 def every() -> list[Any]:
-    names = [*registry.names(), "fake"]
+    names = [*registry.list_backends(), "fake"]
     return [pytest.param(name, marks=pytest.mark.slow) if name in COMPILES else name for name in names]
 
 
@@ -67,7 +67,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 def load(request: pytest.FixtureRequest, source: str) -> Iterator[Callable[..., tuple[Trial, Session]]]:
     """Loads the backend's session for a batch; what this machine lacks is a skip with the reason."""
     name = request.param
-    if lacks := missing(name):
+    if lacks := find_missing(name):
         pytest.skip(f"{name}: {lacks} is not installed")
     sessions: dict[int, tuple[Trial, Session]] = {}
     affinity = os.sched_getaffinity(0)
@@ -227,9 +227,9 @@ def test_the_probe_works_where_loading_works(load: Any) -> None:
     assert from_json(Probe, json.loads(json.dumps(to_json(found)))) == found
 
 
-@pytest.mark.parametrize("name", [name for name in registry.names() if registry.find(name).requires])
+@pytest.mark.parametrize("name", [name for name in registry.list_backends() if registry.find(name).requires])
 def test_its_library_is_imported_before_it_loads(name: str, source: str) -> None:
-    if lacks := missing(name):
+    if lacks := find_missing(name):
         pytest.skip(f"{name}: {lacks} is not installed")
     precision, options, _ = LOWERED.get(name, ("fp32", {}, 0))
     trial = Trial(model_spec(Study(models=(source,)), source), name, precision, Dims(2, SIZE, SIZE), options)
@@ -240,5 +240,5 @@ def test_its_library_is_imported_before_it_loads(name: str, source: str) -> None
 
 
 def test_no_backend_is_left_out() -> None:
-    assert {p if isinstance(p, str) else p.values[0] for p in every()} == {*registry.names(), "fake"}
+    assert {p if isinstance(p, str) else p.values[0] for p in every()} == {*registry.list_backends(), "fake"}
     assert Path(registry.backends.__path__[0], "fake.py").is_file()

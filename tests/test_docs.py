@@ -163,8 +163,8 @@ def test_every_column_and_table_is_described() -> None:
     text = site_pages.columns()
     table_part, _, column_part = text.partition("## results.csv")
     assert first_cells(column_part) == {column.name for column in trial_table.COLUMNS}
-    assert re.findall(r"^\| `([\w-]+)` \|", table_part, re.M) == [kind.name for kind in tables.kinds()]
-    assert [kind.name for kind in tables.kinds() if not kind.description] == []
+    assert re.findall(r"^\| `([\w-]+)` \|", table_part, re.M) == [kind.name for kind in tables.list_kinds()]
+    assert [kind.name for kind in tables.list_kinds() if not kind.description] == []
     assert [column.name for column in trial_table.COLUMNS if not column.meaning] == []
 
 
@@ -221,7 +221,7 @@ def option_tables() -> list[tuple[set[str], dict[str, str]]]:
     return [(set(re.findall(r"`(\w+)`", part.partition("\n")[0])), options) for part, options in rows.items()]
 
 
-@pytest.mark.parametrize("backend_name", registry.names())
+@pytest.mark.parametrize("backend_name", registry.list_backends())
 def test_every_backend_is_in_the_matrix(backend_name: str) -> None:
     engine = registry.find(backend_name)
     described = {option for names, rows in option_tables() if engine.name in names for option in rows}

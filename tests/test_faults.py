@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from dyno.formatting import csv_cell
-from dyno.jobs.launcher import environment
+from dyno.jobs.launcher import make_environment
 from dyno.jobs.progress import Progress
 from dyno.report.export import export
 from dyno.results.files import read_npz
@@ -467,9 +467,9 @@ def test_jobs_have_a_home_and_a_user_where_the_system_knows_none(
 
     monkeypatch.setattr("pwd.getpwuid", unknown)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    env = environment(Runtime(), {"HOME": "/nowhere"})
+    env = make_environment(Runtime(), {"HOME": "/nowhere"})
     assert Path(env["HOME"]).parent == tmp_path and Path(env["HOME"]).is_dir() and env["USER"]
-    env = environment(Runtime(), {"HOME": str(tmp_path), "LOGNAME": "me"})
+    env = make_environment(Runtime(), {"HOME": str(tmp_path), "LOGNAME": "me"})
     assert env["HOME"] == str(tmp_path) and "USER" not in env
 
 
@@ -614,7 +614,7 @@ def test_errors_that_cause_each_other_end_a_job(call: Any, tmp_path: Path) -> No
 def test_a_current_folder_that_was_removed_is_one_line(tmp_path: Path) -> None:
     line = f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} -m dyno {' '.join(FAKE)}"
     done = subprocess.run(
-        ["bash", "-c", line], cwd=tmp_path, env=environment(Runtime()), capture_output=True, text=True
+        ["bash", "-c", line], cwd=tmp_path, env=make_environment(Runtime()), capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == "dyno: the current folder no longer exists; change to another one (cd)"

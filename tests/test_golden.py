@@ -20,7 +20,7 @@ from dyno.report.export import FORMATS, export
 from dyno.report.tables import trial_table
 from dyno.report.tables.trial_table import TRIALS
 from dyno.report.verdict import verdict
-from dyno.report.verdict.verdict import about
+from dyno.report.verdict.verdict import describe_run
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results
 from dyno.worker.record import STATUSES, Record, read_record, to_json
@@ -172,7 +172,7 @@ def test_a_record_of_a_newer_schema_is_named_in_one_line(tmp_path: Path, dyno: A
 def test_the_command_prints_what_the_library_renders(run: RunData, dyno: Any, format: str) -> None:
     done = dyno("show", RUN, "--format", format)
     assert (done.returncode, done.stderr) == (0, "")
-    found = about(run) if format == "json" else {}
+    found = describe_run(run) if format == "json" else {}
     tables, said = export([TRIALS.table(run)], format, about=found), verdict.read_verdict(run).lines
     told = done.stdout.removeprefix(tables)
     assert told != done.stdout

@@ -125,7 +125,7 @@ def test_nor_do_they_disturb_a_look_at_an_interpreter(tmp_path: Path, monkeypatc
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} of the current folder')")
     monkeypatch.chdir(tmp_path)
     there = Runtime(python=sys.executable, env={"DYNO_TEST": str(tmp_path)})
-    assert store.versions(there, ("numpy",)) == {"numpy": np.__version__}
+    assert store.find_versions(there, ("numpy",)) == {"numpy": np.__version__}
 
 
 SPY = """

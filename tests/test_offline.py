@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import preloaded as forked
-from dyno.jobs.launcher import environment
-from dyno.study.interpreters import installed
+from dyno.jobs.launcher import make_environment
+from dyno.study.interpreters import list_installed
 from dyno.worker.spec import Runtime
 from dyno.worker.system import SILENCE
 from watched import Watch
@@ -61,7 +61,7 @@ def test_onnx_runtime_in_a_job_sends_nothing_and_keeps_no_id_of_the_device(watch
     onnxruntime = pytest.importorskip("onnxruntime")
     code = "import onnxruntime; print(onnxruntime.get_device())"
     talkative = {key: value for key, value in os.environ.items() if key not in ("CI", *SILENCE)} | watch.env
-    for env in (environment(Runtime(threads=1), talkative), talkative):
+    for env in (make_environment(Runtime(threads=1), talkative), talkative):
         kept = [path for path in Path(watch.env["HOME"]).rglob("*") if path.is_file()]
         assert not kept and not watch.hosts("native")
         subprocess.run([sys.executable, "-c", code], env=env, timeout=1200, check=True)
@@ -119,7 +119,7 @@ def test_a_study_over_every_backend_looks_nothing_up(
     (tmp_path / "small.py").write_text(NET)
     model = (f"{tmp_path / 'small.py'}:net", "--channels", 1, "--size", 16)
     short = ("--rounds", 1, "--seconds", 0.03, "--block", 0.01, "--warmup", 0.02)
-    every = installed("cpu")
+    every = list_installed("cpu")
     ways = [f"{name}@precision=int8" if name == "onnxruntime" else name for name in every]  # it calibrates too
     words = ("run", *model, "--data", "digits", "--backend", ",".join(ways), *short, "--out", tmp_path / "run")
     for command in (words, ("doctor",), ("show", tmp_path / "run")):

@@ -17,7 +17,7 @@ import preloaded as forked
 from dyno import Study
 from dyno.api import Result
 from dyno.formatting import show
-from dyno.study.interpreters import missing
+from dyno.study.interpreters import find_missing
 from dyno.worker.inputs import input_data, specs
 from dyno.worker.spec import Tensor, Trial
 from refusals import refuses
@@ -120,8 +120,8 @@ def feeds(trial: Trial, batches: int) -> dict[str, np.ndarray]:
     kind = "uint8" if trial.options.get("input") == "uint8" else "float32"
     shape = (trial.dims.batch, trial.model.channels, trial.dims.height, trial.dims.width)
     given = trial.model.inputs
-    tensors = specs.tensors(given, trial.dims) or [Tensor("input", kind, shape)]
-    made = input_data.batches(trial.data, trial.model.preprocess, tensors, trial.dims, batches, given)
+    tensors = specs.list_tensors(given, trial.dims) or [Tensor("input", kind, shape)]
+    made = input_data.read_batches(trial.data, trial.model.preprocess, tensors, trial.dims, batches, given)
     return {f"{name}/{k}": feed[name] for k, feed in enumerate(made) for name in feed}
 
 
@@ -154,7 +154,7 @@ def test_a_script_answers_as_its_trial_did(run: Result, photos: Path, which: str
 
 @pytest.mark.parametrize("which", ["aoti/bf16", "torchao@scheme=static", "torchao@scheme=dynamic"])
 def test_what_was_compiled_is_taken(which: str, photos: Path, tmp_path: Path) -> None:
-    if lacks := missing(re.split("[@/]", which)[0]):
+    if lacks := find_missing(re.split("[@/]", which)[0]):
         pytest.skip(f"{lacks} is not installed")
     (tmp_path / "net.py").write_text(NET)
     backend, _, precision = which.partition("/")

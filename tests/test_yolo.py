@@ -17,8 +17,8 @@ from dyno.report.tables import accuracy_tables, trial_table
 from dyno.results.trial_result import load_run
 from dyno.worker import tasks
 from dyno.worker.inputs.input_data import Images
-from dyno.worker.makers.export import OnnxExport, exported
-from dyno.worker.makers.precision import OnnxPrecision, converted
+from dyno.worker.makers.export import OnnxExport, export_recipe
+from dyno.worker.makers.precision import OnnxPrecision, convert_recipe
 from dyno.worker.nets import models
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Trial
 from dyno.worker.tasks.detect import BoxReader
@@ -66,7 +66,7 @@ def network(yolo: Callable[[str], TrainedModel], tmp_path_factory: pytest.TempPa
     x = images.batch(0, len(images), "float32")
     with torch.inference_mode():
         reference = [t.numpy() for t in models.load(model)(torch.from_numpy(x))]
-    recipe = exported(model, Dims(0, SIZE, SIZE), Runtime())
+    recipe = export_recipe(model, Dims(0, SIZE, SIZE), Runtime())
     artifact = OnnxExport().make(recipe, None, tmp_path_factory.mktemp("export"))
     return Network(trained, model, data, x, reference, artifact)
 
@@ -114,7 +114,7 @@ def test_a_lower_precision_still_finds_them(
     network: Network, tmp_path: Path, precision: str, target: str, pixels: float | None, score: float
 ) -> None:
     trial = Trial(network.model, "onnxruntime", precision, Dims(0, SIZE, SIZE), data=network.data)
-    made = OnnxPrecision().make(converted(trial, target), network.artifact, tmp_path)
+    made = OnnxPrecision().make(convert_recipe(trial, target), network.artifact, tmp_path)
     got = run(made.path, network.images)
     assert np.abs(got[0][:, 4:7] - network.reference[0][:, 4:7]).max() < score
     if pixels:
@@ -129,7 +129,7 @@ def test_nvidia_modelopt_spares_the_decoding_too(network: Network, tmp_path: Pat
     trial = Trial(
         network.model, "tensorrt", precision, Dims(0, SIZE, SIZE), {"quantizer": "modelopt"}, data=network.data
     )
-    step = converted(trial, "tensorrt")
+    step = convert_recipe(trial, "tensorrt")
     job = Job("make", Runtime("modelopt", MODELOPT, threads=2), recipe=step, artifact=network.artifact)
     record = launch(job, tmp_path / "job", 1200)
     assert record.status == "ok" and record.artifact is not None, record.reason
@@ -143,7 +143,7 @@ def test_one_scale_for_all_of_the_output_would_lose_most_of_them(network: Networ
     """The trap that keeping the decoding in FP32 avoids: without its task, the same network is quantised to its end."""
     model = replace(network.model, task="classify")
     trial = Trial(model, "onnxruntime", "int8", Dims(0, SIZE, SIZE), data=network.data)
-    made = OnnxPrecision().make(converted(trial, "onnxruntime"), network.artifact, tmp_path)
+    made = OnnxPrecision().make(convert_recipe(trial, "onnxruntime"), network.artifact, tmp_path)
     got = run(made.path, network.images)
     # Pixels need quantisation steps so wide that every probability becomes 0 or 1.
     assert np.unique(got[0][:, 4:7]).size <= 2

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.matrix import networks
 
-from dyno.formatting import markdown_table, significant
+from dyno.formatting import format_number, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, str]
@@ -231,7 +231,7 @@ def cell(row: Row) -> str:
         return row["status"]
     error = "" if row["output_error"] in ("", "nan") else f" ({float(row['output_error']):.0e})"
     bad = "" if outcome(row) in ("right", "reference") else f"**{outcome(row)}** "
-    return f"{bad}{significant(float(row['latency_ms']))} ms{error}"
+    return f"{bad}{format_number(float(row['latency_ms']))} ms{error}"
 
 
 def why(row: Row) -> str:

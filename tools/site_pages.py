@@ -174,7 +174,7 @@ def columns() -> str:
     from dyno.report import tables
     from dyno.report.tables import trial_table
 
-    kinds = [[f"`{kind.name}`", kind.title, kind.description] for kind in tables.kinds()]
+    kinds = [[f"`{kind.name}`", kind.title, kind.description] for kind in tables.list_kinds()]
     rows = [[f"`{column.name}`", column.unit, column.meaning] for column in trial_table.COLUMNS]
     return "\n".join([
         "# Tables and columns", "", "`dyno show RUN --table NAME` prints a table. [Tables and charts](../tables.md) "

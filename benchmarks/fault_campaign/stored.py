@@ -114,7 +114,7 @@ def _kept(campaign: Campaign) -> Iterator[Subject]:
     cache = place / "cache"
     run = place / "run"
     campaign.prepare(*FAKE, "--out", run, cache=cache)
-    test = cache / "self-tests" / self_test.place("cpu").name
+    test = cache / "self-tests" / self_test.find_place("cpu").name
     test.parent.mkdir(parents=True)
     write_json(test, to_json(_self_test()))
     show = [["show", run]]
@@ -142,7 +142,17 @@ def _self_test() -> StoredSelfTest:
     pairs = (ProcessPair(0.0, (0.001, -0.001, 0.002)), ProcessPair(0.02, (0.021, 0.019, 0.02)))
     rounds = tuple(TestRound(1e-3, pairs, 0.1, 0.0, (3000.0, 3000.0)) for _ in range(5))
     versions = {"numpy": "2.0"}
-    about = ("2026-11-24T10:00:00+00:00", "0.2.0", self_test.machine("cpu"), "cpu", "fake fp32 of net", 1, 0.1, 0.05, 3)
+    about = (
+        "2026-11-24T10:00:00+00:00",
+        "0.2.0",
+        self_test.identify_machine("cpu"),
+        "cpu",
+        "fake fp32 of net",
+        1,
+        0.1,
+        0.05,
+        3,
+    )
     return StoredSelfTest(*about, rounds, versions)
 
 

@@ -58,7 +58,7 @@ class Result:
         """Return the table of this name, as `dyno show --table NAME`: its rows, its notes, and `to_pandas()`."""
         from dyno.report import tables
 
-        (table,) = tables.named(self.data, name)
+        (table,) = tables.make_tables(self.data, name)
         return table
 
     def warnings(self, trial: str = "") -> list[str]:
@@ -128,9 +128,9 @@ class Result:
     @property
     def winner(self) -> TrialResult | None:
         """The fastest trial, or the first of those that may be; None without one, or with several models."""
-        from dyno.results.ranking import winners
+        from dyno.results.ranking import list_winners
 
-        ids = [id for _, id in winners(self.data)]
+        ids = [id for _, id in list_winners(self.data)]
         return self.records.trial(ids[0]) if len(ids) == 1 else None
 
     def __str__(self) -> str:
@@ -141,9 +141,9 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return the HTML for a notebook: the decisions, the trials and one chart."""
-        from dyno.report.report import cell
+        from dyno.report.report import make_cell
 
-        return cell(self.data)
+        return make_cell(self.data)
 
     def __repr__(self) -> str:
         return f"Result({str(self.folder)!r})"

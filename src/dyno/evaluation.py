@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dyno.api import run
-from dyno.formatting import counting, images_tested, markdown, markdown_table, plain, show, significant
-from dyno.report.tables.trial_table import FEW, STAGES, few, parenthesised
+from dyno.formatting import (
+    clean_text,
+    escape_markdown,
+    format_count,
+    format_number,
+    images_tested,
+    markdown_table,
+    show,
+)
+from dyno.report.tables.trial_table import FEW, STAGES, has_few_samples, mark_doubtful
 from dyno.results import metrics, remarks, stats
 from dyno.results.metrics import accuracy, mean_ap
 from dyno.results.metrics.mean_ap import MeanAP
@@ -51,13 +59,13 @@ def show_evaluation(folders: Sequence[Path], format: str, per_class: bool) -> in
     from dyno.report.tables import trial_table
     from dyno.report.tables.trial_table import TRIALS
     from dyno.report.verdict import findings
-    from dyno.report.verdict.verdict import about
+    from dyno.report.verdict.verdict import describe_run
     from dyno.results.metrics import accuracy
-    from dyno.table import joined
+    from dyno.table import join_tables
 
     runs = [trial_table.read_trials(folder) for folder in folders]
-    table = joined([TRIALS.table(data) for data in runs])
-    print(export([table], format, about=about(runs[0]) if len(runs) == 1 else {}), end="")
+    table = join_tables([TRIALS.table(data) for data in runs])
+    print(export([table], format, about=describe_run(runs[0]) if len(runs) == 1 else {}), end="")
     for data in runs:
         if format in ("text", "markdown"):
             for t in (t for t in data.records if t.good):
@@ -94,14 +102,14 @@ def describe_evaluation(
     blocks: list[Sequence[Any]] = [lines, *_iter_tables(trial, per_class)]
     parts = [part for part in blocks if part]
     if format == "markdown":
-        return f"### {markdown(trial.label)}\n\n" + "\n".join(map(_format_markdown, parts))
-    return f"{plain(trial.label)}\n" + "\n".join(map(_format_text, parts))
+        return f"### {escape_markdown(trial.label)}\n\n" + "\n".join(map(_format_markdown, parts))
+    return f"{clean_text(trial.label)}\n" + "\n".join(map(_format_text, parts))
 
 
 def _describe_accuracy(trial: TrialResult) -> Iterator[str]:
     from dyno.report.verdict import findings
 
-    measured = metrics.measured(trial)
+    measured = metrics.list_measured(trial)
     if not measured and not findings.list_unscored(trial):
         yield f"{UNMEASURED}: the images of {trial.spec.data.name} have no labels"
     for place, (metric, score) in enumerate(measured):
@@ -129,8 +137,8 @@ def _describe_speed(trial: TrialResult) -> Iterator[str]:
     size = trial.value("file_size")
     parts = [
         f"{size / 1e6:.1f} MB" if size else "",
-        counting(layers, "layer") if (layers := trial.count("layers")) else "",
-        counting(parameters, "parameter") if (parameters := trial.count("parameters")) else "",
+        format_count(layers, "layer") if (layers := trial.count("layers")) else "",
+        format_count(parameters, "parameter") if (parameters := trial.count("parameters")) else "",
     ]
     if any(parts):
         yield "model: " + ", ".join(part for part in parts if part)
@@ -180,13 +188,13 @@ def ap_rows(scores: MeanAP) -> Rows:
 def _format_latency(trial: TrialResult, boundary: str) -> list[str]:
     rounds = trial.parts("latency", boundary)
     s, samples = stats.over_rounds(rounds), min(map(len, rounds))
-    return [parenthesised(significant(1e3 * getattr(s, name)), few(name, samples)) for name in COLUMNS]
+    return [mark_doubtful(format_number(1e3 * getattr(s, name)), has_few_samples(name, samples)) for name in COLUMNS]
 
 
 def _format_text(rows: Sequence[Any]) -> str:
     if rows and isinstance(rows[0], str):
-        return "".join(f"  {plain(row)}\n" for row in rows).rstrip("\n")
-    cells = [[plain(cell) for cell in row] for row in rows]
+        return "".join(f"  {clean_text(row)}\n" for row in rows).rstrip("\n")
+    cells = [[clean_text(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
              for row in cells]  # fmt: skip
@@ -195,6 +203,6 @@ def _format_text(rows: Sequence[Any]) -> str:
 
 def _format_markdown(rows: Sequence[Any]) -> str:
     if rows and isinstance(rows[0], str):
-        return "".join(f"- {markdown(row)}\n" for row in rows)
-    head, *body = [[markdown(cell) for cell in row] for row in rows]
+        return "".join(f"- {escape_markdown(row)}\n" for row in rows)
+    head, *body = [[escape_markdown(cell) for cell in row] for row in rows]
     return markdown_table(head, body, [False, *[True] * (len(head) - 1)])

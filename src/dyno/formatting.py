@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
-from dyno.worker.spec import plain as plain
+from dyno.worker.spec import clean_text as clean_text
 from dyno.worker.system import can_draw
 
 UNLIMITED = 100_000  # characters of a line in a file or a pipe
@@ -26,41 +26,41 @@ NUMERAL = re.compile(r"[+-]?\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
 SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
-def width() -> int:
+def find_width() -> int:
     """Return the characters per line: COLUMNS where it is set, the terminal's, or UNLIMITED in a file or a pipe."""
     told = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
     return shutil.get_terminal_size().columns if told else UNLIMITED
 
 
-def bold(text: str) -> str:
+def format_bold(text: str) -> str:
     """Return the text in bold for a terminal, unchanged for a file or a pipe, or where NO_COLOR is set."""
     return f"\x1b[1m{text}\x1b[0m" if can_draw(sys.stdout) and not os.environ.get("NO_COLOR") else text
 
 
-def wrapped(text: str) -> str:
+def wrap_text(text: str) -> str:
     """Wrap the text between words into lines that fit; further lines are indented by two more than the first.
 
     A command at its end stays in one piece, to be copied.
     """
-    indent = indentation(text)
-    kept = COMMAND.sub(lambda found: found[0].replace(" ", UNBROKEN), plain(text))
-    return textwrap.fill(kept, width(), initial_indent=indent, subsequent_indent=f"{indent}  ",
+    indent = read_indentation(text)
+    kept = COMMAND.sub(lambda found: found[0].replace(" ", UNBROKEN), clean_text(text))
+    return textwrap.fill(kept, find_width(), initial_indent=indent, subsequent_indent=f"{indent}  ",
                          break_long_words=False, break_on_hyphens=False).replace(UNBROKEN, " ")  # fmt: skip
 
 
-def indentation(text: str) -> str:
+def read_indentation(text: str) -> str:
     """Return the spaces in front of a text."""
     return text[: len(text) - len(text.lstrip(" "))]
 
 
-def console() -> Any:
-    """Return a rich console as wide as `width()`."""
+def make_console() -> Any:
+    """Return a rich console as wide as `find_width()`."""
     from rich.console import Console
 
-    return Console(width=width())
+    return Console(width=find_width())
 
 
-def significant(value: float, digits: int = 3) -> str:
+def format_number(value: float, digits: int = 3) -> str:
     """Format a number to `digits` significant digits, in powers of ten below 1e-4 and from 1e12 on: 0.813, 1,020."""
     if not math.isfinite(value):
         return "" if math.isnan(value) else str(value)
@@ -87,15 +87,15 @@ def show(value: float | None, hint: str, digits: int = 3) -> str:
     if hint == "bytes":
         return _format_scaled(value, SIZES, digits)
     if hint == "percentage":
-        return f"{significant(100 * value, digits)} %"
+        return f"{format_number(100 * value, digits)} %"
     if hint == "count":
         return f"{value:,.0f}"
-    return significant(value, digits) + ("/s" if hint == "rate" else "")
+    return format_number(value, digits) + ("/s" if hint == "rate" else "")
 
 
 def _format_scaled(value: float, units: tuple[tuple[float, str], ...], digits: int) -> str:
     scale, unit = next(((s, u) for s, u in units if abs(value) >= s), units[-1])
-    return f"{significant(value / scale, digits)} {unit}"
+    return f"{format_number(value / scale, digits)} {unit}"
 
 
 def _format_minutes(seconds: float) -> str:
@@ -103,31 +103,31 @@ def _format_minutes(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 7200 else f"{whole / 3600:.1f} h"
 
 
-def bounded(low: float, high: float) -> bool:
+def is_bounded(low: float, high: float) -> bool:
     """Return whether an interval of a positive value (a ratio, a time, a rate) spans at most a factor of two."""
     return 0 < low <= high <= WIDEST * low
 
 
-def limits(low: float, high: float, shown: Callable[[float], str]) -> str:
+def format_limits(low: float, high: float, shown: Callable[[float], str]) -> str:
     """Return ` [1.9, 2.3]` to stand behind a value, ` [at least 1.9]` of a wide interval, "" without one."""
     if math.isnan(low) or math.isnan(high):
         return ""
-    if bounded(low, high):
+    if is_bounded(low, high):
         return f" [{shown(low)}, {shown(high)}]"
     return f" [at least {shown(low)}]" if low > 0 else f" [{UNCLEAR}]"
 
 
-def ratio(value: float, low: float, high: float) -> str:
-    """Return `2.10x [1.90, 2.30]`, `2.10x` without an interval, of a wide one its `bound` alone, and UNCLEAR of NaN."""
+def format_ratio(value: float, low: float, high: float) -> str:
+    """Return `2.10x [1.90, 2.30]`, `2.10x` without an interval, of a wide one its limit alone, and UNCLEAR of NaN."""
     if value != value:
         return UNCLEAR
-    if low == low and not bounded(low, high):
-        return bound(low, high)
-    return f"{value:.2f}x{limits(low, high, lambda v: f'{v:.2f}')}"
+    if low == low and not is_bounded(low, high):
+        return format_bound(low, high)
+    return f"{value:.2f}x{format_limits(low, high, lambda v: f'{v:.2f}')}"
 
 
-def takes(shown: str, time: str = "time") -> str:
-    """Return what B takes of A's `time`, by their ratio as `ratio` shows it."""
+def describe_time(shown: str, time: str = "time") -> str:
+    """Return what B takes of A's `time`, by their ratio as `format_ratio` shows it."""
     return f"the ratio of B's {time} to A's is {UNCLEAR}" if shown == UNCLEAR else f"B takes {shown} A's {time}"
 
 
@@ -136,7 +136,7 @@ def in_brackets(shown: str) -> str:
     return "" if shown == UNCLEAR else f" ({shown})"
 
 
-def bound(low: float, high: float, least: str = "at least ", most: str = "at most ") -> str:
+def format_bound(low: float, high: float, least: str = "at least ", most: str = "at most ") -> str:
     """Return the useful limit of a ratio's wide interval: `at least 3.10x`, `at most 0.40x`, or UNCLEAR."""
     if low > 1 or (low >= 1 / WIDEST and high > WIDEST):
         return f"{least}{_round_down(low):.2f}x"
@@ -147,7 +147,7 @@ def bound(low: float, high: float, least: str = "at least ", most: str = "at mos
 
 def short_bound(low: float, high: float) -> str:
     """Return the same for a cell of a table: `≥3.10x`."""
-    return bound(low, high, "≥", "≤")
+    return format_bound(low, high, "≥", "≤")
 
 
 def _round_down(value: float) -> float:
@@ -155,7 +155,7 @@ def _round_down(value: float) -> float:
     return math.floor(value * 100) / 100
 
 
-def moment(iso: str) -> str:
+def format_moment(iso: str) -> str:
     """Format an ISO 8601 time as the reader's local date and time, to the minute; other text is returned unchanged."""
     try:
         return f"{datetime.fromisoformat(iso).astimezone():%Y-%m-%d %H:%M}"
@@ -163,7 +163,7 @@ def moment(iso: str) -> str:
         return iso
 
 
-def points(share: float) -> str:
+def format_points(share: float) -> str:
     """Format a difference of shares in signed percentage points: -0.28."""
     value = 100 * share
     return "0.00" if abs(value) < 0.005 else f"{value:+.2f}"
@@ -172,7 +172,7 @@ def points(share: float) -> str:
 def images_tested(count: int, set_aside: int) -> str:
     """Describe how many images an accuracy is based on, and why not on all: `42,872 of 43,000 images: 128 were …`."""
     if not set_aside:
-        return counting(count, "image")
+        return format_count(count, "image")
     were = "was" if set_aside == 1 else "were"
     return f"{count:,} of {count + set_aside:,} images: {set_aside:,} {were} set aside for calibration"
 
@@ -182,14 +182,14 @@ def join_names(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), *names[-1:]] if len(names) > 1 else names)
 
 
-def counting(count: int, what: str) -> str:
+def format_count(count: int, what: str) -> str:
     """Return a count with its noun: `1 trial`, `2,300 trials`."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
-def short(text: object, longest: int) -> str:
+def shorten_text(text: object, longest: int) -> str:
     """Return plain text of at most `longest` characters; an ellipsis replaces the end that is cut off."""
-    clean = plain(text)
+    clean = clean_text(text)
     return clean if len(clean) <= longest else clean[: longest - 1] + "…"
 
 
@@ -200,26 +200,26 @@ def csv_cell(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    text = plain(value)
+    text = clean_text(value)
     return f"'{text}" if text.startswith(FORMULA) and not NUMERAL.fullmatch(text) else text
 
 
-def markdown(text: object) -> str:
+def escape_markdown(text: object) -> str:
     """Escape text for a Markdown table cell, so that nothing in it becomes a column, emphasis, a link or HTML."""
-    escaped = re.sub(r"([\\`*\[\]|])", r"\\\1", plain(text))
+    escaped = re.sub(r"([\\`*\[\]|])", r"\\\1", clean_text(text))
     escaped = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", escaped)  # an underscore inside a word means nothing in Markdown
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("$", "&#36;")
 
 
-def bullet(text: object) -> str:
+def format_bullet(text: object) -> str:
     """Return a sentence as an item of a Markdown list; an indented one is an item below the one before."""
-    return f"{indentation(str(text))}- {markdown(text)}"
+    return f"{read_indentation(str(text))}- {escape_markdown(text)}"
 
 
 NO_IMAGE = "0"  # the size of a trial whose inputs aren't images, which is not shown
 
 
-def sized(size: str, before: str = ", size ") -> str:
+def format_size(size: str, before: str = ", size ") -> str:
     """Return the size after the words in `before`, or "" where inputs aren't images."""
     return "" if size == NO_IMAGE else f"{before}{size}"
 

@@ -53,7 +53,7 @@ def good_record(folder: Path) -> Record | None:
     return record if record is not None and record.status == "ok" else None
 
 
-def remembered(kind: str, key: str) -> Path:
+def find_remembered(kind: str, key: str) -> Path:
     """Return the cache folder that keeps a job of this kind by its key: see `remember`."""
     return cache_dir() / kind / key
 
@@ -69,7 +69,7 @@ def copy_folder(source: Path, target: Path) -> None:
 
 def remember(job: Path, kind: str, key: str) -> None:
     """Keep the folder of a job that ended well in the cache, whole or not at all."""
-    place = remembered(kind, key)
+    place = find_remembered(kind, key)
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{key}.", dir=place.parent, ignore_cleanup_errors=True) as scratch:
         copy_folder(job, Path(scratch) / key)
@@ -182,7 +182,7 @@ def _is_lock(path: Path) -> bool:
 
 
 @contextmanager
-def begun(folder: Path) -> Iterator[None]:
+def guard_start(folder: Path) -> Iterator[None]:
     """Guard the start of work in a folder while the block runs; refuse a folder with other files.
 
     If the block raises `UserError`, a folder that was made for it is removed, so that a mistyped command leaves
@@ -283,10 +283,10 @@ def module_sha256(module: str) -> str:
     return sha256_of(file) if file else ""
 
 
-def versions(runtime: Runtime, distributions: tuple[str, ...]) -> dict[str, str]:
+def find_versions(runtime: Runtime, distributions: tuple[str, ...]) -> dict[str, str]:
     """Return the installed version of each distribution (`a|b`: of either) where the runtime's jobs run."""
     if not runtime.python and not runtime.env:
-        return system.versions(distributions)
+        return system.find_versions(distributions)
     return dict(_versions_there(runtime.python, tuple(sorted(runtime.env.items())), distributions))
 
 
@@ -334,7 +334,7 @@ def worker_code_sha256(*outside: str) -> str:
 
     Other code makes other files.
 
-    `outside` are modules of plug-ins, whose own file counts as well, but not what it imports.
+    `list_plugin_modules` are modules of plug-ins, whose own file counts as well, but not what it imports.
     """
     total = hashlib.sha256()
     folder = Path(system.__file__).parent
@@ -345,7 +345,7 @@ def worker_code_sha256(*outside: str) -> str:
     return total.hexdigest()
 
 
-def outside(*declared: object) -> list[str]:
+def list_plugin_modules(*declared: object) -> list[str]:
     """Return the modules of those objects that come from a plug-in."""
     places = {type(each).__module__ for each in declared}
     return sorted(place for place in places if not place.startswith("dyno."))
@@ -375,13 +375,13 @@ class Cache:
         A parent's makers shape the file as well, so they count too.
         """
         device, chain = recipe.runtime.device, _list_recipes(recipe)
-        steps = [registry.maker(one.maker) for one in chain]
+        steps = [registry.get_maker(one.maker) for one in chain]
         processor = [gpu_identity(device)] if device != "cpu" else system.describe()["cpu_flags"]
         kernels = os.environ.get("ATEN_CPU_CAPABILITY", "")  # which of PyTorch's: they draw other random weights
         shaped_by = {
             "recipe": digest(_at_any_threads(recipe)),
-            "makers": worker_code_sha256(*outside(*steps)),
-            "versions": [versions(one.runtime, step.requires) for one, step in zip(chain, steps, strict=True)],
+            "makers": worker_code_sha256(*list_plugin_modules(*steps)),
+            "versions": [find_versions(one.runtime, step.requires) for one, step in zip(chain, steps, strict=True)],
             "machine": [platform.machine(), kernels, *processor],
         }
         return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]

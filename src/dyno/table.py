@@ -9,7 +9,16 @@ from difflib import get_close_matches
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import NO_IMAGE, bounded, limits, plain, points, short_bound, show, significant
+from dyno.formatting import (
+    NO_IMAGE,
+    clean_text,
+    format_limits,
+    format_number,
+    format_points,
+    is_bounded,
+    short_bound,
+    show,
+)
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -31,17 +40,17 @@ EVERY = "all"  # every column that people may want to see
 Row = dict[str, Any]
 
 
-def missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
     """Return whether a value is missing: None, NaN or pandas' NA."""
     # pandas' NA compares as NA, so its type is checked; NaN is the only value that doesn't equal itself.
     return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and math.isnan(value))
 
 
 SHOWN: dict[str, Callable[[float], str]] = {
-    NUMBER: lambda v: significant(float(v)),
-    COUNT: lambda v: f"{v:,.0f}" if float(v).is_integer() else significant(v),
+    NUMBER: lambda v: format_number(float(v)),
+    COUNT: lambda v: f"{v:,.0f}" if float(v).is_integer() else format_number(v),
     PERCENT: lambda v: f"{v:.2f}",
-    POINTS: lambda v: points(v / 100),
+    POINTS: lambda v: format_points(v / 100),
     RATIO: lambda v: f"{v:.2f}x",
     FINE: lambda v: f"{v:.3f}x",
 }
@@ -83,20 +92,20 @@ class Column:
         if self.cell is not None:
             return self.cell(row)
         value: Any = row.get(self.name)
-        if missing(value):
+        if is_missing(value):
             return ""
         if self.kind == TEXT:
             return str(value)
         form = (lambda v: show(v, self.hint)) if self.hint else SHOWN[self.kind]
         low: Any = row.get(f"{self.name}_low")
         high: Any = row.get(f"{self.name}_high")
-        if not self.interval or missing(low) or missing(high) or (self.hint and math.isinf(high)):
+        if not self.interval or is_missing(low) or is_missing(high) or (self.hint and math.isinf(high)):
             return form(value)
         if self.kind in (PERCENT, POINTS):
             return f"{form(value)} [{form(low)}, {form(high)}]"
-        if self.kind in (RATIO, FINE) and not bounded(low, high):
+        if self.kind in (RATIO, FINE) and not is_bounded(low, high):
             return short_bound(low, high)
-        return form(value) + limits(low, high, lambda v: form(v).removesuffix("x"))
+        return form(value) + format_limits(low, high, lambda v: form(v).removesuffix("x"))
 
 
 @dataclass(frozen=True)
@@ -203,7 +212,7 @@ def _read_notes(rows: list[Row]) -> list[str]:
 
 def _make_title(keys: Sequence[str], values: Sequence[Any]) -> str:
     named = [(k, v) for k, v in zip(keys, values, strict=True) if (k, v) != ("size", NO_IMAGE)]
-    return ", ".join(plain(v) if k in TITLES else f"{k} {plain(v)}" for k, v in named)
+    return ", ".join(clean_text(v) if k in TITLES else f"{k} {clean_text(v)}" for k, v in named)
 
 
 def _no_column(name: str, columns: list[str]) -> str:
@@ -212,7 +221,7 @@ def _no_column(name: str, columns: list[str]) -> str:
     return f"there is no column {name!r}; {meant}the first line of --format csv names all columns"
 
 
-def joined(tables: Sequence[Table]) -> Table:
+def join_tables(tables: Sequence[Table]) -> Table:
     """Join the rows of several tables of one kind into one table."""
     first = tables[0]
     return Table(**{**vars(first), "rows": [row for table in tables for row in table.rows]})
@@ -221,7 +230,7 @@ def joined(tables: Sequence[Table]) -> Table:
 # Numbers with the limits of their interval as columns and cells of a row: NAME, NAME_low and NAME_high.
 
 
-def limited(name: str, interval: Interval | Speedup | None, scale: float = 1.0) -> Row:
+def limit_cells(name: str, interval: Interval | Speedup | None, scale: float = 1.0) -> Row:
     """Return the cells of a number and its limits, in a unit that is 1 / `scale` of theirs; {} for None."""
     if interval is None:
         return {}
@@ -249,14 +258,14 @@ def compare_cells(speedup: Speedup | None, is_reference: bool) -> Row:
     """Return the cells of a speed-up and its verdict: 1 for the reference itself, none where neither is known."""
     if is_reference:
         return {"speedup": 1.0, "verdict": "reference"}
-    return {**limited("speedup", speedup), "verdict": speedup.verdict} if speedup else {}
+    return {**limit_cells("speedup", speedup), "verdict": speedup.verdict} if speedup else {}
 
 
-def duration(name: str, meaning: str, title: str = "", rank: int = 0) -> Column:
+def duration_column(name: str, meaning: str, title: str = "", rank: int = 0) -> Column:
     """Return a column of seconds that prints a duration, and the limits behind it where they are known."""
     return Column(name, meaning, "s", NUMBER, title or name.removesuffix("_s"), rank, interval=True, hint="duration")
 
 
-def printed(columns: Sequence[Column]) -> tuple[str, ...]:
+def keep_printed(columns: Sequence[Column]) -> tuple[str, ...]:
     """Return the columns for people: without limits, which stand behind their value, and without the trial's id."""
     return tuple(c.name for c in columns if not c.name.endswith(("_low", "_high")) and c.name != "trial")

@@ -11,7 +11,7 @@ from pathlib import Path
 from dyno.formatting import show
 from dyno.jobs.launcher import launch
 from dyno.jobs.progress import Progress
-from dyno.results.ranking import cpu_contention, winners
+from dyno.results.ranking import cpu_contention, list_winners
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, TrialResult, by_build, find_trial
@@ -93,7 +93,7 @@ def _choose_trial(run: RunData, choice: str) -> TrialResult:
 
 
 def _find_winner(run: RunData) -> TrialResult:
-    all_winners, results = list(winners(run)), run.records
+    all_winners, results = list(list_winners(run)), run.records
     if not all_winners:
         raise UserError(f"the verdict of {results.folder} names no winner; choose a trial as BACKEND/PRECISION")
     if len(all_winners) > 1:
@@ -157,7 +157,7 @@ def _choose_path(out: Path, suffix: str) -> Path:
     """Return the path to write, with the suffix of the file's kind."""
     if out.suffix == suffix:
         return out
-    suffixes = {*registry.suffixes(), STATE, ".py", ".pth", ".safetensors"}
+    suffixes = {*registry.list_suffixes(), STATE, ".py", ".pth", ".safetensors"}
     if out.suffix in suffixes:
         raise UserError(
             f"what was measured is a {suffix} file; give -o {out.with_suffix(suffix).name}, or a name alone"

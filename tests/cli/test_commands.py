@@ -29,8 +29,8 @@ def test_other_images_or_options_are_another_training(monkeypatch: pytest.Monkey
     assert folder() == usual
     assert folder(TRAINING={"epochs": 9}) != usual
     # As another version of Dyno, or of Pillow, may decode them.
-    other = replace(data.digits(demo.cache_dir() / "datasets", demo.SIZE), sha256="another")
-    monkeypatch.setattr(data, "digits", lambda *_: other)
+    other = replace(data.prepare_digits(demo.cache_dir() / "datasets", demo.SIZE), sha256="another")
+    monkeypatch.setattr(data, "prepare_digits", lambda *_: other)
     assert folder() != usual
 
 
@@ -46,7 +46,7 @@ EXTENDING = Path(__file__).parents[2] / "docs/extending.md"
 
 
 def test_each_answer_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(registry, "names", lambda: ["fake"])
+    monkeypatch.setattr(registry, "list_backends", lambda: ["fake"])
     assert doctor.doctor({}, "json") == 0
     said = capsys.readouterr()
     assert [row["backend"] for row in json.loads(said.out)["tables"]["doctor"]["rows"]] == ["fake"]
@@ -63,7 +63,7 @@ def test_an_interrupt_ends_every_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(probes: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(registry, "names", lambda: ["fake"] * 9)
+    monkeypatch.setattr(registry, "list_backends", lambda: ["fake"] * 9)
     monkeypatch.setattr(doctor, "launch", launch_endless_job)
     monkeypatch.setattr(doctor, "_show_progress", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -73,7 +73,7 @@ def test_an_interrupt_ends_every_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_library_without_byte_code_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(registry, "names", lambda: ["fake"])
+    monkeypatch.setattr(registry, "list_backends", lambda: ["fake"])
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     assert doctor.doctor({}, "json") == 0
@@ -84,7 +84,7 @@ def test_a_library_without_byte_code_is_named(
 def test_the_libraries_here_are_listed_and_one_command_brings_the_missing_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(registry, "names", lambda: ["fake"])
+    monkeypatch.setattr(registry, "list_backends", lambda: ["fake"])
     here = {"torch": "2.8.0+cpu", "timm": "1.0.20", "onnxruntime-gpu": "1.23.0", "opencv-python-headless": "4.12.0"}
     here |= dict.fromkeys(
         "jinja2 matplotlib squarify pillow pycocotools pyyaml scikit-learn av safetensors".split(), "1"
@@ -115,7 +115,7 @@ def test_a_broken_entry_point_of_every_documented_group_is_named(
     monkeypatch.syspath_prepend(tmp_path)
     for cached in ("_load_group", "_read_entry_points"):
         monkeypatch.setattr(plugins, cached, getattr(plugins, cached).__wrapped__)
-    monkeypatch.setattr(registry, "names", lambda: ["fake"])
+    monkeypatch.setattr(registry, "list_backends", lambda: ["fake"])
     assert doctor.doctor({}, "json") == 0
     rows = {row["backend"]: row for row in json.loads(capsys.readouterr().out)["tables"]["doctor"]["rows"]}
     for i, group in enumerate(groups):

@@ -21,7 +21,7 @@ from refusals import refuses
 def test_the_truth_is_the_file_s_own(coco: Any, make: Any) -> None:
     folder = coco()
     data = make(folder)
-    about, found = dyno_data.meta(data), truth(data)
+    about, found = dyno_data.read_meta(data), truth(data)
     assert (dyno_data.format_of(folder).name, data.name) == ("coco", "coco")
     assert (about["classes"], about["has"]) == (["disc", "triangle"], ["boxes", "masks"])
     assert about["splits"] == {"test": 6, "calibration": 8}, "calibration images come out of train2017"
@@ -39,7 +39,7 @@ def test_the_truth_is_the_file_s_own(coco: Any, make: Any) -> None:
 
 def test_keypoints(coco: Any, make: Any) -> None:
     found = make(coco(keypoints=True, name="person_keypoints_val2017"))
-    about = dyno_data.meta(found)
+    about = dyno_data.read_meta(found)
     assert (about["has"], about["keypoints"]) == (["boxes", "masks", "keypoints"], [3, 3])
     one = truth(found)
     assert one["annotations"][0]["num_keypoints"] == 2
@@ -51,8 +51,8 @@ def test_the_task_chooses_between_files(coco: Any, make: Any) -> None:
     coco(name="instances_train2017")
     coco(keypoints=True, name="person_keypoints_val2017")
     folder = coco()
-    assert dyno_data.meta(make(folder))["has"] == ["boxes", "masks"]
-    assert dyno_data.meta(make(folder, needs="keypoints"))["has"][-1] == "keypoints"
+    assert dyno_data.read_meta(make(folder))["has"] == ["boxes", "masks"]
+    assert dyno_data.read_meta(make(folder, needs="keypoints"))["has"][-1] == "keypoints"
     (folder / "annotations/instances_val2017.json").rename(folder / "annotations/mine_val.json")
     coco(name="yours_val")
     (folder / "annotations/person_keypoints_val2017.json").unlink()
@@ -66,7 +66,7 @@ def test_the_file_may_lie_in_the_folder_itself(coco: Any, make: Any) -> None:
     assert dyno_data.format_of(folder).name == "coco" and make(folder).sha256 == sha256
     (folder / "instances_val2017.json").rename(folder / "instances.json")
     (folder / "val2017").rename(folder / "images")
-    assert dyno_data.meta(make(folder))["splits"] == {"test": 6}
+    assert dyno_data.read_meta(make(folder))["splits"] == {"test": 6}
     (folder / "annotations/captions_val2017.json").write_text("{}")
     refuses(r"annotations has no file with objects, only captions_val2017.json; give", make, folder)
 
@@ -112,13 +112,13 @@ def test_copies_of_annotations_have_a_warning(coco: Any, make: Any) -> None:
     tables = json.loads(file.read_text())
     tables["annotations"].append({**tables["annotations"][0], "id": 999})
     file.write_text(json.dumps(tables))
-    assert "1 of 7 annotations are copies of others, and each counts" in dyno_data.meta(make(folder))["warnings"]
+    assert "1 of 7 annotations are copies of others, and each counts" in dyno_data.read_meta(make(folder))["warnings"]
 
 
 @pytest.mark.parametrize("given", ["", "valid", "valid/_annotations.coco.json"])
 def test_roboflow_s_layout_without_its_root_category(tmp_path: Path, make: Any, given: str) -> None:
     data = make(roboflow(tmp_path / "set") / given, outputs=2)
-    about, found = dyno_data.meta(data), truth(data)
+    about, found = dyno_data.read_meta(data), truth(data)
     assert about["splits"] == {"test": 6, "calibration": 6} and about["classes"] == drawn.NAMES
     assert [one["category_id"] for one in found["annotations"]] == [drawn.shape(k)[0] for k in range(6)]
     (warning,) = about["warnings"]
@@ -128,16 +128,16 @@ def test_roboflow_s_layout_without_its_root_category(tmp_path: Path, make: Any, 
 def test_a_category_in_no_image_keeps_its_number(tmp_path: Path, make: Any) -> None:
     """A network with a class for each category, roots included, or a category that groups no others: none goes."""
     folder = roboflow(tmp_path / "set")
-    assert dyno_data.meta(make(folder, outputs=3))["classes"] == ["shapes", *drawn.NAMES]
+    assert dyno_data.read_meta(make(folder, outputs=3))["classes"] == ["shapes", *drawn.NAMES]
     with pytest.raises(UserError, match=r"has 3 classes, but net has 4 classes; .* \(without annotation: shapes\)"):
         images._check_labels(
-            "set", dyno_data.meta(make(folder, outputs=4)), ModelSpec("net", "net.py:net", task="detect"), 4
+            "set", dyno_data.read_meta(make(folder, outputs=4)), ModelSpec("net", "net.py:net", task="detect"), 4
         )
     file = folder / "valid/_annotations.coco.json"
     tables = json.loads(file.read_text())
     tables["categories"][0] = {"id": 0, "name": "circle", "supercategory": "round"}
     file.write_text(json.dumps(tables))
-    about = dyno_data.meta(make(folder, outputs=2))
+    about = dyno_data.read_meta(make(folder, outputs=2))
     assert (about["classes"], about["unused"]) == (["circle", *drawn.NAMES], ["circle"])
 
 
@@ -149,7 +149,7 @@ def test_a_root_may_have_the_name_of_a_class(tmp_path: Path, make: Any) -> None:
         category["name" if category["id"] in (0, 7) else "supercategory"] = "disc"
         category["supercategory"] = "none" if category["id"] == 0 else "disc"
     file.write_text(json.dumps(tables))
-    assert dyno_data.meta(make(folder, outputs=2))["classes"] == drawn.NAMES
+    assert dyno_data.read_meta(make(folder, outputs=2))["classes"] == drawn.NAMES
 
 
 @pytest.mark.parametrize(("name", "place"), [("labels.json", "data"), ("result.json", "images")])
@@ -184,7 +184,7 @@ def test_masks_of_some_and_empty_classes_are_warned_of(coco: Any, make: Any) -> 
     tables = drawn.coco_file(6)
     tables["annotations"][0]["segmentation"] = []
     tables["categories"].append({"id": 91, "name": "square"})
-    about = dyno_data.meta(make(coco(**tables)))
+    about = dyno_data.read_meta(make(coco(**tables)))
     assert (about["has"], about["classes"]) == (["boxes"], ["disc", "triangle", "square"])
     assert about["warnings"] == [
         "1 of 6 objects have no mask, so the masks of the others are not used",
@@ -264,7 +264,7 @@ def test_images_that_do_not_fit_are_named(coco: Any, make: Any) -> None:
     refuses(r"1 of 6 images of instances_val2017.json are not in .*val2017, e.g. 004.jpg; leave", make, folder)
     rest = make(folder, on_unreadable="skip")
     assert rest.count == 5 and any(
-        "e.g. 004.jpg; they were left out" in said for said in dyno_data.meta(rest)["warnings"]
+        "e.g. 004.jpg; they were left out" in said for said in dyno_data.read_meta(rest)["warnings"]
     )
     for path in (folder / "val2017").iterdir():
         path.unlink()

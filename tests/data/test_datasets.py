@@ -56,7 +56,7 @@ def make(tmp_path: Path) -> Any:
 def test_labels_follow_the_folders_in_any_script(tmp_path: Path, make: Any) -> None:
     folder = fill(tmp_path / "фото", {"яблоко": 3, "груша": 2, "猫": 4, "apple": 5, "Zebra": 1})
     data = make(folder, calibration=0)
-    found, about = arrays(data), dyno_data.meta(data)
+    found, about = arrays(data), dyno_data.read_meta(data)
     assert about["classes"] == ["Zebra", "apple", "груша", "яблоко", "猫"]
     assert (data.name, data.split, data.count, about["count"], about["size"]) == ("фото", "test", 15, 15, [16, 20])
     assert np.bincount(found["labels"]).tolist() == [1, 5, 2, 3, 4]
@@ -70,10 +70,10 @@ def test_test_images_are_set_aside_only_where_that_is_asked_for(tmp_path: Path, 
     folder = fill(tmp_path / "d", {"a": 20, "b": 20, "c": 1})
     data, every = make(folder, set_aside=True), make(folder)
     found, whole = arrays(data), arrays(every)
-    assert (every.count, "calibration" in whole, "set_aside" in dyno_data.meta(every)) == (41, False, False)
-    assert (data.count, dyno_data.meta(data)["set_aside"]) == (33, 8)
+    assert (every.count, "calibration" in whole, "set_aside" in dyno_data.read_meta(every)) == (41, False, False)
+    assert (data.count, dyno_data.read_meta(data)["set_aside"]) == (33, 8)
     assert np.array_equal(found["images"], whole["images"]), "a row is the same photograph, so that runs can be paired"
-    assert dyno_data.meta(data)["photographs"] == dyno_data.meta(every)["photographs"]
+    assert dyno_data.read_meta(data)["photographs"] == dyno_data.read_meta(every)["photographs"]
     assert data.sha256 != every.sha256
     assert len(found["calibration"]) == 8
     assert not set(found["calibration"]) & set(found["test"])
@@ -89,7 +89,7 @@ def test_split_layout(tmp_path: Path, make: Any) -> None:
     fill(folder / "val", {"a": 3, "b": 3}, seed=100)
     data = make(folder, calibration=8)
     found = arrays(data)
-    assert dyno_data.meta(data)["classes"] == ["a", "b", "only in train"]
+    assert dyno_data.read_meta(data)["classes"] == ["a", "b", "only in train"]
     assert (data.count, len(found["calibration"]), len(found["images"])) == (6, 8, 14)
     assert np.bincount(found["labels"][found["calibration"]])[0] >= 5
     fill(folder / "test", {"b": 2}, seed=200)
@@ -213,7 +213,7 @@ def test_unreadable_images_are_refused_or_skipped(tmp_path: Path, make: Any) -> 
     for _ in range(2):
         refuses(r"^3 of 10 images can't be read: a/002.jpg \(.*[Tt]runcated.*b/001.jpg", make, folder, calibration=0)
         data = make(folder, calibration=0, on_unreadable="skip")
-    found, about = arrays(data), dyno_data.meta(data)
+    found, about = arrays(data), dyno_data.read_meta(data)
     assert [line.split(" ")[0] for line in about["unreadable"]] == ["a/002.jpg", "b/001.jpg", "b/002.jpg"]
     assert (data.count, about["count"], len(found["images"])) == (7, 7, 7)
     kept = [0, 1, 3, 4, 5, 8, 9]
@@ -250,8 +250,8 @@ def test_what_shapes_the_pixels_makes_another_data_set(tmp_path: Path, make: Any
     others.append(make(folder, preprocess=Preprocess(resize=0, interpolation="bicubic")))
     assert len({data.folder for data in [first, changed, *others]}) == 6
     assert len({data.sha256 for data in [first, *others]}) == 5
-    assert len({dyno_data.meta(data)["photographs"] for data in [changed, *others]}) == 1, "the same photographs"
-    assert dyno_data.meta(changed)["photographs"] != dyno_data.meta(first)["photographs"]
+    assert len({dyno_data.read_meta(data)["photographs"] for data in [changed, *others]}) == 1, "the same photographs"
+    assert dyno_data.read_meta(changed)["photographs"] != dyno_data.read_meta(first)["photographs"]
     assert make(folder, preprocess=Preprocess(mean=(0.0,), resize=0)) == changed, "the mean changes no pixel"
 
 
@@ -332,7 +332,7 @@ def test_bad_arguments(tmp_path: Path, make: Any) -> None:
         "can't be -1": {"calibration": -1},
     }.items():
         refuses(line, make, **{"folder": folder, **more})
-    refuses("can't be shrunk to 7", dyno_data.digits, tmp_path, 7)
+    refuses("can't be shrunk to 7", dyno_data.prepare_digits, tmp_path, 7)
 
 
 def test_full_disk_and_unwritable_cache(tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +370,7 @@ def test_names_are_shown_on_one_line(tmp_path: Path, make: Any) -> None:
 
 
 def test_digits(tmp_path: Path) -> None:
-    data = dyno_data.digits(tmp_path)
+    data = dyno_data.prepare_digits(tmp_path)
     found, about = arrays(data), json.loads(Path(data.folder, "meta.json").read_text())
     assert found["images"].shape == (1797, 1, 64, 64)
     assert (len(found["test"]), len(found["train"]), len(found["calibration"]), data.count) == (900, 897, 128, 900)
@@ -380,8 +380,8 @@ def test_digits(tmp_path: Path) -> None:
         share = np.bincount(found["labels"][found[split]]) / np.bincount(found["labels"]) * 1797
         assert np.allclose(share, len(found[split]), rtol=0.1), "classes keep their proportions"
     assert (found["images"].min(), found["images"].max(), about["classes"][3]) == (0, 255, "3")
-    assert dyno_data.digits(tmp_path) == data
-    assert dyno_data.digits(tmp_path, 32).folder != data.folder
+    assert dyno_data.prepare_digits(tmp_path) == data
+    assert dyno_data.prepare_digits(tmp_path, 32).folder != data.folder
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=200), st.integers(0, 2**32), st.data())

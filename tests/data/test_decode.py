@@ -20,7 +20,7 @@ from dyno import data
 from dyno.data import cache, decode
 from dyno.data.decode import Transform
 from dyno.data.rows import DecodedRow
-from dyno.worker.inputs.specs import geometry
+from dyno.worker.inputs.specs import fit_geometry
 from dyno.worker.spec import Preprocess, UserError
 
 BOX = Preprocess(letterbox=True)
@@ -59,7 +59,7 @@ def test_sixteen_bit_images_of_fewer_bits_have_a_warning(tmp_path: Path) -> None
             (tmp_path / name / str(k)).mkdir(parents=True)
             values = np.linspace(k, largest, 64).astype(np.uint16).reshape(8, 8)
             Image.fromarray(values).save(tmp_path / name / str(k) / "a.png")
-        return data.meta(data.load(tmp_path / name, tmp_path / "cache", (8, 8), Preprocess())).get("warnings", [])
+        return data.read_meta(data.load(tmp_path / name, tmp_path / "cache", (8, 8), Preprocess())).get("warnings", [])
 
     (line,) = warnings("twelve", 4095)
     assert line.startswith("16-bit images have values up to 4,095 alone")
@@ -72,7 +72,7 @@ def test_what_is_read_in_part_has_a_warning_and_what_would_be_misread_is_refused
     def load(name: str, values: np.ndarray, **tags: Any) -> list[str]:
         (tmp_path / name).mkdir()
         tifffile.imwrite(tmp_path / name / "a.tif", values, **tags)
-        return data.meta(data.load(tmp_path / name, tmp_path / "cache", (8, 8), Preprocess())).get("warnings", [])
+        return data.read_meta(data.load(tmp_path / name, tmp_path / "cache", (8, 8), Preprocess())).get("warnings", [])
 
     grey = np.arange(64, dtype=np.uint8).reshape(8, 8)
     assert load("bands", np.dstack([grey] * 5), photometric="rgb") == [
@@ -111,8 +111,8 @@ def test_grey_lies_evenly_around() -> None:
     pixels = Transform((20, 30), BOX, 1).pixels(Image.new("L", (10, 10), 255))
     assert pixels.shape == (1, 20, 30)
     assert pixels[0, 0].tolist() == [114] * 5 + [255] * 20 + [114] * 5
-    assert geometry(10, 10, 20, 30) == (2.0, 20, 20, 0, 5)
-    assert geometry(1, 500, 64, 64)[1:3] == (1, 64), "no side is shrunk to nothing"
+    assert fit_geometry(10, 10, 20, 30) == (2.0, 20, 20, 0, 5)
+    assert fit_geometry(1, 500, 64, 64)[1:3] == (1, 64), "no side is shrunk to nothing"
 
 
 def test_a_turned_image_is_only_turned_when_asked(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_class_folders_among_strays(tmp_path: Path) -> None:
     (folder / "__MACOSX").mkdir()
     (folder / "noisy.csv").write_text("path,noisy\n" + "".join(f"cat/{name},dog\n" for name in NAMES))
     data = dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess(resize=0))
-    about = dyno_data.meta(data)
+    about = dyno_data.read_meta(data)
     assert (about["classes"], data.count) == (["cat", "dog"], 12)
     assert about["warnings"] == ["labels are the folders' names; noisy.csv (a table that names the images) is not read"]
 
@@ -99,7 +99,7 @@ def test_splits_in_other_letters_are_no_classes(tmp_path: Path, names: tuple[str
     for part, shade in zip(names, (0, 100), strict=True):
         for k, name in enumerate(("cat", "dog")):
             fill(tmp_path / "d" / part / name, shade=shade + k)
-    about = dyno_data.meta(dyno_data.load(tmp_path / "d", tmp_path / "cache", (16, 20), Preprocess()))
+    about = dyno_data.read_meta(dyno_data.load(tmp_path / "d", tmp_path / "cache", (16, 20), Preprocess()))
     assert (about["classes"], about["splits"]) == (["cat", "dog"], {"test": 12, "calibration": 12})
 
 
@@ -121,7 +121,9 @@ def test_folders_named_by_numbers_have_a_warning_where_text_sorts_otherwise(tmp_
         folder = tmp_path / "-".join(names)
         for k, name in enumerate(names):
             fill(folder / name, NAMES[:2], shade=30 * k)
-        return dyno_data.meta(dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess())).get("warnings", [])
+        return dyno_data.read_meta(dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess())).get(
+            "warnings", []
+        )
 
     (line,) = warnings("0", "2", "10")
     assert "so class 1 is '10'; for a network that was trained in the order of their numbers" in line
@@ -139,7 +141,7 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
             fill(folder / part / name, shade=shade + k)
     shutil.rmtree(folder / "test")
     data = dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess(resize=0))
-    assert dyno_data.meta(data)["splits"] == {"test": 12, "calibration": 12}
+    assert dyno_data.read_meta(data)["splits"] == {"test": 12, "calibration": 12}
     assert np.load(Path(data.folder, "labels.npy"))[:12].tolist() == [0] * 6 + [1] * 6
 
 
@@ -164,23 +166,23 @@ def test_images_of_formats_that_are_not_read_are_counted(tmp_path: Path) -> None
         (folder / name).mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (40, 30), (60 * k, 0, 0)).save(folder / name / f"{k}.jpg")
     before = load(folder)
-    assert not dyno_data.meta(before).get("warnings")
+    assert not dyno_data.read_meta(before).get("warnings")
     picture.save(folder / "a" / "moving.gif")
     (folder / "b" / "phone.HEIC").write_bytes(b"x")
     picture.save(folder / "b" / "one.jfif", format="JPEG")
     data = load(folder)
     assert data.count == before.count + 1
-    (warning,) = dyno_data.meta(data)["warnings"]
+    (warning,) = dyno_data.read_meta(data)["warnings"]
     assert warning == "2 images are left out, of formats that aren't read (.gif, .heic), e.g. a/moving.gif"
     picture.save(folder / "loose.jpg")
-    assert dyno_data.meta(load(folder))["warnings"][1:] == [
+    assert dyno_data.read_meta(load(folder))["warnings"][1:] == [
         "1 image is left out: it is in no class folder, e.g. loose.jpg"
     ]
     plain = tmp_path / "plain"
     plain.mkdir()
     shutil.copy(folder / "a" / "0.jpg", plain)
     picture.save(plain / "moving.gif")
-    assert dyno_data.meta(load(plain))["warnings"][0].startswith("1 image is left out")
+    assert dyno_data.read_meta(load(plain))["warnings"][0].startswith("1 image is left out")
 
 
 def test_linked_folders_and_images_count_under_their_own_names(tmp_path: Path) -> None:
@@ -199,7 +201,7 @@ def test_linked_folders_and_images_count_under_their_own_names(tmp_path: Path) -
     (elsewhere / "back").symlink_to(folder)
     (tmp_path / "data").symlink_to(folder)
     data = dyno_data.load(tmp_path / "data", tmp_path / "cache", (16, 20), Preprocess(resize=0))
-    assert (data.name, data.count, dyno_data.meta(data)["classes"]) == ("data", 4, ["a", "b"])
+    assert (data.name, data.count, dyno_data.read_meta(data)["classes"]) == ("data", 4, ["a", "b"])
 
 
 def test_the_names_of_photographs_lie_beside_their_pixels(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def load(path: Path, **more: Any) -> DataSpec:
 def labels(data: DataSpec) -> dict[int, str]:
     """Each image's class, by the image's red, which says which it is."""
     found, pixels = np.load(Path(data.folder, "labels.npy")), np.load(Path(data.folder, "images.npy"))
-    classes = dyno_data.meta(data)["classes"]
+    classes = dyno_data.read_meta(data)["classes"]
     return {round(image[0].mean() / 20): classes[label] for image, label in zip(pixels, found, strict=True)}
 
 
@@ -58,7 +58,7 @@ def test_columns_are_found(folder: Path, head: str, row: str) -> None:
     data = load(folder)
     assert labels(data) == dict(enumerate(COLOURS))
     order = ["red", "green", "blue"] if "{red}" in row else ["blue", "green", "red"]
-    assert dyno_data.meta(data)["classes"] == order and dyno_data.meta(data)["label_source"] == "table"
+    assert dyno_data.read_meta(data)["classes"] == order and dyno_data.read_meta(data)["label_source"] == "table"
     assert load(file).sha256 == data.sha256
     file.write_text(file.read_text(encoding="utf-8-sig"), encoding="utf-16")
     assert labels(load(folder)) == dict(enumerate(COLOURS))
@@ -71,10 +71,12 @@ def test_numbers_beside_the_names_are_the_networks(folder: Path, head: str) -> N
     (folder / "labels.csv").write_text("\n".join([head, *rows]))
     data = load(folder, outputs=5)
     assert labels(data) == dict(enumerate(COLOURS)), "the names remain"
-    assert dyno_data.meta(data)["classes"] == ["red", "green", "2", "blue", "4"]
+    assert dyno_data.read_meta(data)["classes"] == ["red", "green", "2", "blue", "4"]
     rows[0] = rows[0].replace(",0", ",1")
     (folder / "labels.csv").write_text("\n".join([head, *rows]))
-    assert "red" in dyno_data.meta(load(folder))["classes"] or head.startswith("filename,class_name"), "another meaning"
+    assert "red" in dyno_data.read_meta(load(folder))["classes"] or head.startswith("filename,class_name"), (
+        "another meaning"
+    )
 
 
 def test_the_only_other_folder_is_no_class(folder: Path) -> None:
@@ -115,7 +117,7 @@ def test_numbers_are_the_network_s_classes(folder: Path) -> None:
     file = folder / "labels.csv"
     file.write_text("path,label\n" + "".join(f"{name}.jpg,{k % 3 + 1}\n" for k, name in enumerate(NAMES)))
     assert labels(load(folder, outputs=10)) == {k: str(k % 3 + 1) for k in range(6)}
-    assert dyno_data.meta(load(folder, outputs=10))["classes"] == [str(k) for k in range(10)]
+    assert dyno_data.read_meta(load(folder, outputs=10))["classes"] == [str(k) for k in range(10)]
     refuses("has class 3, but the network has 3 classes, 0 to 2; the table counts from 1", load, folder, outputs=3)
 
 
@@ -124,7 +126,7 @@ def test_a_split_is_tested_on_and_another_calibrated(folder: Path) -> None:
     splits = ("train", "val", "train", "val", "train")
     rows = [f"{name}.jpg,{colour},{split}" for name, colour, split in zip(NAMES, COLOURS, splits, strict=False)]
     (folder / "labels.csv").write_text("\n".join(["path,label,split", *rows]))
-    about = dyno_data.meta(load(folder))
+    about = dyno_data.read_meta(load(folder))
     assert about["splits"] == {"test": 2, "calibration": 3}
     assert about["warnings"] == ["1 image is not in labels.csv and left out, e.g. img_005.jpg"]
 

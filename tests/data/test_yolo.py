@@ -32,7 +32,7 @@ def of_ultralytics(folder: Path, task: str) -> list[dict[str, Any]]:
 def test_the_truth_is_what_ultralytics_reads(yolo: Any, make: Any, kind: str, task: str, has: list[str]) -> None:
     folder = yolo(kind)
     data = make(folder, calibration=5)
-    about, found = dyno_data.meta(data), truth(data)
+    about, found = dyno_data.read_meta(data), truth(data)
     assert (about["has"], about["classes"], about["truth"]) == (has, drawn.NAMES, "truth.json")
     assert about.get("keypoints") == ([3, 3] if kind == "pose" else None)
     assert (data.count, about["splits"]) == (6, {"test": 6, "calibration": 5})
@@ -60,21 +60,21 @@ def test_a_folder_without_a_description(yolo: Any, make: Any) -> None:
     folder = yolo("polygon", yaml=False)
     data = make(folder)
     assert dyno_data.format_of(folder).name == "yolo"
-    assert (dyno_data.meta(data)["classes"], dyno_data.meta(data)["has"]) == (["0", "1"], ["boxes", "masks"])
-    named = dyno_data.meta(make(folder, outputs=3))
+    assert (dyno_data.read_meta(data)["classes"], dyno_data.read_meta(data)["has"]) == (["0", "1"], ["boxes", "masks"])
+    named = dyno_data.read_meta(make(folder, outputs=3))
     assert named["classes"] == ["0", "1", "2"]
     assert named["warnings"] == ["class '2' is in no image"]
     (folder / "labels/val/classes.txt").write_text("disc\ntriangle\n")
-    assert dyno_data.meta(make(folder))["classes"] == ["disc", "triangle"], "as labelling tools list them"
-    assert dyno_data.meta(make(folder, outputs=3))["classes"] == ["0", "1", "2"], "the list is not the network's"
+    assert dyno_data.read_meta(make(folder))["classes"] == ["disc", "triangle"], "as labelling tools list them"
+    assert dyno_data.read_meta(make(folder, outputs=3))["classes"] == ["0", "1", "2"], "the list is not the network's"
 
 
 def test_splits_and_layouts(yolo: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = yolo(val=10)
     (folder / "data.yaml").write_text("val: images/val\nnames: [disc, triangle]\n")
-    assert dyno_data.meta(make(folder))["splits"] == {"test": 10}
+    assert dyno_data.read_meta(make(folder))["splits"] == {"test": 10}
     found = make(folder, set_aside=True)
-    assert dyno_data.meta(found)["splits"] == {"test": 8, "calibration": 2}, "set aside when there is no train"
+    assert dyno_data.read_meta(found)["splits"] == {"test": 8, "calibration": 2}, "set aside when there is no train"
     assert len(truth(found)["images"]) == len(truth(found)["annotations"]) == 8
     lines = ["./images/val/000.jpg", r"images\val\001.jpg", r".\images\val\002.jpg"]
     lines.append(f"{folder.name}/images/val/003.jpg")
@@ -82,7 +82,7 @@ def test_splits_and_layouts(yolo: Any, make: Any, tmp_path: Path, monkeypatch: p
     (folder / "four.txt").write_text("\n".join(lines))
     (folder / "data.yaml").write_text("val: four.txt\ntrain: images/val\nnames: [disc, triangle]\n")
     found = make(folder / "data.yaml")
-    assert dyno_data.meta(found)["splits"] == {"test": 4, "calibration": 6}, "an image to test on is no other"
+    assert dyno_data.read_meta(found)["splits"] == {"test": 4, "calibration": 6}, "an image to test on is no other"
     exported = tmp_path / "exported"
     for part in ("images", "labels"):
         shutil.copytree(folder / part / "val", exported / "valid" / part)
@@ -91,7 +91,7 @@ def test_splits_and_layouts(yolo: Any, make: Any, tmp_path: Path, monkeypatch: p
     (exported / "data.yaml").write_text("path: C:\\data\nval: valid\\images\nnc: 2\nnames: [disc, triangle]\n")
     assert make(exported, calibration=0).count == 10
     (exported / "data.yaml").write_text("validation: exported/valid/images\nnc: 2\n")
-    found = dyno_data.meta(make(exported, calibration=0))
+    found = dyno_data.read_meta(make(exported, calibration=0))
     assert (found["splits"], found["classes"]) == ({"test": 10}, ["0", "1"])
     (exported / "data.yaml").unlink()
     assert make(exported, calibration=0).count == 10
@@ -119,7 +119,7 @@ def test_a_path_that_is_not_there_is_a_warning(
                 for file in sorted((folder / part).iterdir())[:4]:
                     shutil.copy(file, tmp_path / "sets/night" / part)
         (folder / "data.yaml").write_text(f"path: {path}\n{names}")
-        found = dyno_data.meta(make(folder, calibration=0))
+        found = dyno_data.read_meta(make(folder, calibration=0))
         assert (found["splits"]["test"], found["warnings"]) == (count, warning), path
 
 
@@ -133,15 +133,15 @@ def test_images_to_train_on_that_are_not_there_are_said(yolo: Any, make: Any, tm
         ("[images/train, nowhere]", f"there is no {folder}/nowhere", 4),
     ):
         (folder / "data.yaml").write_text(f"val: images/val\ntrain: {train}\nnames: [disc, triangle]\n")
-        about = dyno_data.meta(make(folder, set_aside=True))
+        about = dyno_data.read_meta(make(folder, set_aside=True))
         assert about["warnings"] == [f"data.yaml, train: {wrong}"]
         assert about["splits"]["calibration"] == calibrated
     (folder / "data.yaml").write_text("val: images/val\ntrain: nowhere\nnames: [disc, triangle]\n")
     other = tmp_path / "other"
     shutil.copytree(folder / "images/train", other)
-    assert dyno_data.meta(make(folder))["warnings"] == [], "nothing is set aside"
+    assert dyno_data.read_meta(make(folder))["warnings"] == [], "nothing is set aside"
     for calibration in (0, other):
-        assert dyno_data.meta(make(folder, calibration=calibration))["warnings"] == [], "they are not needed"
+        assert dyno_data.read_meta(make(folder, calibration=calibration))["warnings"] == [], "they are not needed"
 
 
 def test_labels_shape_the_data_set(yolo: Any, make: Any) -> None:
@@ -166,7 +166,7 @@ def test_background_and_lines_that_stand_twice(yolo: Any, make: Any) -> None:
     (folder / "labels/val/classes.txt").write_text("disc\ntriangle\n")
     data = make(folder)
     assert (data.count, len(truth(data)["annotations"])) == (6, 4)
-    assert dyno_data.meta(data)["warnings"] == [
+    assert dyno_data.read_meta(data)["warnings"] == [
         "1 image without a label file counts as background",
         "1 line is a duplicate within a file: each counts once",
     ]
@@ -196,7 +196,7 @@ def test_a_corrupt_image_in_the_middle(yolo: Any, make: Any) -> None:
     assert [i["file_name"][-7:-4] for i in found["images"]] == ["000", "001", "002", "004", "005"]
     assert [a["image_id"] for a in found["annotations"]] == [0, 1, 2, 3, 4]
     assert found["annotations"][3]["bbox"] == whole["annotations"][4]["bbox"]
-    assert len(np.load(Path(data.folder, "sizes.npy"))) == dyno_data.meta(data)["count"] == 13
+    assert len(np.load(Path(data.folder, "sizes.npy"))) == dyno_data.read_meta(data)["count"] == 13
 
 
 BAD = {
@@ -242,7 +242,7 @@ def test_boxes_within_rounding_of_the_edge_are_fine(yolo: Any, make: Any) -> Non
 def test_classes_numbered_in_quotes(yolo: Any, make: Any) -> None:
     folder = yolo()
     (folder / "data.yaml").write_text('val: images/val\nnames: {"1": triangle, "0": disc}\n')
-    assert dyno_data.meta(make(folder))["classes"] == ["disc", "triangle"]
+    assert dyno_data.read_meta(make(folder))["classes"] == ["disc", "triangle"]
 
 
 def test_what_is_wrong_with_a_folder(yolo: Any, make: Any, tmp_path: Path) -> None:

@@ -104,12 +104,12 @@ def printed() -> dict[str, str]:
     """What today's code prints of the stored folder, by the name of the file that holds it."""
     from dyno.report.export import export
     from dyno.report.tables import trial_table
-    from dyno.report.verdict.verdict import about
+    from dyno.report.verdict.verdict import describe_run
 
     run = trial_table.read_trials(RUN)
     table = trial_table.TRIALS.table(run)
     formats = {"results.csv": "csv", "results.md": "markdown", "results.json": "json"}
-    return {name: export([table], format, about=about(run)) for name, format in formats.items()}
+    return {name: export([table], format, about=describe_run(run)) for name, format in formats.items()}
 
 
 def check(scratch: Path) -> None:

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from dyno.jobs import launcher
-from dyno.jobs.launcher import environment, launch, read_stage
+from dyno.jobs.launcher import launch, make_environment, read_stage
 from dyno.jobs.telemetry import ProcessTree, Telemetry
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import SCHEMA, Job, Runtime, Trial, UserError, to_json
@@ -434,7 +434,7 @@ def test_an_interpreter_that_is_none_is_a_crash_with_its_words(fake_trial: Any, 
 
 
 def test_the_environment_fixes_threads_and_silences_telemetry() -> None:
-    env = environment(Runtime(threads=3), {"OMP_NUM_THREADS": "64", "PATH": "/bin", "PYTHONPATH": "/ours"})
+    env = make_environment(Runtime(threads=3), {"OMP_NUM_THREADS": "64", "PATH": "/bin", "PYTHONPATH": "/ours"})
     assert [env[f"{name}_NUM_THREADS"] for name in ("OMP", "MKL", "OPENBLAS")] == ["3", "3", "3"]
     assert SILENCE.items() <= env.items()
     assert (env["PATH"], env["PYTHONPATH"]) == ("/bin", "/ours")
@@ -457,9 +457,9 @@ def test_a_compiler_cache_lies_beside_the_rounds_of_a_trial_alone(
 
 def test_another_interpreter_is_not_led_astray() -> None:
     ours = {"PYTHONPATH": "/ours", "PYTHONHOME": "/ours", "VIRTUAL_ENV": "/ours", "HOME": "/home"}
-    assert environment(Runtime(python="/opt/python3"), ours).keys() & ours.keys() == {"HOME"}
+    assert make_environment(Runtime(python="/opt/python3"), ours).keys() & ours.keys() == {"HOME"}
     given = Runtime(python="/opt/python3", env={"PYTHONPATH": "/theirs", "OMP_NUM_THREADS": "7"})
-    env = environment(given, ours)
+    env = make_environment(given, ours)
     assert (env["PYTHONPATH"], env["OMP_NUM_THREADS"]) == ("/theirs", "7")
 
 

@@ -14,10 +14,9 @@ import torch
 
 import dyno
 import onnx_text
-from dyno.worker.backends.tensor_rt import layers, library
+from dyno.worker.backends.tensor_rt import given, layers, library
 from dyno.worker.spec import UserError
 
-given: Any = importlib.import_module("dyno.worker.backends.tensor_rt.given")  # the package has a function of that name
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 NET = """
@@ -107,9 +106,9 @@ def test_an_engine_without_layer_information(monkeypatch: pytest.MonkeyPatch, tm
 
     give(layers.EngineLayer("one", "", (), (), ""))
     with pytest.raises(UserError, match=r"built without layer information.*--profilingVerbosity=detailed"):
-        given.inside("tensorrt", str(tmp_path / "x.engine"), "cuda:0")
+        given.list_layers("tensorrt", str(tmp_path / "x.engine"), "cuda:0")
     give(layers.EngineLayer("conv", "CaskConvolution", (), (), "k", nodes=("n",), parameters=9))
-    found = given.inside("tensorrt", str(tmp_path / "x.engine"), "cuda:0")
+    found = given.list_layers("tensorrt", str(tmp_path / "x.engine"), "cuda:0")
     assert (found.library, found.parameters) == (f"{library.NAMES['tensorrt']} 11.0", 9)
 
 

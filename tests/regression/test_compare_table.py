@@ -478,13 +478,15 @@ def test_pairs_at_the_limit_seldom_fail() -> None:
     failed = 0
     for _ in range(1500):
         logs = np.log1p(TOLERANCE) + rng.normal(0, 0.001, (10, 6))
-        judged = compare_table.judge_family([stats.paired(each.tolist()) for each in logs], stats.Rule(TOLERANCE))
+        judged = compare_table.judge_family(
+            [stats.pair_evidence(each.tolist()) for each in logs], stats.Rule(TOLERANCE)
+        )
         failed += any(verdict == stats.SLOWER for _, verdict in judged)
     assert failed / 1500 < 0.04
 
 
 def test_a_second_look_costs_half_of_the_error() -> None:
     logs = [0.021, 0.024, 0.022, 0.026, 0.023]
-    once, twice = (stats.decide(stats.paired(logs), stats.Rule(looks=looks)) for looks in (1, 2))
+    once, twice = (stats.decide(stats.pair_evidence(logs), stats.Rule(looks=looks)) for looks in (1, 2))
     assert twice.p == pytest.approx(2 * once.p)
     assert twice.high / twice.low > once.high / once.low

@@ -51,14 +51,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return whole(model, **{**given, **more})
 
     monkeypatch.setattr(module, "selftest", short)
-    monkeypatch.setattr(registry, "names", lambda: ["fake"])  # the others would be asked by `dyno doctor`
+    monkeypatch.setattr(registry, "list_backends", lambda: ["fake"])  # the others would be asked by `dyno doctor`
 
 
 def known() -> StoredSelfTest:
     """A self-test of this machine, as if it had been measured."""
     rounds = tuple(TestRound(1e-3 + n * 1e-5, (ProcessPair(0.0, (0.001 * (n % 3), 0.002)),)) for n in range(4))
     return StoredSelfTest(
-        "2026-11-23T10:00:00+00:00", "1", self_test.machine("cpu"), "cpu", "net", 1, 0.2, 0.1, 3, rounds
+        "2026-11-23T10:00:00+00:00", "1", self_test.identify_machine("cpu"), "cpu", "net", 1, 0.2, 0.1, 3, rounds
     )
 
 
@@ -157,11 +157,11 @@ def test_another_machines_self_test_counts_for_nothing(fake_study: Any, tmp_path
     self_test.keep(replace(kept, machine={**kept.machine, "cores": 999}))
     found, wrong = self_test.find("cpu")
     assert found is None and "cores was 999" in wrong
-    (state,) = self_test.states()
+    (state,) = self_test.list_states()
     assert state["grade"] == "" and "cores was 999" in state["state"]
     execute(fake_study(), tmp_path / "run", Progress(quiet=True))
     assert not (tmp_path / "run" / "self-test.json").exists()
-    write_json(self_test.place("cpu"), {**to_json(kept), "rounds": "none"})
+    write_json(self_test.find_place("cpu"), {**to_json(kept), "rounds": "none"})
     assert self_test.find("cpu") == (None, "it can't be read")
 
 

@@ -16,7 +16,7 @@ import printed
 import synthetic
 from browser import ask, browse
 from dyno.report import charts, report, sections, tables
-from dyno.report.report import ChartDrawing, leading
+from dyno.report.report import ChartDrawing, keep_leading
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.results.run_data import RunData
@@ -61,10 +61,10 @@ def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
         assert expected in page.text, expected
     # A drawing for each chart; above the tables stands one of the smallest batch, and a narrow one for phones.
     assert page.tags.count("svg") == len(printed.drawn(run)) + 2
-    assert set(leading(run).frame["batch"]) == {1} < set(run.frame["batch"])
+    assert set(keep_leading(run).frame["batch"]) == {1} < set(run.frame["batch"])
     assert "At the smallest batch;" in written.read_text().split("Trials</h2>")[0]
     assert page.tags.index("svg") < page.tags.index("table")
-    kinds = {kind.name: kind for kind in tables.kinds()}
+    kinds = {kind.name: kind for kind in tables.list_kinds()}
     others = [t for name, t in printed.every(run).items() if kinds[name].section and name != "trials"]
     choices = sum(len(list(table.parts())) for table in others) + len(printed.drawn(run)) + len(demo.trials)
     assert page.tags.count("select") == 3 and page.tags.count("option") == choices
@@ -383,8 +383,8 @@ DRAW, HERE = report._draw_kind, os.getpid()
 @pytest.fixture
 def demo_run(demo: Results, monkeypatch: pytest.MonkeyPatch) -> RunData:
     monkeypatch.setattr(report, "MANY", 2)
-    few = charts.kinds()[:3]
-    monkeypatch.setattr(charts, "kinds", lambda: few)
+    few = charts.list_charts()[:3]
+    monkeypatch.setattr(charts, "list_charts", lambda: few)
     return trial_table.read_trials(demo)
 
 

@@ -44,8 +44,10 @@ def wide(text: str) -> list[str]:
 
 
 def test_a_ratio_of_times_that_is_unclear_is_said_in_a_sentence() -> None:
-    assert formatting.takes(formatting.ratio(1.0, 0.1, 9.0)) == "the ratio of B's time to A's is unclear"
-    assert formatting.takes(formatting.ratio(2.0, 1.9, 2.1), "time per frame").startswith("B takes 2.00x [1.90, ")
+    assert formatting.describe_time(formatting.format_ratio(1.0, 0.1, 9.0)) == "the ratio of B's time to A's is unclear"
+    assert formatting.describe_time(formatting.format_ratio(2.0, 1.9, 2.1), "time per frame").startswith(
+        "B takes 2.00x [1.90, "
+    )
 
 
 def test_the_check_sees_a_wide_interval() -> None:
@@ -64,7 +66,7 @@ def test_the_check_sees_a_wide_interval() -> None:
     ],
 )
 def test_limits_in_digits_or_words(low: float, high: float, text: str) -> None:
-    assert formatting.limits(low, high, lambda v: f"{v:.1f}") == text
+    assert formatting.format_limits(low, high, lambda v: f"{v:.1f}") == text
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_limits_in_digits_or_words(low: float, high: float, text: str) -> None:
     ],
 )
 def test_a_ratio_has_its_useful_limit(low: float, high: float, text: str) -> None:
-    assert formatting.ratio(2.0, low, high) == text
+    assert formatting.format_ratio(2.0, low, high) == text
 
 
 def test_a_ratio_that_the_medians_contradict_is_printed_nowhere(

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import synthetic
-from dyno.report.tables import named, trial_table
+from dyno.report.tables import make_tables, trial_table
 from dyno.results import energy
-from dyno.results.energy import Energy, Meter, power
+from dyno.results.energy import Energy, Meter, estimate_power
 from dyno.results.trial_result import load_run
 from synthetic import Way
 from synthetic_card import Card
@@ -94,14 +94,14 @@ def test_it_is_a_column_and_a_table(machine: Machine) -> None:
     run = trial_table.read_trials(machine.folder)
     row = run.frame.iloc[0]
     assert row["energy_j_low"] < row["energy_j"] < row["energy_j_high"] and row["energy_missing"] == ""
-    (table,) = named(run, "energy")
+    (table,) = make_tables(run, "energy")
     assert table.rows[0]["energy_j"] == row["energy_j"] and table.rows[0]["power_w"] == pytest.approx(145)
 
 
 def test_without_asking_the_column_says_so_and_there_is_no_table(machine: Machine) -> None:
     run = trial_table.read_trials(machine.folder)
     assert math.isnan(run.frame["energy_j"][0]) and run.frame["energy_missing"][0] == energy.NOT_ASKED
-    assert not named(run, "energy")[0].rows
+    assert not make_tables(run, "energy")[0].rows
 
 
 def test_why_there_is_none(machine: Machine) -> None:
@@ -131,10 +131,10 @@ def test_others_on_the_processors_spoil_a_processor_s_energy(tmp_path: Path) -> 
 def test_a_counter_that_is_seldom_written_still_has_its_rate() -> None:
     at = np.arange(0.1, 3.05, 0.1)
     seldom = 250.0 * np.floor(at / 0.3) * 0.3
-    assert power({"at": at, "gpu_energy": seldom}, "gpu_energy") == pytest.approx(250, rel=0.03)
-    assert math.isnan(power({"at": at[:4], "gpu_energy": seldom[:4]}, "gpu_energy"))
-    assert math.isnan(power({"at": at, "gpu_energy": seldom}, "gpu_energy", (1.0, 1.9))), "too short"
-    assert math.isnan(power({"at": at}, "gpu_energy"))
+    assert estimate_power({"at": at, "gpu_energy": seldom}, "gpu_energy") == pytest.approx(250, rel=0.03)
+    assert math.isnan(estimate_power({"at": at[:4], "gpu_energy": seldom[:4]}, "gpu_energy"))
+    assert math.isnan(estimate_power({"at": at, "gpu_energy": seldom}, "gpu_energy", (1.0, 1.9))), "too short"
+    assert math.isnan(estimate_power({"at": at}, "gpu_energy"))
 
 
 def test_memory_by_nvidia_smi_beside_the_allocator_s(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_memory_by_nvidia_smi_beside_the_allocator_s(tmp_path: Path) -> None:
     ]
     run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways, samples=50)))
     torch, ort, trt = sorted(
-        named(run, "gpu-memory")[0].rows, key=lambda row: (row["label"].split()[1] != "pytorch", row["label"])
+        make_tables(run, "gpu-memory")[0].rows, key=lambda row: (row["label"].split()[1] != "pytorch", row["label"])
     )
     assert (torch["before_mb"], torch["peak_mb"], torch["net_mb"]) == pytest.approx((600, 3100, 2500))
     assert (torch["given_mb"], torch["counted_mb"], torch["rest_mb"]) == pytest.approx((300, 900, 1600))

@@ -21,7 +21,7 @@ from dyno.results import ranking, stats
 from dyno.results import ranking as rankings_module
 from dyno.results.blocks import RoundRatios
 from dyno.results.correctness import WRONG
-from dyno.results.metrics import quality
+from dyno.results.metrics import choose_metric
 from dyno.results.ranking import LATENCY, THROUGHPUT, compare_rows, cpu_contention, rank_goals
 from dyno.results.stats import TURNS, Speedup
 from dyno.results.trial_result import Results, TrialResult, load_run
@@ -120,7 +120,7 @@ def test_columns_of_another_task_serve_as_well(tmp_path: Path) -> None:
     loaded = load_run(synthetic.write_run(tmp_path / "run", [Way("pytorch", labelled=False)], samples=5))
     run = trial_table.read_trials(loaded)
     frame = run.frame.assign(map50_95=41.5, map50_95_low=40.0, map50_95_high=43.0)
-    metric = quality(frame)
+    metric = choose_metric(frame)
     assert (metric.name, metric.interval(frame.iloc[0])) == ("mAP", (40.0, 43.0))
     assert [row["accuracy"] for row in FRONTIER.table(replace(run, frame=frame)).rows] == [41.5]
 

@@ -12,9 +12,9 @@ import synthetic
 from dyno.devices.one_host import summarise_rounds
 from dyno.report.verdict.findings import list_device_findings
 from dyno.results import remarks
-from dyno.results.correctness import find_references, incomparable
+from dyno.results.correctness import find_mismatch, find_references
 from dyno.results.files import read_npz, read_numbers
-from dyno.results.notes import AnchorDevice, AnchorDevices, devices
+from dyno.results.notes import AnchorDevice, AnchorDevices, read_devices
 from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import UserError
 from refusals import refuses
@@ -262,7 +262,7 @@ def test_an_unknown_reference_lists_what_there_is(demo: Results) -> None:
 def test_other_weights_or_inputs_are_incomparable(tmp_path: Path) -> None:
     ways = [Way("pytorch"), Way("a", facts={"weights_sha256": "e" * 64}), Way("b", facts={"inputs_sha256": "e" * 64})]
     trials = load_run(synthetic.write_run(tmp_path / "r", ways, samples=5, count=5)).trials
-    assert [incomparable(t, trials[0]) for t in trials] == ["", "different weights", "different inputs"]
+    assert [find_mismatch(t, trials[0]) for t in trials] == ["", "different weights", "different inputs"]
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
@@ -335,5 +335,5 @@ def test_a_file_from_elsewhere_may_hold_anything(tmp_path: Path) -> None:
     row = {"place": None, "card": None, "alone": [0, -1.0, 1e999], "beside": None, "ratios": [0.0]}
     for rows in (None, [row, row], [{"place": "a", "alone": [1.0]}, {"place": "b", "alone": [2.0], "ratios": [1.0]}]):
         (tmp_path / "devices.json").write_text(json.dumps({"schema": 2, "devices": rows, "equivalent": -3}))
-        assert devices(tmp_path) is not None
+        assert read_devices(tmp_path) is not None
         assert list(list_device_findings(Results(tmp_path, [])))

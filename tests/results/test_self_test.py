@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dyno.report import self_test as report_self_test
-from dyno.report.self_test import tables
+from dyno.report.self_test import make_tables
 from dyno.results import self_test, stats
 from dyno.results.rounds import Round
-from dyno.results.self_test import ProcessPair, SelfTest, StoredSelfTest, TestRound, find_smallest, read, visible
+from dyno.results.self_test import ProcessPair, SelfTest, StoredSelfTest, TestRound, find_smallest, find_visible, read
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.job import Facts, Turns
 from dyno.worker.record import Record
@@ -113,16 +113,16 @@ def test_what_contradicts_the_promises_is_said() -> None:
 def test_a_run_that_measures_for_less_sees_less() -> None:
     whole = simulated(rounds=300, process=0.002, block=0.01)
     known = whole.summary()
-    usual = visible(known, 3, known.seconds, True)
+    usual = find_visible(known, 3, known.seconds, True)
     assert usual == whole.visible(3).value
-    assert visible(known, 3, known.seconds / 3, True) > usual
-    assert visible(known, 3, known.seconds * 9, True) == usual, "more than was tested is not promised"
-    assert visible(known, 10, known.seconds, True) < usual < visible(known, 3, known.seconds, False)
-    assert math.isinf(visible(known, 1, 1.0, True))
-    stricter = visible(known, 5, 9.0, True, 0.05 / 6) / visible(known, 5, 9.0, True)
+    assert find_visible(known, 3, known.seconds / 3, True) > usual
+    assert find_visible(known, 3, known.seconds * 9, True) == usual, "more than was tested is not promised"
+    assert find_visible(known, 10, known.seconds, True) < usual < find_visible(known, 3, known.seconds, False)
+    assert math.isinf(find_visible(known, 1, 1.0, True))
+    stricter = find_visible(known, 5, 9.0, True, 0.05 / 6) / find_visible(known, 5, 9.0, True)
     assert stricter == pytest.approx(_find_reach(4, 0.05 / 6) / _find_reach(4, 0.05), rel=1e-3)
-    assert visible(known, 80, 9.0, True) == pytest.approx(visible(known, 20, 9.0, True) / 2)
-    assert math.isnan(visible(replace(known, apart={}), 3, 1.0, False))
+    assert find_visible(known, 80, 9.0, True) == pytest.approx(find_visible(known, 20, 9.0, True) / 2)
+    assert math.isnan(find_visible(replace(known, apart={}), 3, 1.0, False))
 
 
 def test_a_run_says_what_it_sees_in_words() -> None:
@@ -159,7 +159,7 @@ def test_what_is_stored_is_read_back_or_is_none() -> None:
 def test_a_study_of_each_kind_needs_its_rounds() -> None:
     few = simulated(rounds=4)
     assert {one.rounds for one in few.verdicts} == {3}
-    visible_table, verdicts = tables(few)
+    visible_table, verdicts = make_tables(few)
     assert [row["rounds"] for row in visible_table.rows] == [3, 5, 10]
     assert [row["studies"] for row in verdicts.rows] == [1] * len(SLOWED)
     assert math.isnan(few.visible(3).low), "too few rounds for limits"
@@ -196,7 +196,7 @@ def test_the_smallest_difference_is_seen_by_four_studies_of_five(rounds: int, pa
             assert difference == pytest.approx(0.01 * NORMAL[rounds], rel=0.06)
     else:
         sides = np.exp(rng.choice(noise / math.sqrt(2), (2, STUDIES, rounds)))
-        said = [stats.speedup([*a * math.exp(difference)], [*b]) for a, b in zip(*sides, strict=True)]
+        said = [stats.decide_apart([*a * math.exp(difference)], [*b]) for a, b in zip(*sides, strict=True)]
     if tails == "bursts" and rounds > 3:
         assert difference < 0.02 * NORMAL[rounds], "with the disturbed rounds it would be tens of percent"
     share = sum(one.verdict == stats.SLOWER for one in said) / STUDIES

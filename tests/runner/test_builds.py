@@ -91,7 +91,7 @@ def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Any) ->
     assert [r.facts.build for r in four.records.trials[0].rounds] == [1, 2, 3, 4] * 2
     said = " ".join(verdict.read_verdict(four).lines)
     assert "over 4 builds" in said and "one build" not in said
-    (variance,) = tables.named(four, "variance")
+    (variance,) = tables.make_tables(four, "variance")
     assert all(row["builds_share"] > 90 and row["advice"].startswith("more builds") for row in variance.rows)
     again, log = measured("four", builds=4)
     assert not log.files and not log.began and len(again.frame) == 2

@@ -14,12 +14,12 @@ from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.results import stats
 from dyno.results.blocks import log_ratios
-from dyno.results.ranking import UndecidedPair, list_contenders, pending
+from dyno.results.ranking import UndecidedPair, list_contenders, list_pending
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import load_run
 from dyno.runner import execute as run_execute
 from dyno.runner.execute import execute
-from dyno.runner.run_folder import earlier
+from dyno.runner.run_folder import read_earlier
 from dyno.worker.record import Measurement, Record, read_json, write_json, write_record
 from dyno.worker.spec import ROUNDS, Job, Trial, UserError, from_json, to_json
 from refusals import refuses
@@ -192,13 +192,13 @@ def test_without_it_nothing_more_is_measured(study: Any, tmp_path: Path, scripte
 
 def test_the_verdict_is_the_same_when_it_is_shown_later(study: Any, tmp_path: Path, scripted: None) -> None:
     execute(study(backends=(REFERENCE, CLEAR)), tmp_path, progress := Stopped())
-    assert progress.began == {0: 2, 1: 2} and not pending(trial_table.read_trials(tmp_path))
+    assert progress.began == {0: 2, 1: 2} and not list_pending(trial_table.read_trials(tmp_path))
     frame = trial_table.read_trials(tmp_path).frame
     (row,) = frame[frame["verdict"] == stats.SLOWER].to_dict("records")
     slow, fast = (t.medians("model") for t in sorted(load_run(tmp_path), key=lambda t: -int(t.options["latency_ms"])))
-    look = stats.speedup(slow, fast, stats.Rule(first=FIRST))
+    look = stats.decide_apart(slow, fast, stats.Rule(first=FIRST))
     assert (row["speedup_low"], row["speedup_high"]) == pytest.approx((look.low, look.high))
-    assert look.low < stats.speedup(slow, fast).low, "a look costs a part of the error"
+    assert look.low < stats.decide_apart(slow, fast).low, "a look costs a part of the error"
 
 
 @pytest.mark.parametrize(("noise", "least", "most"), [(0.01, 4, 4), (0.06, 5, 11), (0.3, 12, 12)])
@@ -218,7 +218,7 @@ def test_rounds_go_on_until_the_winners_interval_is_narrow_but_not_beyond_three_
 def test_a_pair_of_which_the_study_has_one_trial_is_left(study: Any, tmp_path: Path, scripted: None) -> None:
     execute(study(backends=(REFERENCE,)), tmp_path, Stopped())
     execute(study(backends=(LIKE,), reference=LIKE), tmp_path, progress := Stopped())
-    assert progress.began == {0: 1, 1: 1} and pending(trial_table.read_trials(tmp_path))
+    assert progress.began == {0: 1, 1: 1} and list_pending(trial_table.read_trials(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         execute(study(backends=(REFERENCE, LIKE)), tmp_path, Stopped(3))
     assert {len(each) for each in rounds(tmp_path).values()} == {3}
@@ -234,7 +234,7 @@ def test_a_folder_of_before_goes_on(study: Any, tmp_path: Path, scripted: None) 
     execute(study(until="rounds"), tmp_path, Stopped())
     path = tmp_path / "study.toml"
     path.write_text(path.read_text().replace('until = "rounds"\n', "").replace("turns = false\n", ""))
-    before = earlier(tmp_path)
+    before = read_earlier(tmp_path)
     assert before and (before.rounds, before.until, before.turns) == (FIRST, "rounds", False)
     assert trial_table.read_trials(tmp_path).rule.first == 0
     with pytest.raises(UserError, match="was measured with turns=False, this command says turns=True"):

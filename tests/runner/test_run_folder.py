@@ -239,7 +239,7 @@ def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Any, monke
     assert said == "1 failed job tried again: 1.5 s instead of 1 s" and again.startswith("1/1 timeout")
     assert len(tried("exception")) == 1 and tried("exception") == []
     assert tried("exception", "--retry-failed")[0] == "1 failed job tried again: as requested"
-    monkeypatch.setattr("dyno.runner.ensemble.versions", lambda *_: {"numpy": "99"})
+    monkeypatch.setattr("dyno.runner.ensemble.find_versions", lambda *_: {"numpy": "99"})
     assert tried("exception")[0] == "1 failed job tried again: numpy is 99 now"
 
 

@@ -12,7 +12,7 @@ from dyno import Study, UserError
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.results import stats, trial_result
-from dyno.results.notes import FAILED, Attempt, attempts
+from dyno.results.notes import FAILED, Attempt, read_attempts
 from dyno.runner import search
 from dyno.study.plan import expand
 from dyno.worker.spec import Dims, ModelSpec, Trial
@@ -167,7 +167,7 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tried(run: Path) -> Attempt:
-    (one,) = attempts(run)
+    (one,) = read_attempts(run)
     return one
 
 
@@ -223,4 +223,4 @@ def test_the_type_that_decides_a_trial_s_route(precision: str, beside: tuple[str
 
 def test_a_damaged_note_is_no_note(tmp_path: Path) -> None:
     (tmp_path / "routes.json").write_text(json.dumps({"schema": 2, "attempts": [{"key": 3}]}))
-    assert attempts(tmp_path) == ()
+    assert read_attempts(tmp_path) == ()

@@ -30,7 +30,7 @@ from dyno.report.tables.trial_table import read_trials
 from dyno.report.verdict.verdict import list_sentences
 from dyno.results import correctness
 from dyno.results.blocks import find_drift, log_ratios
-from dyno.results.ranking import gather_evidence, pending, rank_goals
+from dyno.results.ranking import gather_evidence, list_pending, rank_goals
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import load_run
 from dyno.runner import ensemble, turns
@@ -644,7 +644,7 @@ def test_rounds_that_other_programs_took_are_made_up_for(
     rounds count, and none is missing."""
     found = _run_equal(study(*(f"fake@latency_ms={2 + k / 100}" for k in range(4)), rounds=3), tmp_path, lost)
     winner, runner_up, *others = rank_goals(found)[0].fastest["trial"]
-    asked = {id for pair in pending(found) if winner in pair.trials for id in pair.trials}
+    asked = {id for pair in list_pending(found) if winner in pair.trials for id in pair.trials}
     behind = {*others} - {found.frame["reference"].iloc[0]}
     assert runner_up in asked and behind
     assert asked & behind == (behind if is_short else set())
@@ -657,7 +657,7 @@ def test_a_backend_with_rounds_of_its_own_gets_others_for_lost_ones_alone(
     equal = [f"fake@latency_ms={2 + k / 100}@rounds=3" for k in range(3)]
     found = _run_equal(study(*equal, rounds=4), tmp_path, lost)
     winner, *others = rank_goals(found)[0].fastest["trial"]
-    asked = {id for pair in pending(found) if winner in pair.trials for id in pair.trials}
+    asked = {id for pair in list_pending(found) if winner in pair.trials for id in pair.trials}
     assert asked == ({winner, *others} if lost else set())
 
 
@@ -771,7 +771,7 @@ def in_turns(trials: tuple[Trial, ...], requested: str) -> dict[str, str]:
     """The reference of each trial where they measure in turns, by id."""
     mixed = Random(1).sample(trials, len(trials))
     fits = correctness.make_matcher(requested, mixed) if requested else None
-    chosen = [(group, ensemble.reference(group, fits)) for group in ensemble.groups(mixed)]
+    chosen = [(group, ensemble.choose_reference(group, fits)) for group in ensemble.group_trials(mixed)]
     return {t.id: reference.id for group, reference in chosen if reference for t in group}
 
 

@@ -247,7 +247,7 @@ def test_disturbed_passes_are_left_out_of_every_stage_alike() -> None:
     slow = np.array([1, 1, 10, 1, 1, 1, 1, 1])
     seconds = {"preprocess": 0.1, "model": 0.2, "postprocess": 0.1, "request": 0.5}
     arrays = {name: np.outer([1, 3], each * slow) for name, each in seconds.items()}
-    assert application._average(arrays) == pytest.approx({name: 2 * each for name, each in seconds.items()})
+    assert application._average_stages(arrays) == pytest.approx({name: 2 * each for name, each in seconds.items()})
 
 
 Pair = namedtuple("Pair", "first second")

@@ -15,7 +15,7 @@ from drawn import photographs as photos
 from dyno import Study
 from dyno import data as dyno_data
 from dyno.study import images
-from dyno.study.images import decoding, prepared
+from dyno.study.images import prepare_images, report_decoding
 from dyno.worker.inspection import Inspection
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 from refusals import refuses
@@ -27,21 +27,23 @@ SYNSETS = {"n01440764": 0, "n01751748": 65, "n15075141": 999}
 
 def data_for(folder: Path | str, outputs: int = 0, task: str = "classify", **more: Any) -> DataSpec:
     study = Study(models=("fake:net",), backends=("pytorch",), data=str(folder))
-    return prepared(study, ModelSpec("net", "fake:net", task=task, **more), (16, 16), outputs)
+    return prepare_images(study, ModelSpec("net", "fake:net", task=task, **more), (16, 16), outputs)
 
 
 def test_synsets_have_the_standard_classes_numbers(tmp_path: Path) -> None:
     folder = photos(tmp_path / "val", *SYNSETS)
     data = data_for(folder, 1000)
-    about, labels = dyno_data.meta(data), np.load(Path(data.folder, "labels.npy"))
+    about, labels = dyno_data.read_meta(data), np.load(Path(data.folder, "labels.npy"))
     assert sorted(set(labels.tolist())) == [0, 65, 999]
     assert (len(about["classes"]), about["label_source"]) == (1000, "imagenet1k")
     assert about["classes"][0] == "tench (n01440764)"
     assert about["classes"][65] == "sea snake (n01751748)"
     assert len(set(about["classes"])) == 1000
-    few = dyno_data.meta(data_for(folder, 3))
+    few = dyno_data.read_meta(data_for(folder, 3))
     assert (few["classes"], few["label_source"]) == (sorted(SYNSETS), "folders"), "a model of these three"
-    assert dyno_data.meta(data_for(photos(tmp_path / "all", *SYNSETS, "n99999999"), 4))["label_source"] == "folders"
+    assert (
+        dyno_data.read_meta(data_for(photos(tmp_path / "all", *SYNSETS, "n99999999"), 4))["label_source"] == "folders"
+    )
 
 
 def test_the_list_is_timm_s() -> None:
@@ -74,7 +76,7 @@ def test_images_without_labels_are_right_for_any_model(tmp_path: Path) -> None:
     folder = photos(tmp_path / "loose", "", count=10)
     assert dyno_data.format_of(folder).name == "images"
     data = data_for(folder, 1000)
-    about = dyno_data.meta(data)
+    about = dyno_data.read_meta(data)
     assert set(np.load(Path(data.folder, "labels.npy"))) == {-1}
     assert (about["label_source"], about["classes"]) == ("none", [])
     assert about["splits"] == {"test": 10}
@@ -113,7 +115,7 @@ def test_data_for_another_task_is_refused(tmp_path: Path) -> None:
     boxes = annotated(tmp_path / "boxes")
     (boxes / "data.yaml").write_text("val: images/val\nnames: [one, two]\n")
     folder = photos(tmp_path / "pets", "cat", "dog")
-    assert dyno_data.meta(data_for(boxes, task="detect", classes=2))["has"] == ["boxes"]
+    assert dyno_data.read_meta(data_for(boxes, task="detect", classes=2))["has"] == ["boxes"]
     for task, data, more, line in (
         ("detect", folder, {}, "is in class folders, but net is for detect; give annotations in COCO's"),
         ("classify", boxes, {}, "is in YOLO's format, but net is for classify; give class folders"),
@@ -137,7 +139,7 @@ def test_decoding_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(images, "QUIET_S", quiet)
         written = io.StringIO()
-        with decoding(Console(file=written, force_terminal=terminal, width=100)) as progress:
+        with report_decoding(Console(file=written, force_terminal=terminal, width=100)) as progress:
             progress(1, 2)
             progress(2, 2)
         assert re.search(wanted, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue()), re.S)
@@ -146,7 +148,7 @@ def test_decoding_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_decoded_before_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "QUIET_S", 0.0)
     written = io.StringIO()
-    with decoding(Console(file=written)) as progress:
+    with report_decoding(Console(file=written)) as progress:
         progress(1001, 1002)
         progress(1002, 1002)
     assert re.fullmatch(r"decoded 2 images in 0.\d s, 1,000 before\n", written.getvalue())
@@ -168,7 +170,7 @@ def test_photographs_without_boxes_serve_a_detector(tmp_path: Path) -> None:
     folder = photos(tmp_path / "loose", "", count=5)
     for task in ("detect", "segment", "pose"):
         data = data_for(folder, task=task, classes=80, keypoints=(17, 3) if task == "pose" else ())
-        about = dyno_data.meta(data)
+        about = dyno_data.read_meta(data)
         assert (data.count, about["classes"], about["preprocess"]["letterbox"], "truth" in about) == (
             5,
             [],
@@ -178,7 +180,7 @@ def test_photographs_without_boxes_serve_a_detector(tmp_path: Path) -> None:
         assert np.load(Path(data.folder, "sizes.npy")).tolist() == [[20, 30]] * 5
     study = Study(models=("fake:net",), data=str(folder), budget={"mAP": 1.0})
     with pytest.raises(UserError, match=r"a budget needs boxes, and .* has none; give annotations in COCO's"):
-        prepared(study, ModelSpec("net", "fake:net", task="detect", classes=80), (16, 16))
+        prepare_images(study, ModelSpec("net", "fake:net", task="detect", classes=80), (16, 16))
 
 
 def test_classes_that_the_network_numbers_otherwise_are_refused(tmp_path: Path, dyno) -> None:
@@ -206,7 +208,7 @@ def test_boxes_of_classes_that_the_network_numbers_otherwise_are_refused(tmp_pat
     folder = annotated(tmp_path / "boxes")
     (folder / "data.yaml").write_text("val: images/val\nnames: [disc, triangle]\n")
     study, model = Study(models=("fake:net",), data=str(folder)), ModelSpec("net", "fake:net", task="detect")
-    data = prepared(study, model, (16, 16))
+    data = prepare_images(study, model, (16, 16))
     for names, refused in ((("triangle", "disc"), True), (("disc", "triangle"), False), (("a", "b"), False)):
         inspection = Inspection(task="detect", class_names=names)
         if refused:

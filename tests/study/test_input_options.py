@@ -12,31 +12,31 @@ from refusals import refuses
 
 def overrides(**fields: object) -> dict[str, dict[str, object]]:
     study = Study(models="fake:net", **fields)
-    return input_options.overrides(study.inputs, study.shapes)
+    return input_options.parse_overrides(study.inputs, study.shapes)
 
 
 def test_shapes_with_and_without_a_type() -> None:
-    found = input_options.shapes(["a:1x3", "onnx::x:2x4x8", "ids:batchx128:int64"])
+    found = input_options.parse_shapes(["a:1x3", "onnx::x:2x4x8", "ids:batchx128:int64"])
     assert found["a"] == {"shape": [1, 3]} and found["onnx::x"] == {"shape": [2, 4, 8]}
     assert found["ids"] == {"shape": ["batch", 128], "dtype": "int64"}
-    found = input_options.shapes(["sr::int64", "onnx::y::int64"])
+    found = input_options.parse_shapes(["sr::int64", "onnx::y::int64"])
     assert found == {name: {"shape": [], "dtype": "int64"} for name in ("sr", "onnx::y")}, "numbers"
 
 
 @pytest.mark.parametrize("text", ["1x3", "a:", "a:1x3:", "a:1xb", ":1x3", "::int64", "a:0x3", "a:-1x3"])
 def test_a_broken_shape_is_named(text: str) -> None:
-    refuses("is not NAME:1x3x224x224", input_options.shapes, [text])
+    refuses("is not NAME:1x3x224x224", input_options.parse_shapes, [text])
 
 
 def test_the_batch_may_be_any_axis_and_a_later_one_may_be_empty() -> None:
-    assert input_options.shapes(["a:50xbatchx16", "past:batchx4x0x8"]) == {
+    assert input_options.parse_shapes(["a:50xbatchx16", "past:batchx4x0x8"]) == {
         "a": {"shape": [50, "batch", 16]}, "past": {"shape": ["batch", 4, 0, 8]},
     }  # fmt: skip
-    refuses("with one batch", input_options.shapes, ["a:batchxbatch"])
+    refuses("with one batch", input_options.parse_shapes, ["a:batchxbatch"])
 
 
 def test_an_unknown_type_is_named() -> None:
-    refuses("unknown type of input 'ids' 'int46'; did you mean 'int64'", input_options.shapes, ["ids:1x8:int46"])
+    refuses("unknown type of input 'ids' 'int46'; did you mean 'int64'", input_options.parse_shapes, ["ids:1x8:int46"])
 
 
 def test_ranges_and_constants() -> None:

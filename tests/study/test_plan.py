@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dyno import Study, UserError, load, store
-from dyno.study.interpreters import installed, missing
-from dyno.study.model_info import batches, model_spec
+from dyno.study.interpreters import find_missing, list_installed
+from dyno.study.model_info import list_batches, model_spec
 from dyno.study.plan import expand
 from dyno.worker import registry
 from dyno.worker.backends.fake import Fake
@@ -69,7 +69,7 @@ def test_lower_precisions_run_where_none_is_named(
 ) -> None:
     images = pytest.importorskip("PIL.Image")
     pytest.importorskip("torchvision"), pytest.importorskip("openvino")
-    monkeypatch.setattr("dyno.study.plan.installed", lambda *_: ("pytorch", "openvino"))
+    monkeypatch.setattr("dyno.study.plan.list_installed", lambda *_: ("pytorch", "openvino"))
     monkeypatch.setattr("dyno.worker.system.cpu_flags", lambda: {"avx2", *flags})
     for number in range(10):
         images.new("RGB", (64, 64), (number, 0, 0)).save(tmp_path / f"{number}.png")
@@ -97,7 +97,7 @@ def test_a_device_that_is_not_there_is_a_refusal(fake_study: Any) -> None:
 
 
 def test_a_device_for_which_nothing_is_installed_is_one_line(fake_study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dyno.study.plan.installed", lambda *_: [])
+    monkeypatch.setattr("dyno.study.plan.list_installed", lambda *_: [])
     refuses("no backend that is installed here runs on cuda:0", expand, fake_study(backends=(), device="cuda:0"))
 
 
@@ -119,10 +119,10 @@ def test_a_library_that_is_not_there_is_a_refusal(fake_study: Any, monkeypatch: 
     tables = {"lacking": {"python": sys.executable}}
     (there,) = expand(fake_study(backends=("lacking",), runtime=tables))
     assert f"is not installed in {sys.executable}; pip install" in there.refusal
-    assert "lacking" in registry.names() and "lacking" not in installed("cpu")
+    assert "lacking" in registry.list_backends() and "lacking" not in list_installed("cpu")
     assert any(entry.trial.backend == "lacking" for entry in expand(fake_study(backends=(), runtime=tables)))
     assert all(entry.trial.backend != "lacking" for entry in expand(fake_study(backends=())))
-    assert missing("fake") == ""
+    assert find_missing("fake") == ""
 
 
 def test_runtimes_reach_the_trial(fake_study: Any) -> None:
@@ -137,7 +137,7 @@ def test_runtimes_reach_the_trial(fake_study: Any) -> None:
 def test_a_step_with_an_interpreter_of_its_own_runs_there(fake_study: Any) -> None:
     tables = {"modelopt": {"python": sys.executable, "env": {"N": 1}}}
     asked = {"backends": ("tensorrt_rtx@precision=fp8@input=uint8",), "data": "digits", "device": "cuda:0"}
-    if missing("tensorrt_rtx"):
+    if find_missing("tensorrt_rtx"):
         pytest.skip("tensorrt-rtx is not installed")
     (one,) = expand(fake_study(**asked, runtime=tables))
     step, makers = one.trial.recipe, {}
@@ -167,7 +167,7 @@ def test_our_path_lends_nothing_to_another_interpreter(tmp_path: Path, monkeypat
     monkeypatch.setattr(Lacking, "requires", ("borrowed",))
     known = {**registry._load_backends(), "lacking": Lacking()}
     monkeypatch.setattr(registry, "_load_backends", lambda: known)
-    assert missing("lacking", Runtime(python=sys.executable)) == "borrowed"
+    assert find_missing("lacking", Runtime(python=sys.executable)) == "borrowed"
 
 
 def test_the_golden_id(fake_study: Any) -> None:
@@ -301,9 +301,9 @@ def test_a_folder_is_no_model(tmp_path: Path) -> None:
 
 def test_an_engine_s_batches_are_known_before_anything_runs(fake_study: Any) -> None:
     found = Inspection(batches=(1, 4, 8))
-    assert batches(fake_study(), found) == (4,), "what it was tuned for"
-    assert batches(fake_study(batches=(1, 8)), found) == (1, 8)
-    refuses("batch 16 is outside the engine's profile, 1 to 8", batches, fake_study(batches=(2, 16)), found)
+    assert list_batches(fake_study(), found) == (4,), "what it was tuned for"
+    assert list_batches(fake_study(batches=(1, 8)), found) == (1, 8)
+    refuses("batch 16 is outside the engine's profile, 1 to 8", list_batches, fake_study(batches=(2, 16)), found)
 
 
 def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import dyno
 from dyno import Study, UserError
 from dyno.runner.run_folder import folder_name
 from dyno.study import study as module
-from dyno.study.study import Choice, model_name, parse_budget, parse_size, runtimes
+from dyno.study.study import Choice, find_runtime, model_name, parse_budget, parse_size
 from refusals import refuses
 
 
@@ -265,11 +265,11 @@ def test_names_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_runtime_of_a_backend() -> None:
     tables = {"old": {"python": "/old"}, "onnxruntime": {"python": "/ort"}}
     study = Study(models=("fake:net",), runtime=tables)
-    assert runtimes(study, Choice("onnxruntime")) == {"python": "/ort"}
-    assert runtimes(study, Choice("onnxruntime", runtime="old")) == {"python": "/old"}
-    assert runtimes(study, Choice("openvino")) == {}
+    assert find_runtime(study, Choice("onnxruntime")) == {"python": "/ort"}
+    assert find_runtime(study, Choice("onnxruntime", runtime="old")) == {"python": "/old"}
+    assert find_runtime(study, Choice("openvino")) == {}
     with pytest.raises(UserError, match="'openvino' asks for runtime 'new', which the study does not define"):
-        runtimes(study, Choice("openvino", runtime="new"))
+        find_runtime(study, Choice("openvino", runtime="new"))
 
 
 NET = """

@@ -13,7 +13,7 @@ import pytest
 from dyno.worker import backends, plugins, registry
 from dyno.worker.backend import Backend, FileFormat, Maker, Session
 from dyno.worker.option_values import Check, check_values, flag, number, one_of, whole
-from dyno.worker.registry import find, names
+from dyno.worker.registry import find, list_backends
 from dyno.worker.spec import Dims, ModelSpec, Option, Runtime, Trial, UserError
 from refusals import refuses
 
@@ -27,7 +27,7 @@ def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_backend_is_found_by_its_name() -> None:
-    found = names()
+    found = list_backends()
     assert found == sorted(found)
     assert {"onnxruntime", "openvino", "pytorch"} <= set(found)
     assert not any(name.startswith("fake") for name in found)
@@ -39,7 +39,7 @@ def test_every_backend_is_found_by_its_name() -> None:
 
 def test_makers_are_found_and_not_listed() -> None:
     for step in ("onnx_export", "onnx_precision", "openvino"):
-        assert registry.maker(step).name == step
+        assert registry.get_maker(step).name == step
     refuses("unknown backend 'onnx_export'", find, "onnx_export")
 
 
@@ -50,7 +50,8 @@ def test_a_new_file_is_a_new_backend(tmp_path: Path) -> None:
     )
     code = (
         f"from dyno.worker import backends; backends.__path__.append({str(tmp_path)!r})\n"
-        "from dyno.worker.registry import names, find; print('brandnew' in names(), find('brandnew').name)"
+        "from dyno.worker.registry import list_backends, find\n"
+        "print('brandnew' in list_backends(), find('brandnew').name)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1200)
     assert done.stdout.split() == ["True", "brandnew"], done.stderr
@@ -63,7 +64,7 @@ def test_the_nearest_spelling_is_told(wrong: str, near: str) -> None:
 
 
 def test_without_a_near_one_all_are_told() -> None:
-    refuses(rf"^unknown backend 'zzz'; known: {', '.join(names())}$", find, "zzz")
+    refuses(rf"^unknown backend 'zzz'; known: {', '.join(list_backends())}$", find, "zzz")
 
 
 def test_a_class_from_outside(on_path: Path) -> None:
@@ -140,10 +141,12 @@ class Place:
         importlib.invalidate_caches()
 
     def names(self) -> dict[str, str]:
-        return {name: colour.by for name, colour in plugins.declared(self.package, self.kind, "test.colours").items()}
+        return {
+            name: colour.by for name, colour in plugins.list_declared(self.package, self.kind, "test.colours").items()
+        }
 
     def broken(self) -> dict[str, str]:
-        return plugins.broken("test.colours", self.kind)
+        return plugins.list_broken("test.colours", self.kind)
 
 
 @pytest.fixture
@@ -180,7 +183,7 @@ def test_what_cannot_be_loaded_hides_nothing_and_is_named(place: Place) -> None:
     assert "int" in reasons["number"] and "GONE" in reasons["gone"]
 
 
-EVERY = [*registry.names(), "fake"]
+EVERY = [*registry.list_backends(), "fake"]
 # Text of no fixed form: tactic sources by name, and what hardware an engine is compatible with.
 FREE = {"tactics", "hardware_compatible"}
 

@@ -99,12 +99,12 @@ def test_a_slow_slot_is_named(clock: Clock, seconds: tuple[float, ...], warning:
 
 def test_model_binds_once_and_all_copies_every_time() -> None:
     session = Scripted()
-    once = measure.step(session, "model", FEEDS)
+    once = measure.make_step(session, "model", FEEDS)
     once(), once()
     assert session.calls == ["bind0", "run0", "wait0", "run0", "wait0"]
 
     session = Scripted()
-    once = measure.step(session, "all", FEEDS)
+    once = measure.make_step(session, "all", FEEDS)
     for _ in range(4):
         once()
     assert session.calls == ["bind0", "run0", "wait0", "fetch0"] * 4
@@ -119,22 +119,22 @@ def test_inputs_are_put_back_before_every_run_and_outside_of_its_time(clock: Clo
         clock.sleep(0.5)
         session.calls.append("restore")
 
-    once = measure.step(session, "model", FEEDS)
+    once = measure.make_step(session, "model", FEEDS)
     measure.warm_up(once, PLAN, restore)
-    found = measure.latency(once, replace(PLAN, max_samples=20, blocks=2), blocks=blocks, restore=restore)
+    found = measure.measure_latency(once, replace(PLAN, max_samples=20, blocks=2), blocks=blocks, restore=restore)
     assert found.samples.tolist() == [0.01] * len(found.samples)
     assert session.calls[0] == "bind0" and {*session.calls[1::3]} == {"restore"} and {*session.calls[2::3]} == {"run0"}
 
 
 @pytest.mark.parametrize("boundary", ["model", "all"])
 def test_a_run_that_returns_early_is_waited_for(boundary: str) -> None:
-    found = measure.latency(measure.step(Asynchronous(0.01), boundary, FEEDS), PLAN)
+    found = measure.measure_latency(measure.make_step(Asynchronous(0.01), boundary, FEEDS), PLAN)
     assert found.samples.min() >= 0.0099
     assert len(found.samples) <= 20
 
 
 def test_samples_are_seconds_of_one_inference(clock: Clock) -> None:
-    found = measure.latency(measure.step(Scripted(0.01, sleep=clock.sleep), "model", FEEDS), PLAN)
+    found = measure.measure_latency(measure.make_step(Scripted(0.01, sleep=clock.sleep), "model", FEEDS), PLAN)
     assert found.samples.dtype == np.float64
     assert found.samples.tolist() == [0.01] * PLAN.min_samples
     assert found.stopped == "interval"
@@ -142,7 +142,7 @@ def test_samples_are_seconds_of_one_inference(clock: Clock) -> None:
 
 def test_real_time_is_measured() -> None:
     begin = time.perf_counter()
-    found = measure.latency(measure.step(Scripted(0.005), "model", FEEDS), PLAN)
+    found = measure.measure_latency(measure.make_step(Scripted(0.005), "model", FEEDS), PLAN)
     assert found.samples.min() >= 0.005 and found.samples.sum() <= time.perf_counter() - begin
 
 
@@ -150,7 +150,7 @@ def test_real_time_is_measured() -> None:
 def test_sampling_stops_when_the_interval_is_narrow(clock: Clock, interval: float, stopped: str) -> None:
     rng = np.random.default_rng(0)
     plan = replace(PLAN, seconds=4.0, interval=interval)
-    found = measure.latency(lambda: clock.sleep(rng.uniform(0.008, 0.012)), plan)
+    found = measure.measure_latency(lambda: clock.sleep(rng.uniform(0.008, 0.012)), plan)
     assert found.stopped == stopped
     assert (measure.half_width(found.samples) <= interval) == (stopped == "interval")
     assert clock.ns >= 1e9, "not before a quarter of the time, so that a burst can't end it"
@@ -159,12 +159,12 @@ def test_sampling_stops_when_the_interval_is_narrow(clock: Clock, interval: floa
 
 def test_sampling_stops_at_the_number_of_samples(clock: Clock) -> None:
     plan = replace(PLAN, seconds=1e6, min_samples=17, max_samples=17)
-    found = measure.latency(lambda: clock.sleep(0.001), plan)
+    found = measure.measure_latency(lambda: clock.sleep(0.001), plan)
     assert (len(found.samples), found.stopped) == (17, "samples")
 
 
 def test_one_run_longer_than_the_budget_still_gives_samples(clock: Clock) -> None:
-    found = measure.latency(lambda: clock.sleep(0.02), replace(PLAN, seconds=0.01))
+    found = measure.measure_latency(lambda: clock.sleep(0.02), replace(PLAN, seconds=0.01))
     assert (len(found.samples), found.stopped) == (measure.LEAST_SAMPLES, "seconds")
 
 
@@ -216,7 +216,7 @@ def test_warm_up_says_when_it_was_never_steady(clock: Clock) -> None:
 @pytest.mark.parametrize("slots", [1, 3])
 def test_throughput_keeps_every_slot_in_flight(slots: int) -> None:
     session = Asynchronous(0.02, slots)
-    found = measure.throughput(session, FEEDS, 2, replace(PLAN, seconds=0.3))
+    found = measure.measure_throughput(session, FEEDS, 2, replace(PLAN, seconds=0.3))
     assert not session.ends, "a batch was left in flight"
     assert found.value is not None and 0 < found.value <= slots * 2 / 0.0199, "no slot can do more than that"
     # How fast it is depends on what else the machine does; that no slot was idle does not.
@@ -241,19 +241,19 @@ def test_throughput_in_lanes_has_each_lane_answer_and_counts_them_all() -> None:
 
 
 def test_throughput_samples_are_rates_of_windows(clock: Clock) -> None:
-    found = measure.throughput(Scripted(0.01, sleep=clock.sleep), FEEDS, 4, replace(PLAN, seconds=0.5))
+    found = measure.measure_throughput(Scripted(0.01, sleep=clock.sleep), FEEDS, 4, replace(PLAN, seconds=0.5))
     assert (found.stopped, found.value) == ("seconds", pytest.approx(400))
     assert found.samples == pytest.approx([400] * 5)
 
 
 def test_throughput_of_a_fixed_number_of_samples_ends(clock: Clock) -> None:
     session = Scripted(0.001, sleep=clock.sleep)
-    found = measure.throughput(session, FEEDS, 2, replace(PLAN, seconds=1e6, max_samples=25))
+    found = measure.measure_throughput(session, FEEDS, 2, replace(PLAN, seconds=1e6, max_samples=25))
     assert (session.calls.count("run0"), session.calls.count("fetch0"), found.stopped) == (25, 25, "samples")
 
 
 def test_throughput_of_batches_longer_than_the_budget(clock: Clock) -> None:
-    found = measure.throughput(Scripted(0.05, sleep=clock.sleep), FEEDS, 8, replace(PLAN, seconds=0.01))
+    found = measure.measure_throughput(Scripted(0.05, sleep=clock.sleep), FEEDS, 8, replace(PLAN, seconds=0.01))
     assert found.value == pytest.approx(8 / 0.05)
     assert len(found.samples) >= 1
 
@@ -264,7 +264,7 @@ def test_garbage_is_not_collected_in_a_sample_and_is_again_after() -> None:
     def once() -> None:
         seen.append(gc.isenabled())
 
-    measure.latency(once, replace(PLAN, max_samples=5, min_samples=5))
+    measure.measure_latency(once, replace(PLAN, max_samples=5, min_samples=5))
     assert seen == [False] * 5
     assert gc.isenabled()
 
@@ -274,7 +274,7 @@ def test_a_failure_leaves_the_garbage_collector_on() -> None:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        measure.latency(fails, PLAN)
+        measure.measure_latency(fails, PLAN)
     assert gc.isenabled()
 
 
@@ -282,13 +282,13 @@ def test_a_halt_does_not_end_a_block(clock: Clock) -> None:
     """The process may be stopped at any moment, for longer than a block lasts."""
     halted = iter([False, True] + [False] * 100)
     plan = replace(PLAN, block_s=0.05, blocks=3)
-    found = measure.latency(lambda: clock.sleep(9.0 if next(halted) else 0.01), plan, blocks=[0, 1])
+    found = measure.measure_latency(lambda: clock.sleep(9.0 if next(halted) else 0.01), plan, blocks=[0, 1])
     assert found.block is not None
     first, second = (found.samples[found.block == k] for k in (0, 1))
     assert first == pytest.approx([9.0, 0.01, 0.01]) and second == pytest.approx([0.01] * 5)
-    long = measure.latency(lambda: clock.sleep(0.02), plan, blocks=[0, 1])
+    long = measure.measure_latency(lambda: clock.sleep(0.02), plan, blocks=[0, 1])
     assert long.block is not None and [*np.bincount(long.block)] == [3, 3], "as many as there is room for"
-    longer = measure.latency(lambda: clock.sleep(0.2), plan, blocks=[0, 1])
+    longer = measure.measure_latency(lambda: clock.sleep(0.2), plan, blocks=[0, 1])
     assert longer.block is not None and [*np.bincount(longer.block)] == [1, 1]
 
 
@@ -325,12 +325,12 @@ class Gpu(Scripted):
 def test_a_run_behind_another_has_no_launch_in_it(clock: Clock, launch: float, work: float) -> None:
     gpu = Gpu(clock, launch, work)
     watch: Any = SimpleNamespace(start=gpu.start, stop=gpu.stop, seconds=gpu.elapsed)
-    alone = measure.latency(measure.step(gpu, "model", FEEDS, watch), replace(PLAN, max_samples=20), watch)
+    alone = measure.measure_latency(measure.make_step(gpu, "model", FEEDS, watch), replace(PLAN, max_samples=20), watch)
     assert alone.gpu is not None and alone.gpu == pytest.approx(launch + work, rel=1e-3)
-    assert measure.queued(gpu, watch, PLAN) == pytest.approx(work, rel=1e-3)
+    assert measure.measure_queued(gpu, watch, PLAN) == pytest.approx(work, rel=1e-3)
 
 
 def test_where_launching_takes_longer_than_the_work_no_queue_forms(clock: Clock) -> None:
     gpu = Gpu(clock, 1e-3, 0.5e-3)
     watch: Any = SimpleNamespace(start=gpu.start, stop=gpu.stop, seconds=gpu.elapsed)
-    assert measure.queued(gpu, watch, PLAN) is None
+    assert measure.measure_queued(gpu, watch, PLAN) is None

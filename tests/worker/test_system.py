@@ -37,7 +37,7 @@ def test_flags_are_those_of_the_processor() -> None:
 
 def test_pinning_takes_as_many_processors_as_threads_or_all() -> None:
     allowed = os.sched_getaffinity(0)
-    assert sorted(system.cores()) == sorted(allowed)
+    assert sorted(system.list_cores()) == sorted(allowed)
     for threads in (10_000, len(allowed), 1):
         chosen = system.pin(threads)
         assert len(chosen) == min(threads, len(allowed))
@@ -51,7 +51,7 @@ def test_physical_cores_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(text + "\n")
     monkeypatch.setattr(system, "CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(siblings))
-    assert system.cores() == [0, 1, 2, 4, 5]
+    assert system.list_cores() == [0, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def write_processors(folder: Path, name: str, values: list[int], monkeypatch: py
 
 def test_faster_cores_come_first_and_a_mix_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_processors(tmp_path, "cpu_capacity", [512, 1024, 512, 1024, 256], monkeypatch)
-    assert system.cores() == [1, 3, 0, 2, 4]
+    assert system.list_cores() == [1, 3, 0, 2, 4]
     text = system.describe_mixed_cores()
     assert "2 at 100% and 2 at 50% and 1 at 25%" in text and "--threads 2" in text
 
@@ -211,11 +211,11 @@ def test_modules_without_byte_code_are_counted(tmp_path: Path, monkeypatch: pyte
         (tmp_path / f"{name}.py").write_text("x = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "pycache_prefix", None)
-    before = system.compiled()
+    before = system.count_compiled()
     for name, writes in (("one_with_code", True), ("one_without", False)):
         monkeypatch.setattr(sys, "dont_write_bytecode", not writes)
         importlib.import_module(name)
-    modules, without = system.compiled()
+    modules, without = system.count_compiled()
     assert (modules - before[0], without - before[1]) == (2, 1)
 
 

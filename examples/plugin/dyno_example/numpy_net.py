@@ -18,7 +18,7 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session, artifact_of
 from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
-from dyno.worker.inputs.specs import fitted, static_shapes
+from dyno.worker.inputs.specs import fit_feed, static_shapes
 from dyno.worker.option_values import one_of
 from dyno.worker.record import save_arrays
 from dyno.worker.spec import Artifact, Dims, Recipe, Runtime, Tensor, Trial, UserError
@@ -110,7 +110,7 @@ class NumpySession(Session):
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Take the input in the network's type. A cast is a copy: it counts in latency/all, not in latency/model."""
         (tensor,) = self.inputs
-        feed = fitted(feeds, tensor, self._shapes[tensor.name])
+        feed = fit_feed(feeds, tensor, self._shapes[tensor.name])
         self._x = feed.astype(TYPES[self._trial.precision], copy=False)
 
     def run(self, slot: int = 0) -> None:

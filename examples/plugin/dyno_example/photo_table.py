@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from dyno.data.data_format import DataFormat, ScanRequest
-from dyno.data.photos import Listing, Photo, printable
+from dyno.data.photos import Listing, Photo, clean_name
 from dyno.worker.spec import UserError
 
 TABLE = "labels.csv"
@@ -33,12 +33,12 @@ class PhotoTable(DataFormat):
             raise UserError(f"{table} has no rows with the columns photo and class")
         classes = sorted({row["class"] for row in rows})
         photos = [
-            Photo(table.parent / row["photo"], printable(row["photo"]), classes.index(row["class"]), "test")
+            Photo(table.parent / row["photo"], clean_name(row["photo"]), classes.index(row["class"]), "test")
             for row in rows
         ]
         if lost := [photo.name for photo in photos if not photo.path.is_file()]:
             raise UserError(f"{table} lists {lost[0]}, which isn't there")
-        return Listing(printable(table.parent.name), classes, photos, about={"label_source": "table"})
+        return Listing(clean_name(table.parent.name), classes, photos, about={"label_source": "table"})
 
 
 PHOTO_TABLE = PhotoTable()

@@ -154,7 +154,7 @@ def demo(
     raise typer.Exit(module.demo(Path(out), rounds=rounds, minutes=minutes, quick=quick))
 
 
-@options.takes("runtime", show_all=True)
+@options.accept_options("runtime", show_all=True)
 def doctor(overrides: options.Overrides, format: options.Format = "text") -> None:
     """Check every backend here, and in the Pythons of --python. Each does a real operation."""
     from dyno.cli import doctor as module

@@ -19,7 +19,7 @@ from rich.markup import escape
 from dyno.cli import options, run_folders
 from dyno.cli.exits import INTERRUPTED, left_out
 from dyno.cli.options import Overrides
-from dyno.formatting import wrapped
+from dyno.formatting import wrap_text
 from dyno.layers import commands as layers_commands
 from dyno.store import check_own, check_writable, is_run
 from dyno.study.defaults import (
@@ -39,10 +39,10 @@ from dyno.study.defaults import (
 )
 from dyno.study.options import MODEL_HELP
 from dyno.study.study import Study, model_name
-from dyno.worker.extras import lacking
+from dyno.worker.extras import name_lacking
 from dyno.worker.option_values import check_range, option
 from dyno.worker.record import write_text
-from dyno.worker.spec import LOOKS, Trial, UserError, plain
+from dyno.worker.spec import LOOKS, Trial, UserError, clean_text
 
 if TYPE_CHECKING:
     from dyno.results.run_data import RunData
@@ -60,7 +60,7 @@ EACH = f"{options.MODEL} {options.IMAGES} {options.RUNTIME}"
 TIMED = f"{options.CONFIGURATION} {EACH} {options.EFFORTS} boundaries timeout build_timeout"
 
 
-@options.takes(Study, rare="retry_failed wait log format")
+@options.accept_options(Study, rare="retry_failed wait log format")
 def run(
     overrides: Overrides,
     models: options.Studied,
@@ -145,7 +145,7 @@ def _list_plan(study: Study) -> None:
     from rich.table import Table
 
     from dyno.devices import places, spread
-    from dyno.formatting import console, counting
+    from dyno.formatting import format_count, make_console
     from dyno.study.plan import expand
 
     if places.is_several(study):
@@ -163,17 +163,17 @@ def _list_plan(study: Study) -> None:
         file = f"{t.recipe.format} {t.recipe.precision}" if t.recipe else ""
         row = (t.id, t.variant, t.precision, str(t.dims.batch), t.dims.shown, "refused" if entry.refusal else file)
         # A model may be called what rich takes for markup.
-        table.add_row(*(escape(plain(cell)) for cell in ((t.model.name, *row) if len(models) > 1 else row)))
+        table.add_row(*(escape(clean_text(cell)) for cell in ((t.model.name, *row) if len(models) > 1 else row)))
         if entry.refusal:
             refused.setdefault(entry.refusal, []).append(f"{t.variant} {t.precision}")
-    out = console()
+    out = make_console()
     out.print(table)
     for reason, rows in refused.items():
-        out.print(escape(plain(f"refused: {', '.join(dict.fromkeys(rows))}: {reason}")))
-    rounds = counting(study.rounds, "round") + (" in turns" if study.turns else "")
-    of = f" of {escape(plain(models[0]))}" if len(models) == 1 else ""
+        out.print(escape(clean_text(f"refused: {', '.join(dict.fromkeys(rows))}: {reason}")))
+    rounds = format_count(study.rounds, "round") + (" in turns" if study.turns else "")
+    of = f" of {escape(clean_text(models[0]))}" if len(models) == 1 else ""
     count = sum(map(len, refused.values()))
-    out.print(f"{counting(len(planned), 'trial')}{of}, {count} refused; {rounds} each. Nothing was run.")
+    out.print(f"{format_count(len(planned), 'trial')}{of}, {count} refused; {rounds} each. Nothing was run.")
     out.print(_at_most(study, [entry.trial for entry in planned if not entry.refusal]))
     if missing_gpu(study.device):
         out.print(f"There is no {study.device} here, so a run would be refused.")
@@ -223,14 +223,14 @@ def show_stopped(folder: Path, format: str = "text") -> None:
 
 def _format_answer(run: RunData, format: str) -> str:
     """Return the trials with the verdict, in JSON as data and in CSV and HTML without, as `dyno show` prints them."""
-    from dyno.formatting import bullet, wrapped
+    from dyno.formatting import format_bullet, wrap_text
     from dyno.report.export import export
     from dyno.report.tables.trial_table import TRIALS
     from dyno.report.verdict import verdict
 
-    text = export([TRIALS.table(run)], format, about=verdict.about(run) if format == "json" else None)
+    text = export([TRIALS.table(run)], format, about=verdict.describe_run(run) if format == "json" else None)
     if format in ("text", "markdown"):
-        lines = map(wrapped if format == "text" else bullet, verdict.read_verdict(run).lines)
+        lines = map(wrap_text if format == "text" else format_bullet, verdict.read_verdict(run).lines)
         text += "\n" + "\n".join(lines) + "\n"
     return text
 
@@ -246,8 +246,8 @@ def finish(folder: Path, format: str = "text") -> int:
     answer = (_describe_visible(run) if format == "text" else "") + _format_answer(run, format)
     try:  # before anything is printed: the reader of the pipe may be gone
         if libraries := page.list_missing():
-            page.write_tables([run], [tables.named(run, "all")], folder)
-            last = f"no report: {lacking(libraries)}"
+            page.write_tables([run], [tables.make_tables(run, "all")], folder)
+            last = f"no report: {name_lacking(libraries)}"
         else:
             last = f"report: {page.write_report([run], folder)}"
     except (UserError, OSError):  # the disk may be full: the answer needs none
@@ -279,7 +279,7 @@ def _describe_visible(run: RunData) -> str:
     from dyno.report import self_test as report_self_test
 
     sentence = report_self_test.of_run(run.records)
-    return f"{wrapped(sentence)}\n\n" if sentence else ""
+    return f"{wrap_text(sentence)}\n\n" if sentence else ""
 
 
 def _log(folder: Path, trackers: str, overrides: Overrides | None = None) -> None:
@@ -288,10 +288,10 @@ def _log(folder: Path, trackers: str, overrides: Overrides | None = None) -> Non
         from dyno.report import tracking
 
         for sentence in tracking.log_run(_read_run(folder, overrides), names):
-            print(f"dyno: {plain(sentence)}", file=sys.stderr)
+            print(f"dyno: {clean_text(sentence)}", file=sys.stderr)
 
 
-@options.takes("reference budget limit equivalent", show_all=True)
+@options.accept_options("reference budget limit equivalent", show_all=True)
 def show(
     overrides: Overrides,
     runs: options.SomeRuns = None,
@@ -331,7 +331,7 @@ def show(
     if list_all:
         if format == PARQUET:
             raise UserError("--list is for reading; omit -o, or give a file of another format")
-        _put_text(export([tables.listed()], format), out)
+        _put_text(export([tables.list_tables()], format), out)
         return
     if over_time or trials:
         _write_over_time(_take_one(runs, "--over-time"), over_time, trials, overrides)
@@ -371,27 +371,27 @@ def _show_history(runs: Sequence[Path], out: str, format: str, by: str, columns:
 
 def _show_run(run: Path, out: str, format: str, by: str, table: str, columns: str, overrides: Overrides) -> None:
     """Print a table of a stored run, or `all` of them; without a name what leads, or the trials with the verdict."""
-    from dyno.formatting import bullet, wrapped
+    from dyno.formatting import format_bullet, wrap_text
     from dyno.report import tables
     from dyno.report.export import export, write_parquet
     from dyno.report.tables import trial_table
     from dyno.report.verdict import verdict
-    from dyno.report.verdict.verdict import about
+    from dyno.report.verdict.verdict import describe_run
 
     data = _read_run(run, overrides)
-    leading, sentences = tables.leading(data) if not (table or by) else ([], [])
-    chosen, text = leading or tables.named(data, table or trial_table.TRIALS.name), ""
+    leading, sentences = tables.make_leading(data) if not (table or by) else ([], [])
+    chosen, text = leading or tables.make_tables(data, table or trial_table.TRIALS.name), ""
     if format == PARQUET:
         if len(chosen) != 1:
             raise UserError(f"a Parquet file has one table, not {len(chosen)}; choose it with --table NAME")
         if not chosen[0].rows:
-            raise UserError(f"{run} has no table to write: {tables.nothing(table)}")
-        write_parquet(Path(out), chosen[0], about(data))
+            raise UserError(f"{run} has no table to write: {tables.explain_absence(table)}")
+        write_parquet(Path(out), chosen[0], describe_run(data))
     else:
-        text = export(chosen, format, by, about(data) if format == "json" else None, columns)
-        text = text or f"{tables.nothing(table)}\n"
+        text = export(chosen, format, by, describe_run(data) if format == "json" else None, columns)
+        text = text or f"{tables.explain_absence(table)}\n"
     if format in ("text", "markdown") and not (table or by):
-        shown = map(wrapped if format == "text" else bullet, sentences or verdict.read_verdict(data).lines)
+        shown = map(wrap_text if format == "text" else format_bullet, sentences or verdict.read_verdict(data).lines)
         text = ("" if leading else _describe_visible(data)) + text + "\n" + "\n".join(shown) + "\n"
     _put_text(text, out)
     _warn_of_problems([data])
@@ -404,7 +404,7 @@ def _put_text(text: str, out: str) -> None:
         return
     if text:
         write_text(Path(out), text)
-    print(f"dyno: wrote {plain(out)}", file=sys.stderr)
+    print(f"dyno: wrote {clean_text(out)}", file=sys.stderr)
 
 
 def _warn_of_problems(runs: Sequence[RunData]) -> None:
@@ -412,7 +412,7 @@ def _warn_of_problems(runs: Sequence[RunData]) -> None:
     if (more := len(problems) - MOST_PROBLEMS) > 0:
         problems[MOST_PROBLEMS:] = [f"{more} more lines like these are in the report"]
     for problem in problems:
-        Console(stderr=True).print(f"dyno: {escape(plain(problem))}", style="yellow", soft_wrap=True)
+        Console(stderr=True).print(f"dyno: {escape(clean_text(problem))}", style="yellow", soft_wrap=True)
 
 
 def _write_over_time(run: Path, file: str, trials: str, overrides: Overrides) -> None:
@@ -486,7 +486,7 @@ def _choose_folder(out: Path, models: Sequence[str], number: int) -> Path:
     return out if len(models) == 1 else out / f"{number}-{model_name(models[number]).replace('/', '-')}"
 
 
-@options.takes(TIMED, **BY_FILE)
+@options.accept_options(TIMED, **BY_FILE)
 def time(
     overrides: Overrides,
     models: options.Models,
@@ -497,9 +497,9 @@ def time(
     """Time a module, an ONNX file, an engine or an OpenVINO IR. Inputs are random, or yours."""
     from dyno.report.export import export
     from dyno.report.tables import trial_table
-    from dyno.report.verdict.verdict import about
+    from dyno.report.verdict.verdict import describe_run
     from dyno.results.ranking import cpu_contention
-    from dyno.table import joined
+    from dyno.table import join_tables
     from dyno.trtexec import log as logs
     from dyno.trtexec.cross_check import cross_check, is_engine
 
@@ -508,18 +508,18 @@ def time(
         logs.read_log(log)  # a file that is not a log is refused before anything is timed
     folders = _measure_models(overrides, models, out, "time")
     runs = [trial_table.read_trials(folder) for folder in folders]
-    table = joined([trial_table.TRIALS.table(run) for run in runs])
-    print(export([table], format, about=about(runs[0]) if len(runs) == 1 else {}), end="")
+    table = join_tables([trial_table.TRIALS.table(run) for run in runs])
+    print(export([table], format, about=describe_run(runs[0]) if len(runs) == 1 else {}), end="")
     for run in runs:
         engines = [t for t in run.records if is_engine(t)]
         if log or (engines and format == "text"):  # an engine's number is explained in trtexec's terms
-            print("\n".join(map(wrapped, cross_check(engines, log))))
+            print("\n".join(map(wrap_text, cross_check(engines, log))))
         if contention := cpu_contention(run.records, compared=False):
-            print(wrapped(f"dyno: {contention.sentence}"), file=sys.stderr)
+            print(wrap_text(f"dyno: {contention.sentence}"), file=sys.stderr)
     raise typer.Exit(trial_table.exit_code(table.to_pandas()) or UNFINISHED * (len(folders) < len(models)))
 
 
-@options.takes(f"backends precisions sizes {EACH}", **BY_FILE)
+@options.accept_options(f"backends precisions sizes {EACH}", **BY_FILE)
 def stress(
     overrides: Overrides,
     models: options.Models,
@@ -536,7 +536,7 @@ def stress(
     """Run a dynamic engine or ONNX file at changing batches for long. Check every output, and watch memory."""
     from dyno.report.export import export
     from dyno.runner import stress as module
-    from dyno.table import joined
+    from dyno.table import join_tables
 
     folder = Path(out) if out else new_folder("stress", models)
     checked = module.phases_of(phases)
@@ -550,17 +550,17 @@ def stress(
         for result in module.run(study_of(source, {}, settings), checked, iterations, place):
             results.append(result)
             if format == "text":
-                print("\n".join([export([result.table]).rstrip("\n"), *map(wrapped, result.sentences)]))
+                print("\n".join([export([result.table]).rstrip("\n"), *map(wrap_text, result.sentences)]))
         return 0
 
     done = each_of(models, stress_model)
     if format != "text":
         sentences = [sentence for result in results for sentence in result.sentences]
-        print(export([joined([r.table for r in results])], format, about={"sentences": sentences}), end="")
+        print(export([join_tables([r.table for r in results])], format, about={"sentences": sentences}), end="")
     raise typer.Exit(max([*(result.exit_code for result in results), UNFINISHED * (len(done) < len(models))]))
 
 
-@options.takes(f"{TIMED} budget", data=..., **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"})
+@options.accept_options(f"{TIMED} budget", data=..., **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"})
 def eval(
     overrides: Overrides,
     models: options.Models,
@@ -576,7 +576,7 @@ def eval(
     raise typer.Exit(code or UNFINISHED * (len(folders) < len(models)))
 
 
-@options.takes(layers_commands.LayerOptions, f"{options.CONFIGURATION} {EACH} compared", **BY_FILE)
+@options.accept_options(layers_commands.LayerOptions, f"{options.CONFIGURATION} {EACH} compared", **BY_FILE)
 def diff(
     overrides: Overrides,
     models: options.Models,
@@ -626,7 +626,7 @@ class SelfTestOptions:
     rebuild: bool = option(False, "Build the engine anew in each round, as part of the noise.", common=True)
 
 
-@options.takes(SelfTestOptions, f"precisions batches sizes {options.MODEL} {options.RUNTIME}")
+@options.accept_options(SelfTestOptions, f"precisions batches sizes {options.MODEL} {options.RUNTIME}")
 def selftest(
     overrides: Overrides,
     model: Annotated[
@@ -635,17 +635,20 @@ def selftest(
     format: options.Format = "text",
 ) -> None:
     """Measure how small a difference can be seen on this machine. Print the rate of false alarms, and a grade."""
-    from dyno.formatting import bullet, wrapped
+    from dyno.formatting import format_bullet, wrap_text
     from dyno.regression import selftest as module
     from dyno.report import self_test as report_self_test
     from dyno.report.export import export
-    from dyno.report.self_test import tables
+    from dyno.report.self_test import make_tables
 
     try:
         result = module.selftest(model, **overrides)
     except KeyboardInterrupt:
         print("dyno: stopped; an unfinished self-test is not stored", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    print(export(tables(result), format, about=report_self_test.describe_self_test(result)), end="")
+    print(export(make_tables(result), format, about=report_self_test.describe_self_test(result)), end="")
     if format in ("text", "markdown"):
-        print("\n" + "\n".join(map(wrapped if format == "text" else bullet, report_self_test.list_sentences(result))))
+        print(
+            "\n"
+            + "\n".join(map(wrap_text if format == "text" else format_bullet, report_self_test.list_sentences(result)))
+        )

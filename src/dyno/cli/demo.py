@@ -11,13 +11,13 @@ from dyno import data
 from dyno.cli import commands
 from dyno.jobs.progress import stderr_console
 from dyno.runner.run_folder import RUNS, choose_folder
-from dyno.store import cache_dir, check_own, versions
+from dyno.store import cache_dir, check_own, find_versions
 from dyno.study.defaults import QUICK
 from dyno.study.model_info import model_spec
 from dyno.study.study import Study
 from dyno.training.session import TrainingResult, train
 from dyno.worker import system
-from dyno.worker.extras import lacking
+from dyno.worker.extras import name_lacking
 from dyno.worker.record import lock
 from dyno.worker.spec import Runtime, UserError, digest
 from dyno.worker.training.options import TrainOptions
@@ -44,9 +44,9 @@ def train_once() -> TrainingResult:
     """Return the digits network, trained once and then taken from the cache; wait for another demo that trains it."""
     shaped_by = [
         model_spec(Study(models=(MODEL,), channels=1), MODEL),
-        data.digits(cache_dir() / "datasets", SIZE).sha256,
+        data.prepare_digits(cache_dir() / "datasets", SIZE).sha256,
         dataclasses.asdict(TrainOptions()) | TRAINING,
-        versions(Runtime(), ("torch", "torchvision")),
+        find_versions(Runtime(), ("torch", "torchvision")),
     ]
     folder = cache_dir() / "trained" / digest(shaped_by)[:24]
     with lock(folder.with_suffix(".lock"), _say_waiting):
@@ -70,8 +70,8 @@ def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
         raise UserError(f"minutes is {minutes}; it must be more than 0")
     if out != PLACE:  # which is left for another name where it is in use
         check_own(out)
-    if missing := [name for name in NEEDS if name not in versions(Runtime(), NEEDS)]:
-        raise UserError(lacking(missing, SHOWS))
+    if missing := [name for name in NEEDS if name not in find_versions(Runtime(), NEEDS)]:
+        raise UserError(name_lacking(missing, SHOWS))
     console = stderr_console()
     result = train_once()
     study = Study(

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from dyno.data import data_format
 from dyno.data.data_format import DataFormat
-from dyno.formatting import wrapped
-from dyno.jobs.launcher import Tick, launch, stopping
+from dyno.formatting import wrap_text
+from dyno.jobs.launcher import Tick, launch, stop_jobs_on_error
 from dyno.jobs.progress import stderr_console
 from dyno.layers.cold_start import without_byte_code
 from dyno.report import charts, tables
@@ -75,12 +75,18 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     the status `broken`.
     """
     threads = system.physical_cores()
-    places = [(name, Runtime(threads=threads)) for name in registry.names()]
+    places = [(name, Runtime(threads=threads)) for name in registry.list_backends()]
     for name, table in others.items():
         runtime = Runtime(name=name, python=table["python"], threads=threads)
-        places += [(backend, runtime) for backend in ([name] if name in registry.names() else registry.names())]
+        places += [
+            (backend, runtime) for backend in ([name] if name in registry.list_backends() else registry.list_backends())
+        ]
     # Side by side: nothing is timed here, and most of a probe is spent importing a library.
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(threads) as pool, stopping(pool) as tick:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        ThreadPoolExecutor(threads) as pool,
+        stop_jobs_on_error(pool) as tick,
+    ):
         probes = {}
         for number, (name, runtime) in enumerate(places):
             probe = pool.submit(_probe_backend, name, runtime, Path(scratch) / str(number), tick)
@@ -128,7 +134,7 @@ def _format_detail(probe: Probe, of: Mapping[str, Any]) -> str:
 def _iter_broken() -> Iterator[dict[str, Any]]:
     """Yield a row for each entry point that provides nothing that Dyno can use."""
     for group, kind in KINDS.items():
-        for name, reason in plugins.broken(group, kind).items():
+        for name, reason in plugins.list_broken(group, kind).items():
             detail = f"an entry point of {group} that {reason}"
             yield {"backend": name, "python": "", "status": "broken", "version": "", "devices": "", "detail": detail}
 
@@ -137,7 +143,7 @@ def _describe_libraries() -> Iterator[str]:
     """Yield the installed libraries of engines and files, and which usual ones to install, with one command for all."""
     wanted = {name: extra for name, extra in extras.EXTRAS.items() if extra in USUAL}
     groups = {"onnxruntime": extras.ONNX_RUNTIME_BUILDS, "opencv-python": "opencv-python|opencv-python-headless"}
-    found = {name: system.versions((groups.get(name, name),)) for name in wanted}
+    found = {name: system.find_versions((groups.get(name, name),)) for name in wanted}
     shown = (f"{each} {version}" for name in wanted if wanted[name] in LISTED for each, version in found[name].items())
     yield f"libraries here: {', '.join(shown) or 'none'}"
     if lacking := [name for name in wanted if not found[name]]:
@@ -147,19 +153,19 @@ def _describe_libraries() -> Iterator[str]:
 def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
     """Print the rows; 0 when at least one backend works, 3 when none does."""
     rows = examine(others)
-    tests = self_test.states()
+    tests = self_test.list_states()
     about = {"self_tests": tests}
     print(export([Table("doctor", "Backends", "What works here, and why not.", COLUMNS, rows)], format, about=about),
           end="")  # fmt: skip
     if format == "text":
         for line in _describe_libraries():
-            print(wrapped(line))
+            print(wrap_text(line))
         machine = system.describe()
         line = (
             f"{machine['cpu']}, {machine['cores']} logical processors, {machine['memory_bytes'] / 2**30:.0f} GiB, "
             f"{' '.join(machine['cpu_flags'])}; {machine['os']}"
         )
-        print(wrapped(line))
+        print(wrap_text(line))
         for test in tests:
-            print(wrapped(f"self-test of {test['device']}: {test['state']}"))
+            print(wrap_text(f"self-test of {test['device']}: {test['state']}"))
     return 0 if any(row["status"] == "ok" for row in rows) else 3

@@ -20,9 +20,9 @@ from typing import Any
 import typer
 
 from dyno.worker import system
-from dyno.worker.extras import EXTRAS, distribution, lacking
+from dyno.worker.extras import EXTRAS, find_distribution, name_lacking
 from dyno.worker.record import one_line, write_text
-from dyno.worker.spec import Unavailable, Unfinished, UserError, check_utf8, plain
+from dyno.worker.spec import Unavailable, Unfinished, UserError, check_utf8, clean_text
 
 # What to do next, in one line: which extra brings a library, and which command was meant.
 
@@ -215,8 +215,8 @@ def end(app: typer.Typer) -> None:
 
 def _describe_error(e: Exception) -> str:
     """Return one line on an error that no command expects: a remedy, or where its details are."""
-    if isinstance(e, ModuleNotFoundError) and distribution(str(e.name)) in EXTRAS:
-        return lacking([str(e.name)])
+    if isinstance(e, ModuleNotFoundError) and find_distribution(str(e.name)) in EXTRAS:
+        return name_lacking([str(e.name)])
     if isinstance(e, MemoryError):
         return NO_MEMORY
     for words, advice in LIMITS.items():
@@ -290,11 +290,11 @@ def left_out(lines: Iterable[str]) -> int:
     """Print on standard error the requested parts that are missing; return the exit code for that."""
     code = 0
     for line in lines:
-        print("dyno: left out: " + plain(line), file=sys.stderr)
+        print("dyno: left out: " + clean_text(line), file=sys.stderr)
         code = UNFINISHED
     return code
 
 
 def _fail_command(line: str, code: int = BAD_INPUT) -> None:
-    print("dyno: " + plain(line), file=sys.stderr)
+    print("dyno: " + clean_text(line), file=sys.stderr)
     sys.exit(code)

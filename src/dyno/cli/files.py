@@ -16,7 +16,7 @@ import typer
 from dyno.cli import options, run_folders
 from dyno.cli.exits import UNFINISHED, left_out
 from dyno.cli.options import Overrides
-from dyno.formatting import show, wrapped
+from dyno.formatting import show, wrap_text
 from dyno.store import check_writable, copy
 from dyno.study.defaults import check_weights, one_model
 from dyno.study.options import MODEL_HELP
@@ -41,7 +41,7 @@ from dyno.worker.spec import (
     Trial,
     UserError,
     check_known,
-    plain,
+    clean_text,
     usual_name,
 )
 
@@ -108,7 +108,7 @@ ONLY_ENGINES = {
 }  # fmt: skip
 
 
-@options.takes(
+@options.accept_options(
     ExportOptions,
     "sizes inputs weights pretrained classes channels mean std task seed data calibration unreadable device runtime",
     device="cpu, cuda:0 for TensorRT",
@@ -139,10 +139,12 @@ def export(
         _print_export(_export_winner(path, trial, out, given), None, format)
         return
     if out is None:
-        raise UserError(f"give the file to write {source} to: -o FILE, which ends in {', '.join(registry.suffixes())}")
+        raise UserError(
+            f"give the file to write {source} to: -o FILE, which ends in {', '.join(registry.list_suffixes())}"
+        )
     file_format = registry.format_of(out)
     if file_format is None:
-        raise UserError(f"export writes {', '.join(registry.suffixes())}, not {out.name}")
+        raise UserError(f"export writes {', '.join(registry.list_suffixes())}, not {out.name}")
     unused = ONLY_ONNX if file_format.builders else ONLY_ENGINES
     if flag := next((unused[name] for name in unused if name in given), ""):
         raise UserError(f"{flag} is not for {out.suffix} files; omit it")
@@ -231,7 +233,7 @@ def _make_profile(shapes: str, low: int, opt: int, high: int) -> str:
 def _export_engine(
     model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides
 ) -> Exported:
-    from dyno.study.interpreters import explain_missing, placed, runtime_of
+    from dyno.study.interpreters import explain_missing, place_recipe, runtime_of
 
     shapes = _make_profile(",".join(asked.shapes), asked.low, asked.opt, asked.high)
     if asked.batch == "dynamic" and not shapes:
@@ -266,7 +268,7 @@ def _export_engine(
     trial = replace(trial, backend=engine.name, options=chosen, runtime=runtime)
     if refusal := engine.refuse(trial):
         raise UserError(refusal)
-    return _make_file(placed(engine.recipe(trial), study), out), None
+    return _make_file(place_recipe(engine.recipe(trial), study), out), None
 
 
 def _parse_shape(text: str) -> tuple[str, int, tuple[str]]:
@@ -291,8 +293,8 @@ def _parse_batch(batch: str) -> int:
 
 def _build_trial(study: Study, precision: str, batch: int) -> Trial:
     """Build a trial of the model at this batch; raise `UserError` for a free batch (0) of a module with a fixed one."""
-    from dyno.study.images import prepared
-    from dyno.study.model_info import inspect_model, model_spec, sizes
+    from dyno.study.images import prepare_images
+    from dyno.study.model_info import inspect_model, list_sizes, model_spec
 
     if len(study.sizes) > 1:
         raise UserError(f"a file is for one image size, not for {', '.join(study.sizes)}")
@@ -301,8 +303,8 @@ def _build_trial(study: Study, precision: str, batch: int) -> Trial:
     if not batch and inspection.batch and not model.file:
         reason = inspection.batch_reason or f"{model.name} takes a batch of {inspection.batch} alone"
         raise UserError(f"{reason}; export with a fixed batch (--batch {inspection.batch})")
-    size = sizes(study, inspection)[0]
-    data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
+    size = list_sizes(study, inspection)[0]
+    data = prepare_images(study, model, size) if study.data or study.calibration else DataSpec(count=1)
     runtime = Runtime(threads=system.physical_cores())
     return Trial(model, "", precision, Dims(batch, *size, inspection.shapes), data=data, runtime=runtime)
 
@@ -366,7 +368,7 @@ def _compare_builds(
         study, backends=builds, batches=(batch,), rounds=rounds, until=FIXED, turns=False, boundaries=("model",)
     )
     data = run(repeated, out.with_suffix(".builds")).data
-    best = variance_tables.fastest(data.records)
+    best = variance_tables.find_fastest(data.records)
     if best is None or best.artifact is None:
         raise UserError(
             f"no build could be timed; `dyno show {shlex.quote(str(out.with_suffix('.builds')))}` has the reasons"
@@ -393,12 +395,12 @@ def imagenet_val(
 ) -> None:
     """Sort ImageNet's flat validation images into class folders. The same command again continues."""
     from dyno.data import flat as module
-    from dyno.formatting import counting
-    from dyno.study.images import decoding
+    from dyno.formatting import format_count
+    from dyno.study.images import report_decoding
 
     if copy and move:
         raise UserError("--copy and --move can't be used together")
-    with decoding(verbs=("sorting", "sorted")) as progress:
+    with report_decoding(verbs=("sorting", "sorted")) as progress:
         transfer: module.Transfer = "copy" if copy else "move" if move else "link"
         result = module.sort_images(flat, out, Path(labels) if labels else None, order, transfer, progress)
     earlier = f", {result.there:,} of them before" if result.there else ""
@@ -406,7 +408,7 @@ def imagenet_val(
     if result.unlabelled:
         names = ", ".join(result.unlabelled[:SHOWN]) + (", …" if len(result.unlabelled) > SHOWN else "")
         print(
-            f"dyno: left {counting(len(result.unlabelled), 'image')} without a label in {flat}: {names}",
+            f"dyno: left {format_count(len(result.unlabelled), 'image')} without a label in {flat}: {names}",
             file=sys.stderr,
         )
         raise typer.Exit(UNFINISHED)
@@ -437,7 +439,7 @@ def pack(
     if format == "json":
         _print_json(asdict(WrittenFiles(tuple(written))))
     else:
-        print("\n".join(map(plain, written)))
+        print("\n".join(map(clean_text, written)))
 
 
 def verify(file: Pack, format: TextFormat = "text") -> None:
@@ -448,7 +450,7 @@ def verify(file: Pack, format: TextFormat = "text") -> None:
     if format == "json":
         _print_json(result.to_dict())
     else:
-        print("\n".join(map(wrapped, result.sentences)))
+        print("\n".join(map(wrap_text, result.sentences)))
     raise typer.Exit(result.exit_code)
 
 
@@ -472,12 +474,12 @@ def reproduce(
         raise UserError("without a terminal, dyno reproduce can't ask before it runs the study; add -y")
     result = module.reproduce(
         file, model=model or (), data=data, out=out or None, minutes=minutes, quiet=False,
-        confirm=None if yes else lambda plan: typer.confirm(f"{plain(plan)} Go on?", err=True),
+        confirm=None if yes else lambda plan: typer.confirm(f"{clean_text(plan)} Go on?", err=True),
     )  # fmt: skip
     if format == "json":
         _print_json(result.to_dict())
     else:
-        print("\n".join([*map(wrapped, result.sentences), "", f"run folder: {plain(result.folder)}"]))
+        print("\n".join([*map(wrap_text, result.sentences), "", f"run folder: {clean_text(result.folder)}"]))
     raise typer.Exit(result.exit_code)
 
 
@@ -489,5 +491,5 @@ def site(
     from dyno.packs import static_site as module
 
     table = module.write_site(packs, out)
-    print(plain(out / module.INDEX))
+    print(clean_text(out / module.INDEX))
     raise typer.Exit(left_out(f"{row['pack']}: {row['problem']}" for row in table.rows if row.get("problem")))

@@ -98,7 +98,7 @@ class Overrides(dict[str, Any]):
     """The options that the user gave to a command, by the names of the fields, without defaults."""
 
 
-def takes(*declared: type | str, rare: str = "", show_all: bool = False, **defaults: Any) -> Callable[[F], F]:
+def accept_options(*declared: type | str, rare: str = "", show_all: bool = False, **defaults: Any) -> Callable[[F], F]:
     """Give a command the options that it declares: all fields of a dataclass, or a `Study`'s fields by name.
 
     The command gets what the user wrote as `overrides`, and its own parameters as usual. Only `--help-all` shows its
@@ -113,7 +113,7 @@ def takes(*declared: type | str, rare: str = "", show_all: bool = False, **defau
 
         def call_command(ctx: typer.Context, **values: Any) -> None:
             overrides = Overrides(
-                (option.name, option.read(values[option.name])) for option in options if written(ctx, option.name)
+                (option.name, option.read(values[option.name])) for option in options if is_given(ctx, option.name)
             )
             command(overrides=overrides, **{p.name: values[p.name] for p in own})
 
@@ -163,7 +163,7 @@ def _make_parameter(name: str, annotation: Any, default: Any = inspect.Parameter
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def written(ctx: typer.Context, name: str) -> bool:
+def is_given(ctx: typer.Context, name: str) -> bool:
     """Return whether the user gave the option, even if its value equals the default."""
     source = ctx.get_parameter_source(name)
     # By name: typer brings its own click, whose enumeration is another object than click's.
@@ -238,13 +238,13 @@ def take_options(kind: type[Options], overrides: Overrides) -> Options:
     return kind(**{name: overrides.pop(name) for name in names if name in overrides})
 
 
-def pythons(texts: Sequence[str], flag: str = "--python") -> dict[str, dict[str, Any]]:
+def parse_pythons(texts: Sequence[str], flag: str = "--python") -> dict[str, dict[str, Any]]:
     """Return `[runtime]` tables from `BACKEND=/path/to/python`."""
-    named = (interpreter(text, flag, "BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10") for text in texts)
+    named = (parse_interpreter(text, flag, "BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10") for text in texts)
     return {name: {"python": path} for name, path in named}
 
 
-def interpreter(text: str, flag: str, form: str) -> tuple[str, str]:
+def parse_interpreter(text: str, flag: str, form: str) -> tuple[str, str]:
     """Return the name and the absolute path of `NAME=PATH`; raise `UserError` for a wrong `form` or a missing file."""
     name, _, path = text.partition("=")
     if not name or not path:
@@ -257,7 +257,7 @@ def interpreter(text: str, flag: str, form: str) -> tuple[str, str]:
 READERS: dict[str, Callable[[Any], Any]] = {
     "budget": parse_budget,
     "limit": parse_limits,
-    "runtime": pythons,
-    "baseline_python": lambda texts: pythons(texts, "--baseline-python"),
+    "runtime": parse_pythons,
+    "baseline_python": lambda texts: parse_pythons(texts, "--baseline-python"),
 }
 EXAMPLES: dict[Any, str] = {int: "1,8,32", float: "0.485,0.456,0.406", "--rate": "20,40,80"}

@@ -84,9 +84,9 @@ def find_latest() -> Path:
 
 
 def _make_row(run: Path) -> tuple[str, str, str, str]:
-    from dyno.formatting import moment
+    from dyno.formatting import format_moment
     from dyno.report.tables import trial_table
-    from dyno.report.verdict.verdict import began
+    from dyno.report.verdict.verdict import read_start
 
     try:
         data = trial_table.read_trials(run)
@@ -99,12 +99,12 @@ def _make_row(run: Path) -> tuple[str, str, str, str]:
     models = dict.fromkeys(t.model for t in records)
     counts = Counter(t.status if t.status in STATUSES else "failed" for t in records)
     trials = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
-    return ", ".join(models), trials, moment(began(records)), _find_fastest(data)
+    return ", ".join(models), trials, format_moment(read_start(records)), _find_fastest(data)
 
 
 def _find_fastest(data: RunData) -> str:
     """Return the winner of the run's first ranking with a good trial, and how many more may be; "" if none is good."""
-    from dyno.formatting import significant
+    from dyno.formatting import format_number
     from dyno.results import ranking as results_ranking
     from dyno.results.ranking import LATENCY
 
@@ -113,7 +113,7 @@ def _find_fastest(data: RunData) -> str:
         if len(ranked):
             best, rivals = ranked.iloc[0], results_ranking.compare_first(ranked, LATENCY, data).rivals
             others = f" or {len(rivals)} more" if rivals else ""
-            return f"{ranking.configuration(best)}{others}, {significant(best[LATENCY])} ms at batch {best['batch']}"
+            return f"{ranking.configuration(best)}{others}, {format_number(best[LATENCY])} ms at batch {best['batch']}"
     return ""
 
 

@@ -59,7 +59,7 @@ def _describe_commands() -> dict[str, Schema]:
     of_video: Tables = {"video": videos.VIDEO_COLUMNS, "video-stages": videos.STAGE_COLUMNS,
                       "video-streams": videos.STREAM_COLUMNS, "video-critical-path": videos.PATH_COLUMNS}  # fmt: skip
     app: Tables = {"app": application.COLUMNS}
-    of_show = {kind.name: () for kind in tables.kinds()} | {**trials, **of_serving, **of_video, **app}
+    of_show = {kind.name: () for kind in tables.list_kinds()} | {**trials, **of_serving, **of_video, **app}
     compared: Tables = {"compare": compare_table.COLUMNS, "video-comparison": videos.COMPARISON_COLUMNS}
     of_self_test: Tables = {"visible": self_test.VISIBLE, "verdicts": self_test.VERDICTS}
     explained = dict.fromkeys(("waterfall", "explained", "prescriptions"), ())

@@ -18,7 +18,7 @@ import numpy as np
 from dyno.data import cache as store
 from dyno.data.data_format import ScanRequest
 from dyno.data.data_format import format_of as format_of
-from dyno.data.data_format import formats as formats
+from dyno.data.data_format import list_formats as list_formats
 from dyno.data.decode import Progress as Progress
 from dyno.data.decode import Transform, find_library_version
 from dyno.data.folders import list_calibration_folder
@@ -26,13 +26,13 @@ from dyno.data.photos import CALIBRATION, DecodeOptions, calibrate_on, decode_li
 from dyno.data.photos import OnUnreadable as OnUnreadable
 from dyno.data.rows import DecodedRow, seal_row
 from dyno.worker.extras import load_library
-from dyno.worker.spec import DataSpec, Preprocess, UserError, absolute
+from dyno.worker.spec import DataSpec, Preprocess, UserError, make_absolute
 
 DIGITS = Preprocess(mean=(0.5,), std=(0.5,), resize=0.0)
 DIGITS_TEST, DIGITS_CALIBRATION = 900, 128
 
 
-def digits(cache: Path, size: int = 64) -> DataSpec:
+def prepare_digits(cache: Path, size: int = 64) -> DataSpec:
     """Return scikit-learn's 1,797 handwritten digits, enlarged to `size` (bilinear): 897 to train, 900 to test.
 
     One channel; originally 8 x 8 pixels in 17 shades. 128 of the training images are the calibration split, and
@@ -78,7 +78,7 @@ def load(
     objects: bool = False,
     needs: str = "",
 ) -> DataSpec:
-    """Decode the images in a folder, in any of the `formats`, to `size` (height, width).
+    """Decode the images in a folder, in any known format, to `size` (height, width).
 
     For a classifier the shorter side becomes `size * preprocess.resize`, then the centre is cropped (resize 0: straight
     to the size), as torchvision does it on PIL images: with antialiasing and without JPEG's reduced-scale decoding,
@@ -102,7 +102,7 @@ def load(
     """
     if isinstance(calibration, int) and calibration < 0:
         raise UserError(f"the number of calibration images can't be {calibration}")
-    path = absolute(Path(path))
+    path = make_absolute(Path(path))
     data_format = format_of(path)
     if data_format.labels and (data_format.labels == "objects") != objects:
         missing = "boxes, masks or keypoints" if objects else "class for each image"
@@ -136,10 +136,10 @@ def calibration_alone(
     transform = Transform(size, preprocess, channels, upright=objects)
     listing = dataclasses.replace(list_calibration_folder(folder), sized=objects)
     options = DecodeOptions(Path(cache), transform, on_unreadable, progress)
-    return decode_listing(listing, absolute(Path(folder)), options)
+    return decode_listing(listing, make_absolute(Path(folder)), options)
 
 
-def meta(data: DataSpec) -> dict[str, Any]:
+def read_meta(data: DataSpec) -> dict[str, Any]:
     """Read a decoded data set's meta.json: name, sha256, classes, size, count, splits, unreadable, preprocess."""
     return store.read_meta(Path(data.folder))
 

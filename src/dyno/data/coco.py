@@ -20,11 +20,11 @@ from dyno.data.photos import (
     Listing,
     Photo,
     Sizes,
+    clean_name,
     find_image_folder,
     find_images,
     is_system,
     name_below,
-    printable,
     sample_calibration,
     without_missing,
 )
@@ -57,11 +57,11 @@ class Coco(DataFormat):
         names = [image["file_name"] for image in about.images]
         folder, _ = find_image_folder(file, names)
         shown = path if path.is_dir() else folder
-        photos = [Photo(folder / name, printable(name), -1, "test") for name in names]
+        photos = [Photo(folder / name, clean_name(name), -1, "test") for name in names]
         photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
         about.notes += [missing] * bool(missing)
         photos += _choose_calibration(folder, shown, wanted.calibration, wanted.seed)
-        name = printable(path.name if path.is_dir() else path.stem)
+        name = clean_name(path.name if path.is_dir() else path.stem)
         return Listing(name, about.classes, photos, sources=[file], annotate=about.annotate)
 
 
@@ -115,7 +115,7 @@ class _File:
 
     @property
     def classes(self) -> list[str]:
-        return [printable(str(category["name"])) for category in self.categories]
+        return [clean_name(str(category["name"])) for category in self.categories]
 
     def leave_out_roots(self, outputs: int) -> None:
         """Leave out categories without annotations that only group others, or are the background.
@@ -129,7 +129,7 @@ class _File:
                  (groups[c["name"]] > (c["name"] == c.get("supercategory")) or c["name"] in BACKGROUND)]  # fmt: skip
         if roots and len(self.categories) - len(roots) == outputs:
             self.categories = [category for category in self.categories if category not in roots]
-            named = ", ".join(repr(printable(str(category["name"]))) for category in roots)
+            named = ", ".join(repr(clean_name(str(category["name"]))) for category in roots)
             self.notes.append(
                 f"{named} of {self.path.name} is left out: it has no annotation, and the network "
                 f"has a class for each of the others"
@@ -137,7 +137,7 @@ class _File:
 
     def annotate(self, photos: list[Photo], sizes: Sizes) -> Annotations:
         rows = {photo.name: row for row, photo in enumerate(photos) if photo.split == "test"}
-        row_of = {image["id"]: rows.get(printable(image["file_name"])) for image in self.images}
+        row_of = {image["id"]: rows.get(clean_name(image["file_name"])) for image in self.images}
         class_of = {category["id"]: i for i, category in enumerate(self.categories)}
         self._check_sizes(rows, sizes)
         self._check_coordinates()
@@ -158,7 +158,7 @@ class _File:
 
     def _check_sizes(self, rows: dict[str, int], sizes: Sizes) -> None:
         for image in self.images:
-            row = rows.get(printable(image["file_name"]))
+            row = rows.get(clean_name(image["file_name"]))
             size = sizes[row] if row is not None else None
             declared = (image.get("height"), image.get("width"))
             if size is not None and None not in declared and declared != size:

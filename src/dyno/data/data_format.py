@@ -227,9 +227,9 @@ class DataFormat(ABC):
 
 
 @cache
-def formats() -> dict[str, DataFormat]:
+def list_formats() -> dict[str, DataFormat]:
     """Return every format of data sets by its name."""
-    return plugins.declared(sys.modules[__package__], DataFormat, GROUP)  # type: ignore[type-abstract]
+    return plugins.list_declared(sys.modules[__package__], DataFormat, GROUP)  # type: ignore[type-abstract]
 
 
 def format_of(path: Path) -> DataFormat:
@@ -237,7 +237,7 @@ def format_of(path: Path) -> DataFormat:
 
     Raises `UserError` when two fit, or none, or when only a format fits that would overlook labels.
     """
-    path, every_format = Path(path), formats().values()
+    path, every_format = Path(path), list_formats().values()
     if not path.exists():
         raise UserError(f"no data folder {path}")
     try:

@@ -19,7 +19,7 @@ import numpy as np
 
 from dyno.data.rows import DecodedRow, Row, seal_row
 from dyno.worker.extras import install
-from dyno.worker.inputs.specs import geometry, size_before_crop
+from dyno.worker.inputs.specs import fit_geometry, size_before_crop
 from dyno.worker.spec import Preprocess, Unavailable, UserError, check_known, to_json
 
 # Many images decoded by processes, in order, through memory that they share.
@@ -177,7 +177,7 @@ class Transform:
         from PIL import Image
 
         channels, to_height, to_width = self.shape
-        _, height, width, top, left = geometry(image.height, image.width, to_height, to_width)
+        _, height, width, top, left = fit_geometry(image.height, image.width, to_height, to_width)
         steps = (image.width / width, 0, 0, 0, image.height / height, 0)
         image = image.transform((width, height), Image.Transform.AFFINE, steps, Image.Resampling.BILINEAR)
         canvas = np.full(self.shape, GREY, np.uint8)

@@ -15,6 +15,7 @@ from dyno.data.photos import (
     EXTENSIONS,
     Listing,
     are_known_synsets,
+    clean_name,
     describe_synset,
     find_images,
     is_image,
@@ -22,13 +23,12 @@ from dyno.data.photos import (
     list_calibration_photos,
     list_synsets,
     name_below,
-    printable,
     stratified_order,
     warn_number_order,
     warn_unread_formats,
 )
 from dyno.data.photos import Photo as Photo
-from dyno.worker.spec import UserError, absolute
+from dyno.worker.spec import UserError, make_absolute
 
 SPLITS = ("test", "testing", "val", "valid", "validation")  # of which images are tested on, in any letters
 TRAINING = ("train", "training")
@@ -88,7 +88,7 @@ def scan_folder(folder: Path, wanted: ScanRequest) -> Listing:
         classes = list_folders(train_root or test_root)
         if not classes and find_images(test_root):
             photos = [Photo(path, name_below(path, folder), -1, "test") for path in find_images(folder)]
-            return Listing(printable(folder.name), [], photos, about=_describe_labels("none", folder))
+            return Listing(clean_name(folder.name), [], photos, about=_describe_labels("none", folder))
         standard = wanted.outputs == COUNT and are_known_synsets(classes)
         test = _list_photos(folder, test_root, classes, "test")
         training = _list_photos(folder, train_root, classes, "train") if train_root and wanted.train else []
@@ -108,16 +108,18 @@ def list_calibration_folder(folder: Path) -> Listing:
     """List the images of a calibration folder if there are no others to test on."""
     photos = [replace(photo, split="test", calibrates=True) for photo in list_calibration_photos(folder)]
     warning = "outputs are compared on the calibration images themselves; give --data for others"
-    return Listing(printable(absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]})
+    return Listing(
+        clean_name(make_absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]}
+    )
 
 
 def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: list[Photo]) -> Listing:
     """List the photos with labels by the order of their folders, or by their place among ImageNet's 1,000 classes."""
-    name, about = printable(folder.name), _describe_labels("imagenet1k" if standard else "folders", folder)
+    name, about = clean_name(folder.name), _describe_labels("imagenet1k" if standard else "folders", folder)
     if not standard:
         if wrong_order := warn_number_order(classes):
             about["warnings"] = [*about.get("warnings", []), *wrong_order]
-        return Listing(name, [printable(one) for one in classes], photos, about=about)
+        return Listing(name, [clean_name(one) for one in classes], photos, about=about)
     order = list(list_synsets())
     number = [order.index(synset) for synset in classes]
     photos = [replace(photo, label=number[photo.label] if photo.label >= 0 else -1) for photo in photos]

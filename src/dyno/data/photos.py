@@ -16,7 +16,7 @@ import numpy as np
 from dyno.data import cache as store
 from dyno.data.decode import Progress, Transform, decode_images, find_library_version, read_sizes, warn_left_out
 from dyno.worker.extras import install
-from dyno.worker.spec import TEXT_ORDER, DataSpec, Unavailable, UserError, absolute
+from dyno.worker.spec import TEXT_ORDER, DataSpec, Unavailable, UserError, make_absolute
 
 EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
 # Images too, of formats that aren't read.
@@ -151,7 +151,7 @@ def stratified_order(labels: np.ndarray, seed: int) -> np.ndarray:
     return np.argsort(quota, kind="stable")
 
 
-def printable(name: str) -> str:
+def clean_name(name: str) -> str:
     """Return the name on one line of valid Unicode: file names may hold line breaks and undecodable bytes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
@@ -159,8 +159,8 @@ def printable(name: str) -> str:
 def name_below(path: Path, folder: Path) -> str:
     """Return the path for messages: relative to the folder if it is inside."""
     if not path.is_relative_to(folder):
-        return printable(path.as_posix())
-    return printable(path.relative_to(folder).as_posix())
+        return clean_name(path.as_posix())
+    return clean_name(path.relative_to(folder).as_posix())
 
 
 def find_images(root: Path) -> list[Path]:
@@ -281,10 +281,10 @@ def list_calibration_photos(folder: Path) -> list[Photo]:
     """List all images of a calibration folder, in class folders or not; their labels don't matter."""
     if not folder.is_dir():
         raise UserError(f"no calibration folder {folder}")
-    paths = find_images(absolute(folder))
+    paths = find_images(make_absolute(folder))
     if not paths:
         raise UserError(f"no images in the calibration folder {folder}; known formats: {', '.join(sorted(EXTENSIONS))}")
-    base = absolute(folder).parent
+    base = make_absolute(folder).parent
     return [Photo(path, name_below(path, base), -1, "calibration") for path in paths]
 
 

@@ -18,16 +18,16 @@ from dyno.data.photos import (
     Listing,
     Photo,
     are_known_synsets,
+    clean_name,
     describe_synset,
     find_image_folder,
     is_image,
     is_system,
     list_synsets,
-    printable,
     stratified_order,
     without_missing,
 )
-from dyno.worker.spec import UserError, numbered
+from dyno.worker.spec import UserError, add_noun
 
 # Names of columns as they are compared: in small letters, without spaces, dots, dashes and underscores.
 PATHS = (
@@ -78,14 +78,14 @@ class LabelTable(DataFormat):
         labels, classes, standard = _number_labels(file, table, wanted.outputs)
         folder, suffix = find_image_folder(file, table.names)
         rows = zip(table.names, labels, table.splits, strict=True)
-        photos = [Photo(folder / (name + suffix), printable(name), label, split) for name, label, split in rows]
+        photos = [Photo(folder / (name + suffix), clean_name(name), label, split) for name, label, split in rows]
         paths = Counter(photo.path for photo in photos)  # ./a.png is a.png
         if twice := next((photo.name for photo in reversed(photos) if paths[photo.path] > 1), ""):
             raise UserError(f"{file} lists {twice} twice; each image needs one row with one class")
         photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
         warnings = [line for line in (missing, _warn_unlisted(photos, folder, file)) if line]
         about = {"label_source": "imagenet1k" if standard else "table", **({"warnings": warnings} if warnings else {})}
-        return Listing(printable(file.stem), classes, _split_photos(photos, wanted), about=about)
+        return Listing(clean_name(file.stem), classes, _split_photos(photos, wanted), about=about)
 
 
 TABLE = LabelTable()
@@ -121,7 +121,7 @@ def _warn_unlisted(photos: list[Photo], folder: Path, file: Path) -> str:
     listed = {photo.path for photo in photos}
     others = [path for path in folder.iterdir() if is_image(path.name) and path not in listed]
     are = "1 image is" if len(others) == 1 else f"{len(others):,} images are"
-    return f"{are} not in {file.name} and left out, e.g. {printable(min(others).name)}" if others else ""
+    return f"{are} not in {file.name} and left out, e.g. {clean_name(min(others).name)}" if others else ""
 
 
 def _find_tables(folder: Path) -> list[Path]:
@@ -189,7 +189,7 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
     if label is not None:
         labels, texts = _find_numbers(body, label, [c for c in rest if header[c] in LABELS])
     elif all(row[c] in ("0", "1", "0.0", "1.0") for row in body for c in rest) and rest:
-        classes = [printable(shown[c]) for c in rest]
+        classes = [clean_name(shown[c]) for c in rest]
         marks = [[k for k, c in enumerate(rest) if float(row[c])] for row in body]
         if wrong := next((n for n, mark in enumerate(marks, begin + 1) if len(mark) != 1), 0):
             raise UserError(f"{file}, row {wrong}: {len(marks[wrong - begin - 1])} classes are 1; each image needs one")
@@ -229,17 +229,17 @@ def _number_labels(file: Path, table: _LabelRows, outputs: int) -> tuple[list[in
             every = list(list_synsets())
             return [every.index(label) for label in labels], [describe_synset(synset) for synset in every], True
         place = {label: k for k, label in enumerate(order)}
-        return [place[label] for label in labels], [printable(label) for label in order], False
+        return [place[label] for label in labels], [clean_name(label) for label in order], False
     numbers = [int(float(label)) for label in labels]
     highest, count = max(numbers), len(named) or outputs
     if highest >= (count or MOST_CLASSES):
         known = (
-            f"the network has {numbered(count, 'class', 'classes')}, 0 to {count - 1}" if count else "no class is so"
+            f"the network has {add_noun(count, 'class', 'classes')}, 0 to {count - 1}" if count else "no class is so"
         )
         since = "; the table counts from 1, subtract 1" if min(numbers) == 1 and highest == count else ""
         raise UserError(f"{file} has class {highest}, but {known}{since}")
     texts = dict(zip(numbers, table.texts, strict=False))
-    return numbers, named or [printable(texts.get(k, str(k))) for k in range(count or highest + 1)], False
+    return numbers, named or [clean_name(texts.get(k, str(k))) for k in range(count or highest + 1)], False
 
 
 def _split_photos(photos: list[Photo], wanted: ScanRequest) -> list[Photo]:

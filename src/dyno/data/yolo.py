@@ -20,15 +20,15 @@ from dyno.data.photos import (
     Listing,
     Photo,
     Sizes,
+    clean_name,
     find_images,
     is_image,
     is_system,
     name_below,
-    printable,
     sample_calibration,
 )
 from dyno.worker.extras import load_library
-from dyno.worker.spec import UserError, absolute, numbered
+from dyno.worker.spec import UserError, add_noun, make_absolute
 
 # A line of a YOLO label file: a class and a box, a polygon, or a box and keypoints, as shares of the image's sides.
 
@@ -213,7 +213,7 @@ class Yolo(DataFormat):
             beside = dict.fromkeys([description.folder, *(label.parent for label in present)])
             listed, found = _read_names([folder / name for folder in beside for name in BESIDE], count)
             description = dataclasses.replace(description, names=listed, sources=found)
-        name = printable(path.name if path.is_dir() else path.parent.name)
+        name = clean_name(path.name if path.is_dir() else path.parent.name)
 
         def annotate_photos(photos: list[Photo], sizes: Sizes) -> Annotations:
             return read_labels(photos, sizes, description.names, description.keypoints, description.folder, warnings)
@@ -231,7 +231,7 @@ YOLO = Yolo()
 def _read_names(files: list[Path], count: int) -> tuple[list[str], list[Path]]:
     """Return `count` class names and their file: the first that has `count` lines; without one, numbers and no file."""
     for file in filter(Path.is_file, files):
-        names = [printable(line.strip()) for line in file.read_text("utf-8-sig", "replace").splitlines()]
+        names = [clean_name(line.strip()) for line in file.read_text("utf-8-sig", "replace").splitlines()]
         names = [name for name in names if name]
         if len(names) == count:
             return names, [file]
@@ -275,7 +275,7 @@ def _from_yaml(file: Path) -> _Description:
     if not isinstance(names, list):
         raise UserError(f"{file}: names is {names!r}, not a list of classes; write names: [one, two]")
     if (count := about.get("nc", len(names))) != len(names):
-        raise UserError(f"{file}: nc is {count!r}, but names has {numbered(len(names), 'class', 'classes')}")
+        raise UserError(f"{file}: nc is {count!r}, but names has {add_noun(len(names), 'class', 'classes')}")
     root, moved = _find_root(file, about)
     split = next((split for split in SPLITS if about.get(split)), None)
     if split is None:
@@ -288,8 +288,10 @@ def _from_yaml(file: Path) -> _Description:
     if lost:
         taken = "" if train else "; calibration images are taken from the test images"
         lost = f"{file.name}, train: {lost}{taken}"
-    classes = [printable(str(name)) for name in names]
-    return _Description(absolute(file.parent), classes, _parse_shape(file, about), test, train, [file], lost, moved)
+    classes = [clean_name(str(name)) for name in names]
+    return _Description(
+        make_absolute(file.parent), classes, _parse_shape(file, about), test, train, [file], lost, moved
+    )
 
 
 def _parse_shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
@@ -306,13 +308,13 @@ def _find_root(file: Path, about: dict[str, Any]) -> tuple[Path, str]:
     `path` may be relative to the file's folder, or to the working directory, as ultralytics reads it. Where it is
     missing, as in a data set that was moved, the file's folder is the base.
     """
-    own, path = absolute(file.parent), about.get("path")
+    own, path = make_absolute(file.parent), about.get("path")
     if not path:
         return own, ""
     names = str(path), str(path).replace("\\", "/")
     root = next((place for name in names for place in (own / name, Path.cwd() / name) if place.is_dir()), None)
     if root is not None:
-        return absolute(root), ""
+        return make_absolute(root), ""
     return own, f"{file.name}: there is no folder {path} (path); the images are taken from the file's folder"
 
 
@@ -329,7 +331,7 @@ def _list_split(root: Path, entries: Any) -> tuple[list[Path], str]:
         names = [str(entry), str(entry).replace("\\", "/")]
         names += [name.removeprefix(above) for name in names for above in ("../", f"{root.name}/")]
         places = [root / name for name in names]
-        place = next((absolute(place) for place in places if place.exists()), None)
+        place = next((make_absolute(place) for place in places if place.exists()), None)
         if place is not None:
             paths += find_images(place) if place.is_dir() else _in_text(place, root)
         else:
@@ -349,12 +351,12 @@ def _in_text(file: Path, root: Path) -> list[Path]:
     paths = [next((base / line for base in bases if (base / line).is_file()), root / line) for line in lines]
     if lost := [path for path in paths if not path.is_file() or not is_image(path.name)]:
         raise UserError(f"{len(lost)} of {len(paths)} images in {file} are missing, e.g. {lost[0]}")
-    return [absolute(path) for path in paths]
+    return [make_absolute(path) for path in paths]
 
 
 def _from_folders(folder: Path) -> _Description:
     """Find the images in images/val or val/images, with labels beside; all of images/ if there are no splits."""
-    folder = absolute(folder)
+    folder = make_absolute(folder)
 
     def images_of(*splits: str) -> list[Path]:
         for split in splits:

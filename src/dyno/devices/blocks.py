@@ -56,13 +56,13 @@ class Block:
 def split_blocks(planned: Sequence[PlannedTrial]) -> list[Block]:
     """Return the blocks of the trials that can run, in their order; each trial is in exactly one."""
     sources = {entry.trial.id: entry.source for entry in planned}
-    groups = ensemble.groups([entry.trial for entry in planned if not entry.refusal])
+    groups = ensemble.group_trials([entry.trial for entry in planned if not entry.refusal])
     return [Block(tuple(group), sources[group[0].id]) for group in groups]
 
 
 def find_anchor(planned: Sequence[PlannedTrial]) -> PlannedTrial | None:
     """Return the trial repeated on every device of a study: the reference of its first block; None without a block."""
-    trial = next((ensemble.reference(block.trials, None) for block in split_blocks(planned)), None)
+    trial = next((ensemble.choose_reference(block.trials, None) for block in split_blocks(planned)), None)
     return next((entry for entry in planned if entry.trial == trial), None)
 
 
@@ -92,7 +92,7 @@ class BlockProcess(RunningBlock):
 
     def __init__(self, folder: Path, place: Place) -> None:
         super().__init__(folder, place)
-        self.process = popen(folder, place.env)
+        self.process = start_block(folder, place.env)
 
     @property
     def code(self) -> int | None:
@@ -102,7 +102,7 @@ class BlockProcess(RunningBlock):
         end_process(self.process)
 
 
-def popen(folder: Path, env: Mapping[str, str], cwd: str | None = None) -> subprocess.Popen[bytes]:
+def start_block(folder: Path, env: Mapping[str, str], cwd: str | None = None) -> subprocess.Popen[bytes]:
     """Start the process that measures what the folder's order asks for; it dies with its caller."""
     write_json(folder / ORDER, {**read_json(folder / ORDER), "driver": os.getpid()})
     with open(folder / LOG, "ab") as log:

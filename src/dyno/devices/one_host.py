@@ -18,11 +18,11 @@ from dyno.devices import blocks
 from dyno.devices.places import Place, confine_to, list_left
 from dyno.jobs import nvml
 from dyno.jobs.progress import Progress
-from dyno.results.blocks import within
-from dyno.results.notes import AnchorDevice, AnchorDevices, devices, percent_slower, store_devices
+from dyno.results.blocks import compare_blocks
+from dyno.results.notes import AnchorDevice, AnchorDevices, percent_slower, read_devices, store_devices
 from dyno.results.rounds import Round
 from dyno.results.trial_result import load_run
-from dyno.runner.device_lock import held
+from dyno.runner.device_lock import hold_device
 from dyno.runner.execute import Files
 from dyno.runner.turns import InterleavedGroup, InterleavedJob, list_single_and_joint_turns
 from dyno.store import good_record
@@ -97,7 +97,7 @@ def summarise_rounds(
     for medians, company in rounds:
         own = {number // 2: seconds for number, seconds in medians.items() if company[number] == 1}
         all_at_once = {number // 2: seconds for number, seconds in medians.items() if company[number] > 1}
-        logs = within(all_at_once, own)
+        logs = compare_blocks(all_at_once, own)
         if logs.size:  # else throttling left no pair
             alone.append(float(np.median([*own.values()])))
             beside.append(float(np.median([*all_at_once.values()])))
@@ -122,7 +122,7 @@ def _measure_rounds(
         # Always in one order, so that no two processes wait for each other.
         for place in sorted(places, key=lambda place: place.card):
             with confine_to(place):
-                stack.enter_context(held(trial.runtime, progress.waiting))
+                stack.enter_context(hold_device(trial.runtime, progress.waiting))
         for place in places:
             with confine_to(place):
                 files[place.name] = Files(progress, trial.plan.build_timeout_s).of(trial, 0)
@@ -214,7 +214,7 @@ def measure_devices(study: Study, folder: Path, places: Sequence[Place], progres
     trial = plan_anchor(planned.trial, len(places)) if in_turns else planned.trial
     key = digest([trial.id, [[place.name, place.card] for place in places]])
     asked = f"{key} {study.equivalent:g}"
-    if (stored := devices(folder)) and stored.key == asked:
+    if (stored := read_devices(folder)) and stored.key == asked:
         return StudyPlaces(places, _find_disturbed(stored, places))
     progress.other(f"{trial.label} on each device alone and on all at once, for what they do to each other")
     own_folder = folder / ANCHORS / key[:12]  # of these devices, and of this company

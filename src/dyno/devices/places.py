@@ -197,11 +197,11 @@ def _split_cores(listed: list[str]) -> list[Place]:
     found = []
     for name in listed:
         cores = list_share(threads, each, int(name.partition(":")[2]))
-        found.append(Place(name, "cpu", share(model, cores), cores, threads=each))
+        found.append(Place(name, "cpu", describe_share(model, cores), cores, threads=each))
     return found
 
 
-def share(model: str, cores: Sequence[int]) -> str:
+def describe_share(model: str, cores: Sequence[int]) -> str:
     """Return the card of a share of a processor."""
     return f"{model}, processors {','.join(map(str, cores))}"
 

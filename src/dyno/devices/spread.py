@@ -14,11 +14,11 @@ from dyno.devices import blocks, one_host, places
 from dyno.devices.blocks import Block
 from dyno.devices.clusters import ray_cluster, slurm_cluster
 from dyno.devices.places import Place, RunningBlock
-from dyno.formatting import counting
+from dyno.formatting import format_count
 from dyno.jobs.progress import Progress
 from dyno.results.notes import Placement, list_placements, read_placement, store_placement
 from dyno.runner.execute import execute, prepare
-from dyno.runner.run_folder import archive, refuse_other
+from dyno.runner.run_folder import archive_trial, refuse_other
 from dyno.store import Run, check_own
 from dyno.study.plan import expand
 from dyno.study.study import Study
@@ -148,7 +148,7 @@ class BlockScheduler:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 source.rename(target)
         self._note_place(block, place, done="")
-        self.progress.relay(place.name, f"{block.label}: {counting(len(block.trials), 'trial')}")
+        self.progress.relay(place.name, f"{block.label}: {format_count(len(block.trials), 'trial')}")
         one = blocks.start_process(folder, self.own, block.part, place, retry_failed=self.retry_failed)
         self.running[place.name] = block, one
 
@@ -158,7 +158,7 @@ class BlockScheduler:
         rows += (_name_folder(self.run, block) / "trials").glob("*")
         if rows := [row for row in rows if row.is_dir()]:
             for row in rows:
-                archive(self.run, row, ELSEWHERE)
+                archive_trial(self.run, row, ELSEWHERE)
             self.losses.setdefault(block.id, []).append(f"{place}: the device is no longer one of the study's")
             gone = f"{place} is no longer there; what was measured is in {ELSEWHERE}"
             self.progress.note(f"{block.label}: begun anew, as {gone}")

@@ -72,7 +72,7 @@ class Interrupted(KeyboardInterrupt):
         self.record = record
 
 
-def environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict[str, str]:
+def make_environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Build the job's environment: equal threads for every BLAS and OpenMP, telemetry off, the runtime's own on top."""
     env = dict(os.environ if base is None else base)
     if runtime.python:
@@ -138,7 +138,7 @@ def launch(
 
 
 @contextmanager
-def stopping(pool: ThreadPoolExecutor) -> Iterator[Tick]:
+def stop_jobs_on_error(pool: ThreadPoolExecutor) -> Iterator[Tick]:
     """Yield a `tick` for jobs that the pool's threads launch: an error in the block, or an interrupt, kills them."""
     stopped = Event()
 
@@ -204,7 +204,7 @@ def start(
     write_json(folder / "job.json", check_readable(job))
     python = job.runtime.python or sys.executable
     kills = _kernel_kills()
-    telemetry = Telemetry(job.runtime.device, environment(job.runtime), mates, partial(read_stage, folder))
+    telemetry = Telemetry(job.runtime.device, make_environment(job.runtime), mates, partial(read_stage, folder))
     launcher = system.UNDER_TOOL if tool else os.getpid()
     id = f"{_id_of_jobs()}-{uuid4().hex[:12]}"
     with open(folder / LOGS[0], "ab") as out, open(folder / LOGS[1], "ab") as err:  # what is added goes to the end
@@ -214,7 +214,7 @@ def start(
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**_choose_compiler_cache(job.kind, folder), **environment(job.runtime), **_forbid_tf32(job),
+                env={**_choose_compiler_cache(job.kind, folder), **make_environment(job.runtime), **_forbid_tf32(job),
                      **(extra or {}),
                      "DYNO_LAUNCHER": str(launcher), STARTED: repr(time.monotonic()),
                      JOB: " ".join(filter(None, (os.environ.get(JOB), id)))},

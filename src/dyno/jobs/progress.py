@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dyno.worker.record import Record
-from dyno.worker.spec import Recipe, Trial, plain
+from dyno.worker.spec import Recipe, Trial, clean_text
 from dyno.worker.system import can_draw
 
 SHOWN = 6
@@ -96,7 +96,7 @@ class Progress:
         words = (what, recipe.model.name, recipe.format, recipe.precision, batch, recipe.dims.shown)
         self._begin_work(" ".join(filter(None, (*words, *_list_options(recipe)))))
         if wrong:
-            self._print_line(Text(f"{plain(wrong)}; building it again", "yellow"))
+            self._print_line(Text(f"{clean_text(wrong)}; building it again", "yellow"))
         self._log_work()
 
     def took(self) -> None:
@@ -111,7 +111,7 @@ class Progress:
 
     def note(self, line: str) -> None:
         """Show a note to the user, which stays when the next step begins."""
-        self._print_line(Text(plain(line), "yellow"))
+        self._print_line(Text(clean_text(line), "yellow"))
 
     def show_answer(self, title: str, sentences: list[str], rows: list[tuple[str, str, str]]) -> None:
         """Show the study's answer so far.
@@ -119,22 +119,24 @@ class Progress:
         On a terminal it stands above the progress, with a table of (configuration, median latency, speed-up); elsewhere
         it is one line with the remaining time, which doesn't repeat the sentences of the line before.
         """
-        lines = [Text(f"{plain(title)}: {plain(sentence)}", "bold") for sentence in sentences]
+        lines = [Text(f"{clean_text(title)}: {clean_text(sentence)}", "bold") for sentence in sentences]
         if self.live is None:
             left = self.remaining()
             until = f", about {_format_clock(left)} left" if left and left >= 1 else ""
             shown = ["as before"] if sentences and sentences == self.printed else sentences
-            self._print_line(Text(": ".join(filter(None, (f"{plain(title)}{until}", " ".join(map(plain, shown)))))))
+            self._print_line(
+                Text(": ".join(filter(None, (f"{clean_text(title)}{until}", " ".join(map(clean_text, shown))))))
+            )
             self.printed = sentences
             return
         table = Table("configuration", "median", "speed-up", box=None, padding=(0, 2), header_style="dim")
         for row in rows[:SHOWN_ROWS]:
-            table.add_row(*map(plain, row))
+            table.add_row(*map(clean_text, row))
         self.answer = [table, *lines, Text()]
 
     def relay(self, place: str, line: str) -> None:
         """Show a line of another process, which measures at this place."""
-        self._print_line(Text.assemble((f"{plain(place)} ", "dim"), plain(line)))
+        self._print_line(Text.assemble((f"{clean_text(place)} ", "dim"), clean_text(line)))
 
     def start(self, trial: Trial, number: int, what: str = "round") -> None:
         """Show that a job begins: the round (or confirmation) of this number, counted from 0."""
@@ -144,11 +146,11 @@ class Progress:
 
     def tick(self, stage: str, elapsed: float) -> None:
         """Show the running job's stage."""
-        self.stage = plain(stage)
+        self.stage = clean_text(stage)
 
     def waiting(self, owner: str) -> None:
         """Show that the job waits for another process; without a terminal as a line, or it would look like a hang."""
-        self.stage = f"waiting for process {plain(owner)}, another dyno on this device"
+        self.stage = f"waiting for process {clean_text(owner)}, another dyno on this device"
         if self.live is None:
             self._print_line(Text(": ".join(filter(None, (self.now, self.stage)))))
 
@@ -177,16 +179,16 @@ class Progress:
         text = Text.assemble(
             (f"{self.total - len(self.left):{width}}/{self.total} ", "dim"),
             (f"{record.status:8}", COLOURS.get(record.status, "red")),
-            f" {plain(trial.label)}",
+            f" {clean_text(trial.label)}",
             (f"  {self.step}" if self.step else "", "dim"),
-            (f"  {plain(record.reason)}" if record.reason else f"  {record.seconds:.1f} s", "dim"),
+            (f"  {clean_text(record.reason)}" if record.reason else f"  {record.seconds:.1f} s", "dim"),
         )
         if record.status != "ok" or self.live is not None or self.is_verbose:
             self._print_line(text)
         self.job, self.step = None, ""
 
     def _begin_work(self, what: str) -> None:
-        self.now, self.stage, self.since = plain(what), "start", time.monotonic()
+        self.now, self.stage, self.since = clean_text(what), "start", time.monotonic()
         self.job, self.step = None, ""
 
     def _log_work(self) -> None:
@@ -229,7 +231,7 @@ class Progress:
             f"about {_format_clock(remaining)} left" if remaining and remaining >= 1 else "",
         )
         coming = self.left[1:] if self.job else self.left
-        following = ", ".join(dict.fromkeys(plain(trial.label) for trial in coming[:2]))
+        following = ", ".join(dict.fromkeys(clean_text(trial.label) for trial in coming[:2]))
         then = Text(f"then {following}" if following else "", "dim", no_wrap=True, overflow="ellipsis")
         return Group(*self.answer, *self.lines, grid, now, then)
 

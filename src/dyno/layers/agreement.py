@@ -103,7 +103,7 @@ def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
     is_engine = kind is not None and kind.name != forms.ONNX
     engine = kind.usual(Path(side.source)) if kind is not None and is_engine else side.choice.name
     if engine not in (forms.ONNX, forms.MODULE) and not registry.find(engine).loads_onnx:
-        able = [name for name in registry.names() if registry.find(name).loads_onnx]
+        able = [name for name in registry.list_backends() if registry.find(name).loads_onnx]
         raise UserError(f"{engine} runs no parts of a graph, so its layers can't be compared; these do: "
                         f"{', '.join(able)}")  # fmt: skip
     if is_engine:

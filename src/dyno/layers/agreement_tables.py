@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dyno.formatting import counting, significant
+from dyno.formatting import format_count, format_number
 from dyno.layers import align
 from dyno.layers.align import Region
 from dyno.layers.tables import MODEL, MODULE_NAMES, QUANTISES
@@ -145,7 +145,7 @@ class EngineComparison:
 
         The test runs the engine without marked outputs.
         """
-        runs, layers = counting(self.errors.runs, "run"), counting(len(self.compared), "layer")
+        runs, layers = format_count(self.errors.runs, "run"), format_count(len(self.compared), "layer")
         parts = f", marked in {self.errors.parts} parts" if self.errors.parts > 1 else ""
         size = _describe_difference(self.errors.unmodified)
         yield (
@@ -165,13 +165,13 @@ class EngineComparison:
         if found < FEW * theirs:
             have = "has" if found == 1 else "have"
             yield (
-                f"only {found:,} of the reference's {counting(theirs, 'tensor')} {have} a counterpart; what lies "
+                f"only {found:,} of the reference's {format_count(theirs, 'tensor')} {have} a counterpart; what lies "
                 "between two of them counts as the later one's own."
             )
         if mismatched:
             differ, them = ("it differs", "it") if mismatched == 1 else ("they differ", "them")
             yield (
-                f"{counting(mismatched, 'tensor')} left out: {differ} from the reference, but what reads {them} is "
+                f"{format_count(mismatched, 'tensor')} left out: {differ} from the reference, but what reads {them} is "
                 "right, so the reference has something else there."
             )
 
@@ -219,7 +219,7 @@ class EngineComparison:
         total = sum(effect**2 for effect in effects.values())
         listed = ", ".join(self.suspects[:NAMED])
         more = f" and {len(self.suspects) - NAMED} more" if len(self.suspects) > NAMED else ""
-        which = f"{counting(len(self.suspects), 'layer')} of {len(self.compared):,}"
+        which = f"{format_count(len(self.suspects), 'layer')} of {len(self.compared):,}"
         if not total or not math.isfinite(total):
             return f"suspected: {which}, {listed}{more}."
         share = sum(effects[name] ** 2 for name in self.errors.suspects) / total
@@ -254,7 +254,7 @@ def _describe_difference(difference: Difference | None) -> str:
 
 
 def _format_error(error: float) -> str:
-    return significant(error, 2) if math.isfinite(error) else "infinite"
+    return format_number(error, 2) if math.isfinite(error) else "infinite"
 
 
 def _is_gone(before: float, after: float, limit: float) -> bool:

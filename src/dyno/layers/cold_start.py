@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import significant
+from dyno.formatting import format_number
 from dyno.jobs.progress import Progress
 from dyno.layers import forms
 from dyno.layers.profiling import choose_engines
@@ -21,7 +21,7 @@ from dyno.report.tables import TableKind
 from dyno.results import stats
 from dyno.runner.device_lock import launch_in_turn
 from dyno.study.defaults import one_model
-from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, compare_cells, limited, printed, with_limits
+from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, compare_cells, keep_printed, limit_cells, with_limits
 from dyno.worker.facts.job import ColdStart
 from dyno.worker.option_values import at_least
 from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError, check_known
@@ -60,7 +60,7 @@ COLUMNS = (
     Column("verdict", "whether that is real", kind=TEXT),
     Column("rounds", "processes", kind=COUNT, rank=3),
 )  # fmt: skip
-PRINTED = printed(COLUMNS)
+PRINTED = keep_printed(COLUMNS)
 NOTE = "Parts, in ms, are those of the round in the middle, and with the rest they sum to its first answer."
 NAMED = 2  # parts that a sentence names
 MANY_UNCOMPILED = 0.1  # of the modules: a program's own few files say nothing of its libraries
@@ -94,7 +94,7 @@ class ColdStartSamples:
         middle = self.middle
         largest = sorted(middle.parts.items(), key=lambda item: -item[1])[:NAMED]
         named = " and ".join(f"{PARTS[name]} ({100 * s / middle.first_answer:.0f} %)" for name, s in largest)
-        times = significant(stats.center(self.wholes).value / self.later)
+        times = format_number(stats.find_center(self.wholes).value / self.later)
         return f"{self.title}, files {self.files}: most of it is {named}; a later call takes 1/{times} of it."
 
     def describe_uncompiled(self) -> str:
@@ -121,7 +121,7 @@ class ColdStarts:
         """
         first = {one.files: one for one in reversed(self.starts)}
         evidence = [
-            stats.paired([math.log(a / b) for a, b in zip(other.wholes, one.wholes, strict=True)])
+            stats.pair_evidence([math.log(a / b) for a, b in zip(other.wholes, one.wholes, strict=True)])
             if (other := first[one.files]) is not one else None
             for one in self.starts
         ]  # fmt: skip
@@ -150,7 +150,8 @@ def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
     middle = one.middle
     parts = {f"{name}_ms": 1e3 * seconds for name, seconds in middle.parts.items()}
     row: Row = {
-        "form": one.title, "files": one.files, **limited("first_answer_ms", stats.center(one.wholes), 1e3), **parts,
+        "form": one.title, "files": one.files,
+        **limit_cells("first_answer_ms", stats.find_center(one.wholes), 1e3), **parts,
         "rest_ms": 1e3 * (middle.first_answer - sum(middle.parts.values())),
         "later_ms": 1e3 * one.later,
         "read_mb": None if middle.read_bytes is None else middle.read_bytes / 1e6, "rounds": len(one.rounds),

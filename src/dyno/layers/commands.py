@@ -39,7 +39,7 @@ class InspectOptions:
     batch: int = option(1, "Batch of the shapes.", common=True)
 
 
-@options.takes(
+@options.accept_options(
     InspectOptions,
     f"sizes {options.MODEL} {options.IMAGES} {options.RUNTIME}",
     device="cpu, cuda:0 for TensorRT's engines",
@@ -88,7 +88,7 @@ class ProfileOptions:
     )
 
 
-@options.takes(ProfileOptions, f"{options.FORMS} seconds warmup")
+@options.accept_options(ProfileOptions, f"{options.FORMS} seconds warmup")
 def profile(
     overrides: options.Overrides,
     models: ModelAndForms,
@@ -127,7 +127,7 @@ class ExplainOptions:
     prescriptions: bool = option(False, "Then measure variants of B that may be faster.", flags="--try", common=True)
 
 
-@options.takes(ExplainOptions, f"{options.FORMS} seconds warmup timeout")
+@options.accept_options(ExplainOptions, f"{options.FORMS} seconds warmup timeout")
 def explain(
     overrides: options.Overrides,
     what: Annotated[list[str], typer.Argument(help=WHAT, metavar="MODEL|RUN A B|FILE.json")],
@@ -165,7 +165,7 @@ class ColdStartOptions:
     files: str = option("both", "Where code and model lie before a start: memory, disk, or both.", common=True)
 
 
-@options.takes(ColdStartOptions, options.FORMS)
+@options.accept_options(ColdStartOptions, options.FORMS)
 def cold_start(overrides: options.Overrides, models: ModelAndForms, format: options.Format = "text") -> None:
     """Time the start of a process up to its first answer. The parts are imports, loading and the first call."""
     from dyno.layers import cold_start

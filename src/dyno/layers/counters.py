@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dyno.formatting import counting, significant
+from dyno.formatting import format_count, format_number
 from dyno.jobs.progress import Progress
 from dyno.layers import times
 from dyno.layers.align import FormSet
@@ -37,7 +37,7 @@ ERROR = "==ERROR=="
 RANGE = re.compile(r"[^:]*:(.*?):(?:none:none|\w+:.*):(?:none:none|\w+:0x[0-9a-f]+):(?:none:none|\w+:(.*))")
 
 
-def _figure(metric: str, requested: bool = True) -> Any:
+def _make_figure(metric: str, requested: bool = True) -> Any:
     """Declare a figure by ncu's name of the metric; `ncu --query-metrics` and the Profiling Guide say what it is."""
     return field(default=math.nan, metadata={"metric": metric, "requested": requested})
 
@@ -55,19 +55,19 @@ class Kernel:
 
     name: str
     ranges: tuple[str, ...] = ()
-    seconds: float = _figure("gpu__time_duration.sum")
-    sm: float = _figure("sm__throughput.avg.pct_of_peak_sustained_elapsed")
-    memory: float = _figure("gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed")
-    dram: float = _figure("dram__throughput.avg.pct_of_peak_sustained_elapsed")
-    dram_bytes: float = _figure("dram__bytes.sum")
-    tensor: float = _figure("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed")
-    warps: float = _figure("sm__warps_active.avg.pct_of_peak_sustained_active")
-    l2: float = _figure("lts__t_sector_hit_rate.pct")
-    waves: float = _figure("launch__waves_per_multiprocessor")
-    blocks: float = _figure("launch__grid_size")
-    threads: float = _figure("launch__block_size")
-    registers: float = _figure("launch__registers_per_thread")
-    sms: float = _figure("launch__sm_count", requested=False)  # comes by itself, but not with every version
+    seconds: float = _make_figure("gpu__time_duration.sum")
+    sm: float = _make_figure("sm__throughput.avg.pct_of_peak_sustained_elapsed")
+    memory: float = _make_figure("gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed")
+    dram: float = _make_figure("dram__throughput.avg.pct_of_peak_sustained_elapsed")
+    dram_bytes: float = _make_figure("dram__bytes.sum")
+    tensor: float = _make_figure("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed")
+    warps: float = _make_figure("sm__warps_active.avg.pct_of_peak_sustained_active")
+    l2: float = _make_figure("lts__t_sector_hit_rate.pct")
+    waves: float = _make_figure("launch__waves_per_multiprocessor")
+    blocks: float = _make_figure("launch__grid_size")
+    threads: float = _make_figure("launch__block_size")
+    registers: float = _make_figure("launch__registers_per_thread")
+    sms: float = _make_figure("launch__sm_count", requested=False)  # comes by itself, but not with every version
 
 
 METRICS = {each.name: each.metadata for each in fields(Kernel) if each.metadata}
@@ -214,7 +214,7 @@ def _build_rows(
         })  # fmt: skip
     rest = [kernels[i] for i in sorted(set(slowest) - set(chosen))]
     if rest:
-        label = counting(len(rest), "more kernel")
+        label = format_count(len(rest), "more kernel")
         rows.append({"form": form.library, "modules": label, "modules_names": [label], **_sum_kernels(rest, total)})
     return rows
 
@@ -261,9 +261,9 @@ def describe_bound(kernel: Kernel) -> str:
         unit = "tensor cores" if kernel.tensor >= kernel.sm else "SMs"
         return f"compute-bound: {unit} at {sm} of their peak"
     if kind == SMALL and kernel.blocks < kernel.sms:
-        return f"too small a grid: {counting(int(kernel.blocks), 'block')} for {kernel.sms:.0f} SMs"
+        return f"too small a grid: {format_count(int(kernel.blocks), 'block')} for {kernel.sms:.0f} SMs"
     if kind == SMALL:
-        return f"too small a grid: {significant(kernel.waves, 2)} of a wave"
+        return f"too small a grid: {format_number(kernel.waves, 2)} of a wave"
     return f"latency-bound: SMs at {sm}, memory at {memory}" if kind else ""
 
 
@@ -276,7 +276,7 @@ def describe_counters(report: NcuReport, owners: Sequence[int | None]) -> list[s
     lost = [kernel for kernel, owner in zip(kernels, owners, strict=True) if owner is None]
     if lost:
         share = 100 * _sum_seconds(lost) / (_sum_seconds(kernels) or 1.0)
-        sentences.append(f"of no layer: {counting(len(lost), 'kernel')}, {share:.0f} % of the time")
+        sentences.append(f"of no layer: {format_count(len(lost), 'kernel')}, {share:.0f} % of the time")
     return [one for one in sentences if one]
 
 
@@ -288,7 +288,7 @@ def _describe_bounds(kernels: Sequence[Kernel]) -> str:
         if kind := find_bound(kernel):
             shares[kind] = shares.get(kind, 0.0) + 100 * _read_seconds(kernel) / total
     parts = [f"{share:.0f} % {kind}" for kind, share in sorted(shares.items(), key=lambda item: -item[1])]
-    return f"the time of its {counting(len(kernels), 'kernel')} is {', '.join(parts)}" if parts else ""
+    return f"the time of its {format_count(len(kernels), 'kernel')} is {', '.join(parts)}" if parts else ""
 
 
 def _describe_tensor_cores(kernels: Sequence[Kernel]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.formatting import counting, ratio
+from dyno.formatting import format_count, format_ratio
 from dyno.jobs.progress import Progress
 from dyno.layers import causes
 from dyno.layers.causes import Cause
@@ -27,7 +27,7 @@ from dyno.results.trial_result import TrialResult
 from dyno.runner.execute import execute
 from dyno.study.defaults import new_folder
 from dyno.study.study import Choice, Study
-from dyno.table import RATIO, TEXT, Column, Table, limited, printed, with_limits
+from dyno.table import RATIO, TEXT, Column, Table, keep_printed, limit_cells, with_limits
 from dyno.worker import registry
 from dyno.worker.spec import FIXED, Option, UserError
 
@@ -203,7 +203,7 @@ class PrescriptionResult:
         """A row for each prescription that B was tried with."""
         rows = [
             {"prescription": one.called.prescription.text, "called_by": one.called.cause.title,
-             "cost_us": 1e6 * one.called.seconds, "engine": one.engine, **limited("speedup", one.speedup),
+             "cost_us": 1e6 * one.called.seconds, "engine": one.engine, **limit_cells("speedup", one.speedup),
              "verdict": one.verdict, "outputs": one.outputs, "kept": "yes" if one.kept else "no"}
             for one in self.outcomes
         ]  # fmt: skip
@@ -211,7 +211,7 @@ class PrescriptionResult:
             f"Each is a trial beside {self.title}, in turns, all of them as one family (Holm); a profiled run is not "
             "among them."
         )
-        return TRIED.of(COLUMNS, rows, notes=(note,) if rows else (), printed=printed(COLUMNS))
+        return TRIED.of(COLUMNS, rows, notes=(note,) if rows else (), printed=keep_printed(COLUMNS))
 
     @property
     def sentences(self) -> list[str]:
@@ -219,10 +219,10 @@ class PrescriptionResult:
         if not self.outcomes:
             return [f"Nothing of what costs {self.title} time calls for a prescription."]
         kept = [(one.speedup, one) for one in self.outcomes if one.kept and one.speedup]
-        told = [f"{len(kept) or 'None'} of {counting(len(self.outcomes), 'prescription')} helped."]
+        told = [f"{len(kept) or 'None'} of {format_count(len(self.outcomes), 'prescription')} helped."]
         if kept:
             found, one = max(kept, key=lambda pair: pair[0].value)
-            gain = ratio(found.value, found.low, found.high)
+            gain = format_ratio(found.value, found.low, found.high)
             told.append(f"The best is {one.called.prescription.text}: {gain} as fast, by --backend {one.engine}.")
         return [*told, f"The trials are in {self.folder}."] if self.folder else told
 
@@ -262,7 +262,7 @@ def try_cures(
                   boundaries=tuple(boundaries))  # fmt: skip
     folder = new_folder("explain", study.models)
     wanted = "; ".join(one.prescription.text for _, one in variants.values())
-    progress.other(f"trying {counting(len(variants), 'prescription')} for {title}, in {folder}: {wanted}")
+    progress.other(f"trying {format_count(len(variants), 'prescription')} for {title}, in {folder}: {wanted}")
     execute(own, folder, progress)
     data = trial_table.read_trials(folder)
     trials = {_make_key(t.backend, t.precision, t.options): t for t in data.records}

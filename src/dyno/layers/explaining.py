@@ -21,7 +21,7 @@ from dyno.report.export import export, make_page, with_sentences
 from dyno.report.style import laid_out
 from dyno.report.style import save as save_figure
 from dyno.results.blocks import quiet_medians
-from dyno.results.stats import center
+from dyno.results.stats import find_center
 from dyno.results.trial_result import find_trial, load_run
 from dyno.store import check_writable
 from dyno.study.defaults import one_model
@@ -236,7 +236,7 @@ def _of_run(
         notes += [f"{measured.label}: {note}" for note in remarks]
         reading.read_trial(trial, trial.recipe, file)
     pair = reading.build_pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
-    a, b = (center(quiet_medians(each, "model")).value for each in found)
+    a, b = (find_center(quiet_medians(each, "model")).value for each in found)
     whole = replace(pair, a=replace(pair.a, stored=a), b=replace(pair.b, stored=b), notes=tuple(notes))
     path = pairs.name_file(folder, *(each.id for each in found))
     with suppress(OSError):  # a run that can't be written to goes without

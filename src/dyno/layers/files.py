@@ -21,12 +21,12 @@ from dyno.layers.graph_files import Note, Timeline, build_timelines
 from dyno.layers.roofline import Ceilings, LayerWork, count_work
 from dyno.layers.times import Times
 from dyno.report import style
-from dyno.report.style import INK, LINES, WIDTH, color, logarithmic, marker, styled
+from dyno.report.style import INK, LINES, WIDTH, apply_style, choose_color, choose_marker, make_logarithmic
 from dyno.runner.device_lock import launch_in_turn
 from dyno.store import check_writable
 from dyno.table import Table
 from dyno.worker import registry
-from dyno.worker.extras import lacking
+from dyno.worker.extras import name_lacking
 from dyno.worker.record import write_text
 from dyno.worker.spec import Job, UserError
 
@@ -49,17 +49,18 @@ def draw_roofline(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings
     if not points:
         return None
     every = np.array([point for own in points.values() for point in own])
-    with styled() as figure_class:
+    with apply_style() as figure_class:
         figure = figure_class((WIDTH, 5.2), layout="constrained")
         axes = figure.subplots()
         for k, own in points.items():
             x, y, share = np.array(own).T
-            axes.scatter(x, y, s=SMALLEST + LARGEST * share, color=color(times[k].backend), alpha=0.6, linewidth=0.4,
-                         edgecolor=INK, marker=marker(times[k].precision), label=found.forms[k].library)  # fmt: skip
+            axes.scatter(x, y, s=SMALLEST + LARGEST * share, color=choose_color(times[k].backend),
+                         alpha=0.6, linewidth=0.4, edgecolor=INK, marker=choose_marker(times[k].precision),
+                         label=found.forms[k].library)  # fmt: skip
         _draw_roofs(axes, ceilings, {one.kind for k in points for one in work[k] if one.flops}, every[:, 0])
         axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOPS")
-        logarithmic(axes, "x", *axes.get_xlim())
-        logarithmic(axes, "y", *axes.get_ylim())
+        make_logarithmic(axes, "x", *axes.get_xlim())
+        make_logarithmic(axes, "y", *axes.get_ylim())
         figure.legend(loc="outside lower center", ncols=3, markerscale=0.6)
     return figure
 
@@ -217,7 +218,7 @@ def save_all(found: FormsResult, paths: Sequence[Path], quiet: bool) -> None:
 def check_library(name: str) -> None:
     """Raise `UserError`, before anything is measured, if the library that draws or lays out is missing."""
     if importlib.util.find_spec(name) is None:
-        raise UserError(lacking([name]))
+        raise UserError(name_lacking([name]))
 
 
 def _draw_roofline(found: FormsResult, path: Path) -> None:
@@ -229,7 +230,7 @@ def _draw_roofline(found: FormsResult, path: Path) -> None:
     if path.suffix == ".png":
         style.save(figure, path)
     else:
-        write_text(path, style.svg(figure, "roofline"))
+        write_text(path, style.render_svg(figure, "roofline"))
 
 
 def make_timelines(found: FormsResult) -> list[Timeline]:

@@ -16,9 +16,9 @@ from dyno.runner.execute import Files
 from dyno.store import cache_dir
 from dyno.study import defaults, input_options
 from dyno.study.defaults import check_weights
-from dyno.study.images import prepared
-from dyno.study.interpreters import explain_missing, placed, runtime_of
-from dyno.study.model_info import inspect_model, model_spec, sizes
+from dyno.study.images import prepare_images
+from dyno.study.interpreters import explain_missing, place_recipe, runtime_of
+from dyno.study.model_info import inspect_model, list_sizes, model_spec
 from dyno.study.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.facts.job import MODULES, UNWATCHED, LayerGraph
@@ -75,16 +75,16 @@ def request_own_form(source: str) -> FormRequest:
 
 def is_form(text: Any) -> bool:
     """Return whether the text names a form of a model rather than a model."""
-    return defaults.form(str(text), _list_form_names()) is not None
+    return defaults.parse_form(str(text), _list_form_names()) is not None
 
 
 def _list_form_names() -> tuple[str, ...]:
-    return (ONNX, *registry.names())
+    return (ONNX, *registry.list_backends())
 
 
 def _parse_form(text: str, source: str) -> FormRequest | None:
     """Return a form of the first model, or None for text that names another model."""
-    found = defaults.form(text, _list_form_names())
+    found = defaults.parse_form(text, _list_form_names())
     if found is None:
         named = text.partition("/")[0]
         if not (Path(text).is_file() or ":" in named or registry.format_of(text)):
@@ -157,7 +157,7 @@ class FormReader:
         elif side.choice.name == MODULE:
             # The module is read without a look at its inputs before.
             asked = {"sizes": [list(parse_size(size)) for size in study.sizes],
-                     "overrides": input_options.overrides(study.inputs, study.shapes)}  # fmt: skip
+                     "overrides": input_options.parse_overrides(study.inputs, study.shapes)}  # fmt: skip
             self._add_form(self._launch_job(trial, None, asked), "")
         elif on_device:
             self._add_form(self.read_form(trial, None), "")
@@ -185,11 +185,11 @@ class FormReader:
     def read_engine(self, study: Study, side: FormRequest, trial: Trial) -> None:
         """Read the form that an engine makes of the model, after making its file, and the graph of that file."""
         model, inspection = inspect_model(trial.model, study)
-        size = sizes(study, inspection)[0]
+        size = list_sizes(study, inspection)[0]
         batch = inspection.batch or self._batch
         precision = side.precision or model.precision or "fp32"
         study = replace(study, precisions=(precision,))
-        data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
+        data = prepare_images(study, model, size) if study.data or study.calibration else DataSpec(count=1)
         dims = Dims(batch, *size, inspection.shapes)
         trial = replace(trial, model=model, precision=precision, dims=dims, data=data)
         kind, reason = registry.format_of(model.file), ""
@@ -224,12 +224,12 @@ class FormReader:
 
     def _make_recipe(self, study: Study, trial: Trial) -> Recipe | None:
         if trial.backend == ONNX:  # the file that engines of any batch share, where there is one
-            fixed, free = (registry.formats()[ONNX].recipe(replace(trial, dims=replace(trial.dims, batch=n)))
+            fixed, free = (registry.list_formats()[ONNX].recipe(replace(trial, dims=replace(trial.dims, batch=n)))
                            for n in (trial.dims.batch, 0))  # fmt: skip
             return replace(free, fallback=fixed) if free else None
         engine = registry.find(trial.backend)
         engine.check_options(trial.options)
-        return placed(engine.recipe(trial), study)
+        return place_recipe(engine.recipe(trial), study)
 
     def _make_file(self, recipe: Recipe, trial: Trial) -> Artifact:
         with self._progress.running([]):

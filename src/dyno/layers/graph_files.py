@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.formatting import counting
+from dyno.formatting import format_count
 from dyno.layers import align
 from dyno.layers.align import Flow, FormSet
 from dyno.layers.tables import MODEL, format_names, format_shape
@@ -227,7 +227,7 @@ class Note:
 
         Facts of a form's further layers are behind those of its first.
         """
-        stands = {"stands for": counting(nodes, "node")} if nodes > 1 else {}
+        stands = {"stands for": format_count(nodes, "node")} if nodes > 1 else {}
         for name, text in {**about, **stands}.items():
             key = f"{title}: {name}"
             self.facts[key] = f"{self.facts[key]}; {text}" if key in self.facts else text
@@ -288,7 +288,7 @@ def _iter_events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
     yield from export.process_event(pid, timeline.title)
     yield export.track_event(pid, 1, "layers")
     about = [timeline.describe_step(at) for at in range(len(timeline.steps))]
-    of_runs = f", mean of {counting(timeline.runs_each, 'run')}" if timeline.runs_each > 1 else ""
+    of_runs = f", mean of {format_count(timeline.runs_each, 'run')}" if timeline.runs_each > 1 else ""
     begin = 0
     for number, seconds in enumerate(timeline.seconds, 1):
         lasts = [round(each * 1e9) for each in seconds.tolist()]

@@ -11,7 +11,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-from dyno.formatting import counting, show
+from dyno.formatting import format_count, show
 from dyno.layers import pairs, reasons
 from dyno.layers.align import Flow
 from dyno.layers.graph_files import Timeline, build_timelines
@@ -19,7 +19,7 @@ from dyno.layers.pairs import PairSide
 from dyno.layers.waterfall import Estimates, Waterfall, draw_waterfall, list_waterfall_tables, make_waterfall
 from dyno.report.export import make_list, make_page, make_parts
 from dyno.report.sections import ExplanationSection
-from dyno.report.style import COLORS, laid_out, svg
+from dyno.report.style import COLORS, laid_out, render_svg
 from dyno.results.trial_result import Results
 from dyno.table import Table
 from dyno.worker.facts.job import MODULES, LayerGraph
@@ -80,7 +80,7 @@ def draw_graphs(graphs: Sequence[Mapping[str, Any]]) -> str:
     shown = [each for each in graphs if each["nodes"] and len(each["nodes"]) <= MOST]
     if not shown:
         return ""
-    counts = ", ".join(f"{each['title']}, {counting(len(each['nodes']), 'layer')}" for each in shown)
+    counts = ", ".join(f"{each['title']}, {format_count(len(each['nodes']), 'layer')}" for each in shown)
     content = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")  # so that nothing ends the element
     return (
         f'<details class="layer-graph"><summary>{html.escape(f"Graph of the layers: {counts}")}</summary>\n'
@@ -171,7 +171,7 @@ def _draw_figure(timeline: Timeline) -> str:
     legend = "".join(_write_entry(name, by_type[name], root.seconds, color) for name, color in kinds.items())
     if rest := root.seconds - sum(by_type[name] for name in kinds):
         legend += _write_entry("others", rest, root.seconds, OTHER) if len(by_type) > len(kinds) else ""
-    steps = counting(len(timeline.steps), "layer")
+    steps = format_count(len(timeline.steps), "layer")
     groups = "module" if any(step.modules for step in timeline.steps) else "operator"
     caption = f"{timeline.title}: time by {groups}, {show(root.seconds, 'duration')} in {steps}"
     area = _draw_area(root.parts, "", WIDTH, HEIGHT, root.seconds, kinds)
@@ -245,7 +245,7 @@ PREFIX = "waterfall"  # of the ids in a chart, which may stand in a page with ot
 def draw_explained_chart(waterfall: Waterfall, prefix: str = PREFIX) -> str:
     """Return the waterfall as an <svg> element."""
     figure = draw_waterfall(waterfall)
-    return svg(figure, prefix, laid_out(figure))
+    return render_svg(figure, prefix, laid_out(figure))
 
 
 def make_explained_fragment(

@@ -188,7 +188,9 @@ def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
         what = f"{name} has no times of layers on {kind}"
         if name == forms.ONNX:
             what = "an ONNX graph doesn't run by itself"
-        able = [f"{each} ({', '.join(on)})" for each in registry.names() if (on := registry.find(each).profiled)]
+        able = [
+            f"{each} ({', '.join(on)})" for each in registry.list_backends() if (on := registry.find(each).profiled)
+        ]
         raise UserError(f"{what}; these have times of layers: {', '.join(able)}")
     if counters and kind != "cuda":
         raise UserError("hardware counters are those of an NVIDIA GPU; add --device cuda:0")

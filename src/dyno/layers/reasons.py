@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dyno.formatting import counting, show
+from dyno.formatting import format_count, show
 from dyno.layers import causes
 from dyno.layers.causes import CausePart
 from dyno.layers.waterfall import Waterfall, WaterfallStep
@@ -104,13 +104,16 @@ class _ReasonWriter:
             parts = [self._w.parts[s.parts[0]] for s in sorted(stayed, key=lambda s: -s.b)]
             names = tuple(name for part in parts for name in part.names[:1])
             took = _format_seconds(sum(s.b for s in stayed))
-            text = f"{precision} was asked for, but {counting(len(stayed), 'layer')} computed in a wider type and took "
+            layers = format_count(len(stayed), "layer")
+            text = f"{precision} was asked for, but {layers} computed in a wider type and took "
             yield Reason(NOT_FASTER, f"{text}{took} of {_format_seconds(self._gap.b)}: {_join_names(names)}.", names)
         slower = [s for s in self._w.steps if s.cause == causes.NARROWER and s.difference.low > 0]
         whole = self._w.step(causes.NARROWER, [k for s in slower for k in s.parts])
         if slower and whole.proven and whole.difference.value >= self._least:
             names = self._list_names(whole)
-            text = f"{counting(len(slower), 'layer')} took longer in the narrower type: {self._describe_amount(whole)}"
+            text = (
+                f"{format_count(len(slower), 'layer')} took longer in the narrower type: {self._describe_amount(whole)}"
+            )
             yield _make_reason(NOT_FASTER, f"{text}, most of it in {_join_names(names[:1])}.", whole, names)
 
     def sum_attributed(self) -> Iterator[Reason]:
@@ -146,7 +149,7 @@ class _ReasonWriter:
         parts = [self._w.parts[k] for k in step.parts]
         count_a, count_b = sum(len(part.a) for part in parts), sum(len(part.b) for part in parts)
         of_a, of_b = self._format_types(parts, 0), self._format_types(parts, 1)
-        count, a, b = counting(len(parts), "part"), self._a, self._b
+        count, a, b = format_count(len(parts), "part"), self._a, self._b
         one = len(parts) == 1
         do, run, have, take = ("does", "runs", "has", "takes") if one else ("do", "run", "have", "take")
         are_a = "is" if count_a == 1 else "are"
@@ -161,8 +164,8 @@ class _ReasonWriter:
             causes.PROVIDER: f"{count} of the model {run} on another provider in {b} ({of_b})",
             causes.KERNEL: f"{count} of the model {have} another kernel: {of_a} in {a}, {of_b} in {b}",
             causes.SAME: f"{count} of the model {take} another time with the same kernel ({of_b})",
-            causes.FUSED: f"{counting(count_a, 'layer')} of {a} {are_a} fused or left out in {b} ({of_a})",
-            causes.SPLIT: f"{counting(count_b, 'layer')} of {b} {lack_b} in {a} ({of_b})",
+            causes.FUSED: f"{format_count(count_a, 'layer')} of {a} {are_a} fused or left out in {b} ({of_a})",
+            causes.SPLIT: f"{format_count(count_b, 'layer')} of {b} {lack_b} in {a} ({of_b})",
             causes.CONVERSION: f"Conversions of types and layouts, {count_a} in {a} and {count_b} in {b}{longest}",
             causes.CALLS: f"The model's own code and calling its parts, {times}",
             causes.UNALIGNED: f"{count_a} layers of {a} and {count_b} of {b}, whose counterparts are not known",
@@ -180,7 +183,7 @@ class _ReasonWriter:
         """Return the commonest types of layers: `16 Convolution, 3 Add`."""
         layers = self._w.pair.forms[self._w.pair.sides[side].form].layers
         kinds = Counter(layers[k].type.rpartition(".")[2] for part in parts for k in (part.a, part.b)[side])
-        more = f" and {counting(len(kinds) - NAMES, 'more kind')}" if len(kinds) > NAMES else ""
+        more = f" and {format_count(len(kinds) - NAMES, 'more kind')}" if len(kinds) > NAMES else ""
         return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(NAMES)) + more
 
     def _format_kinds(self, parts: Sequence[CausePart]) -> str:

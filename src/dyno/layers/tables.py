@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from dyno.formatting import counting, significant
+from dyno.formatting import format_count, format_number
 from dyno.layers import align
 from dyno.layers.align import CONSTANT, FLOW, NAMED, FormSet, Region
 from dyno.report.tables import TableKind
@@ -66,7 +66,7 @@ def _find_reasons(
             change, differences[id(r)] = change + apart, differences[id(r)] - apart
         where = "layer before it" if len(norms) == 1 else "layers before them"
         became = f"became {before - change:,} biases" if before != change else "need no further biases"
-        yield f"{counting(len(norms), 'batch norm')} folded into the {where}, whose {before:,} parameters {became}"
+        yield f"{format_count(len(norms), 'batch norm')} folded into the {where}, whose {before:,} parameters {became}"
         left -= change
     padded = [r for r in regions if differences[id(r)] and _is_blocked(forms, r, first, other)]
     if filled := sum(differences.pop(id(r)) for r in padded):
@@ -129,16 +129,16 @@ def _choose_name(forms: Sequence[LayerGraph], region: Region, *order: int) -> st
 def _format_operations(count: int) -> str:
     for name, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if count >= size:
-            return f"{significant(count / size)} {name}FLOPs"
+            return f"{format_number(count / size)} {name}FLOPs"
     return f"{count:,} FLOPs"
 
 
 def summarise_layers(form: LayerGraph) -> str:
     """Describe a form in one sentence."""
     ran = [layer for layer in form.layers if not layer.skipped]
-    sentence = f"{form.library}: {counting(len(ran), form.form.removesuffix('s'))}"
+    sentence = f"{form.library}: {format_count(len(ran), form.form.removesuffix('s'))}"
     if form.form == MODULES:
-        sentence = f"{form.library}: {counting(len(ran), 'call')} of modules"
+        sentence = f"{form.library}: {format_count(len(ran), 'call')} of modules"
     if form.parameters:
         sentence += f", {form.parameters:,} parameters"
     if operations := sum(layer.flops or 0 for layer in form.layers):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyno.formatting import counting, show
+from dyno.formatting import format_count, show
 from dyno.layers import align, roofline
 from dyno.layers.align import Flow, FormSet
 from dyno.layers.roofline import Ceilings, RooflineRating
@@ -16,7 +16,7 @@ from dyno.layers.tables import MODEL, MODULE_NAMES, format_shape
 from dyno.report.tables import TableKind
 from dyno.results.remarks import Launch
 from dyno.results.stats import Interval, median_interval
-from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table, limited
+from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table, limit_cells
 from dyno.worker.facts.job import MODULES, NODES, Function, Layer, LayerGraph, Port
 
 # Whether a GPU works or waits for the host while one run of a model goes on.
@@ -248,7 +248,7 @@ def _build_rows(
     listed = sorted(chosen) if order == "graph" else chosen
     rows = [_build_row(form, form.layers[i], names[i], seconds[:, [i]]) for i in listed]
     if rest:
-        rows.append(_build_row(form, Layer(), [counting(len(rest), "more layer")], seconds[:, rest]))
+        rows.append(_build_row(form, Layer(), [format_count(len(rest), "more layer")], seconds[:, rest]))
     for row, layers in zip(rows, [*([i] for i in listed), *([rest] if rest else [])], strict=True):
         row |= rated.cells(layers, row["seconds"]) if rated else {}
     total, cumulative = medians[ran].sum() or 1.0, 0.0
@@ -269,7 +269,7 @@ def _build_row(form: LayerGraph, layer: Layer, names: list[str], seconds: np.nda
     return {
         "form": form.library, "modules": " ".join(names), "modules_names": names,
         "layer": layer.name if form.form != MODULES else "", "type": layer.type, "seconds": value,
-        **limited("time_us", interval, 1e6),
+        **limit_cells("time_us", interval, 1e6),
         "output": format_shape(layer.outputs[0] if layer.outputs else Port("")), "computes_in": layer.computes_in,
         "kernel": layer.tactic, "remark": "only changes type or layout" if layer.moves else "",
     }  # fmt: skip
@@ -332,7 +332,7 @@ def reconcile(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings | N
     for k, each in times.items():
         latency, layers = median_interval(each.unprofiled), float(np.median(each.layers, axis=0).sum())
         rows.append({
-            "form": forms[k].library, **limited("unprofiled_ms", latency, 1e3), "layers_ms": 1e3 * layers,
+            "form": forms[k].library, **limit_cells("unprofiled_ms", latency, 1e3), "layers_ms": 1e3 * layers,
             "remainder_ms": 1e3 * (latency.value - layers), "profiled_ms": 1e3 * float(np.median(each.profiled)),
             "repeats": len(each.layers), "runs": len(each.profiled), "clock": each.clock,
             **(each.gpu.cells(each.latency) if each.gpu else {}),

@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from dyno.formatting import counting, short, significant
+from dyno.formatting import format_count, format_number, shorten_text
 from dyno.layers import causes, pairs
 from dyno.layers.causes import BETWEEN, INTERRUPTED, WAITING, WHOLE, Cause, CausePart
 from dyno.layers.pairs import FormPair
 from dyno.layers.tables import MODEL, MODULE_NAMES
 from dyno.layers.times import Times
-from dyno.report.style import INK, WIDTH, styled
+from dyno.report.style import INK, WIDTH, apply_style
 from dyno.report.tables import TableKind
 from dyno.results.stats import CONFIDENCE, Interval, find_rejected
-from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table, limited
+from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table, limit_cells
 
 RESAMPLES = 1000
 SEED = 0
@@ -236,7 +236,9 @@ PARTS = TableKind("explained", "Part by part", "What each part of the model take
 
 def format_signed(value: float) -> str:
     """Format a number with its sign: +310, −12.4, 0."""
-    return significant(value) if not value or value != value else ("+" if value > 0 else "−") + significant(abs(value))
+    return (
+        format_number(value) if not value or value != value else ("+" if value > 0 else "−") + format_number(abs(value))
+    )
 
 
 def _format_difference(row: Row) -> str:
@@ -296,14 +298,17 @@ def _write_notes(waterfall: Waterfall) -> tuple[str, ...]:
         process, spread = "one process", "repeats within it; another process may differ"
     sides = list(zip(waterfall.pair.titles, waterfall.pair.sides, strict=True))
     notes = [f"Medians over {process} of each side; the intervals are from the {spread}.", *waterfall.pair.notes]
-    notes += [f"{title} in the run: {significant(1e3 * side.stored)} ms." for title, side in sides if side.stored]
+    notes += [f"{title} in the run: {format_number(1e3 * side.stored)} ms." for title, side in sides if side.stored]
     notes += [note for side in waterfall.pair.sides for note in waterfall.pair.forms[side.form].notes]
     notes += [f"{title}: {warning}" for title, side in sides for warning in pairs.list_pair_warnings(side)]
     return tuple(dict.fromkeys(notes))
 
 
 def _make_time_cells(waterfall: Waterfall, step: WaterfallStep) -> Row:
-    differs, share = limited("difference_us", step.difference, 1e6), _compute_share(waterfall, step.difference.value)
+    differs, share = (
+        limit_cells("difference_us", step.difference, 1e6),
+        _compute_share(waterfall, step.difference.value),
+    )
     return {"a_us": 1e6 * step.a, "b_us": 1e6 * step.b, **differs, "share": share}
 
 
@@ -319,7 +324,7 @@ def by_part(waterfall: Waterfall, top: int) -> Table:
     if rest := order[len(rows) :]:
         steps = [waterfall.steps[k] for k in rest]
         a, b = sum(s.a for s in steps), sum(s.b for s in steps)
-        label = counting(len(rest), "more part")
+        label = format_count(len(rest), "more part")
         rows.append({"modules": label, "modules_names": [label], "a_us": 1e6 * a, "b_us": 1e6 * b,
                      "difference_us": 1e6 * (b - a), "share": _compute_share(waterfall, b - a)})  # fmt: skip
     columns = (
@@ -345,7 +350,9 @@ def _make_row(waterfall: Waterfall, k: int) -> Row:
     elif part.names == (MODEL,):  # several parts may have no other name
         own = part.a or part.b
         form = waterfall.pair.forms[waterfall.pair.sides[0 if part.a else 1].form]
-        row["modules_names"] = [f"{MODEL}: {short(_format_counts([form.layers[i].type for i in own]), LONGEST_KINDS)}"]
+        row["modules_names"] = [
+            f"{MODEL}: {shorten_text(_format_counts([form.layers[i].type for i in own]), LONGEST_KINDS)}"
+        ]
     for name, side, own, kind in zip("ab", waterfall.pair.sides, (part.a, part.b), part.types, strict=True):
         layers = [waterfall.pair.forms[side.form].layers[i] for i in own]
         row[f"layers_{name}"] = " ".join(filter(None, (_format_counts([each.type for each in layers]), kind)))
@@ -372,7 +379,7 @@ def draw_waterfall(waterfall: Waterfall) -> Any:
     Hatched steps aren't layers of the model; whiskers are the 95 % intervals of a step's own difference.
     """
     steps = [step for step in waterfall.causes if step.a or step.b]
-    with styled() as figure_class:
+    with apply_style() as figure_class:
         figure = figure_class((WIDTH, ROW * (len(steps) + 2) + EDGE), layout="constrained")
         axes = figure.add_subplot()
         a, b = waterfall.pair.titles
@@ -393,7 +400,7 @@ def draw_waterfall(waterfall: Waterfall) -> Any:
             corners.append(reached)
         axes.plot([reached, reached], [len(steps), len(steps) + 1], color=INK, lw=0.6)
         texts.append(_draw_whole(axes, len(steps) + 1, waterfall.gap.b))
-        axes.set_yticks(range(len(names)), [short(name, LONGEST) for name in names])
+        axes.set_yticks(range(len(names)), [shorten_text(name, LONGEST) for name in names])
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")

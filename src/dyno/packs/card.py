@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from dyno.cli.options import REPEATED
-from dyno.formatting import join_names, markdown, markdown_table, ratio, significant, sized
+from dyno.formatting import escape_markdown, format_number, format_ratio, format_size, join_names, markdown_table
 from dyno.report.sections import about_run
 from dyno.report.verdict import decisions
-from dyno.report.verdict.findings import Decision, ms
+from dyno.report.verdict.findings import Decision, format_ms
 from dyno.report.verdict.verdict import read_verdict
 from dyno.results.ranking import (
     LATENCY,
@@ -31,9 +31,9 @@ from dyno.results.ranking import (
 from dyno.results.run_data import RunData
 from dyno.store import sha256_of
 from dyno.study.study import Study
-from dyno.table import missing
+from dyno.table import is_missing
 from dyno.worker.record import write_text
-from dyno.worker.spec import plain
+from dyno.worker.spec import clean_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,7 +62,7 @@ def write_card(run: RunData, study: Study, file: Path) -> tuple[Path, Path]:
     text, colour = _describe_badge(verdict, run)
     write_text(badge, draw_badge(text, colour))
     lines = [
-        "### Inference speed", "", f"![{LABEL}: {markdown(text)}]({quote(badge.name)})", "",
+        "### Inference speed", "", f"![{LABEL}: {escape_markdown(text)}]({quote(badge.name)})", "",
         *_write_verdict(run, verdict), *_write_proof(run, study, file), "",
     ]  # fmt: skip
     write_text(card, "\n".join(lines))
@@ -71,8 +71,10 @@ def write_card(run: RunData, study: Study, file: Path) -> tuple[Path, Path]:
 
 def _write_verdict(run: RunData, verdict: Sequence[Decision]) -> Iterator[str]:
     for decision in verdict:
-        yield f"- {markdown(decision.sentence)}"
-        yield from (f"  - {name}: {markdown(text)}" for name, text in decision.answers if name in ("real", "right"))
+        yield f"- {escape_markdown(decision.sentence)}"
+        yield from (
+            f"  - {name}: {escape_markdown(text)}" for name, text in decision.answers if name in ("real", "right")
+        )
     if rows := [*_list_fastest(run)] if any(decision.by for decision in verdict) else []:
         yield from ("", markdown_table(HEAD, rows, RIGHT).rstrip("\n"))
     yield ""
@@ -85,9 +87,15 @@ def _write_proof(run: RunData, study: Study, file: Path) -> Iterator[str]:
         "Measured": ", ".join(filter(None, about_run(run.records))),
         "Versions": ", ".join(f"{name} {version}" for name, version in versions if version),
     }
-    yield from (f"- {name}: {markdown(text)}" for name, text in about.items() if text)
-    yield f"- Proof: {markdown(file.name)}, sha256 `{sha256_of(file)}`"
-    yield from ("", "```bash", plain(write_command(study)), plain(f"dyno verify {shlex.quote(file.name)}"), "```")
+    yield from (f"- {name}: {escape_markdown(text)}" for name, text in about.items() if text)
+    yield f"- Proof: {escape_markdown(file.name)}, sha256 `{sha256_of(file)}`"
+    yield from (
+        "",
+        "```bash",
+        clean_text(write_command(study)),
+        clean_text(f"dyno verify {shlex.quote(file.name)}"),
+        "```",
+    )
 
 
 def _list_fastest(run: RunData) -> Iterator[tuple[str, ...]]:
@@ -101,20 +109,20 @@ def _list_fastest(run: RunData) -> Iterator[tuple[str, ...]]:
             contest, first = compare_first(ordered, LATENCY, run), ordered.iloc[0]
             names = [describe_configuration(row) for row in (first, *(row for row, _ in contest.rivals))]
             name = decisions.name_set(names, contest, run) if contest.rivals else names[0]
-            where = ranking.where + (sized(str(first["size"]), " at size ") if ranking.sizes else "")
+            where = ranking.where + (format_size(str(first["size"]), " at size ") if ranking.sizes else "")
             where += f" on {first['device']}" if several else ""
-            cells = where, str(batch), name, ms(first[LATENCY]), _format_rate(first), _format_gain(first)
-            yield tuple(markdown(cell) for cell in cells)
+            cells = where, str(batch), name, format_ms(first[LATENCY]), _format_rate(first), _format_gain(first)
+            yield tuple(escape_markdown(cell) for cell in cells)
 
 
 def _format_rate(row: pd.Series) -> str:
-    return "" if missing(row[THROUGHPUT]) else significant(row[THROUGHPUT])
+    return "" if is_missing(row[THROUGHPUT]) else format_number(row[THROUGHPUT])
 
 
 def _format_gain(row: pd.Series) -> str:
-    if missing(row["speedup"]):
+    if is_missing(row["speedup"]):
         return ""
-    shown = ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
+    shown = format_ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
     return "reference" if row["trial"] == row["reference"] else f"{shown} ({row['verdict']})"
 
 

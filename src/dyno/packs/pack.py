@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dyno import __version__
-from dyno.formatting import counting
+from dyno.formatting import format_count
 from dyno.packs import opening
 from dyno.packs.card import SUFFIX, card_paths, write_card
 from dyno.packs.opening import HEAD, RUN, STUDY, VERDICT
@@ -23,10 +23,10 @@ from dyno.results.files import read_npz, read_table
 from dyno.results.notes import MODELS, NOTES, PLACEMENTS
 from dyno.results.trial_result import SELF_TEST, Results, load_run
 from dyno.runner import self_test
-from dyno.runner.run_folder import earlier
+from dyno.runner.run_folder import read_earlier
 from dyno.store import check_writable
 from dyno.study.study import Study
-from dyno.worker.record import read_json, replacing, save_arrays, write_json, write_text
+from dyno.worker.record import read_json, replace_file, save_arrays, write_json, write_text
 from dyno.worker.spec import UserError, to_json
 
 # What the verdict is computed from; other files of a run folder are logs, and tables that can be made again.
@@ -114,7 +114,7 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
         copied = Path(scratch) / RUN
         _copy_run(folder, copied, results, redaction)
         opening.refuse_code(copied, f"{folder}, which can't become a pack,")
-        study, read = earlier(copied), read_results(load_run(copied))
+        study, read = read_earlier(copied), read_results(load_run(copied))
         if card and (study is None or study.baseline):
             raise UserError(f"{folder} compares two sides, which a card can't show; omit --card")
         verdict = describe_verdict(read, copied)
@@ -131,7 +131,7 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
 def _copy_run(folder: Path, copied: Path, results: Results, redaction: Redaction) -> None:
     """Copy what the verdict is computed from, redacted."""
     copied.mkdir(parents=True)
-    study = earlier(folder)
+    study = read_earlier(folder)
     if study is None:
         raise UserError(f"{folder} has no study.toml, so it can't be repeated; run the study again")
     table = {name: value for name, value in redaction.redact_value(study.to_table()).items() if name != "on"}
@@ -190,9 +190,9 @@ def _write_zip(folder: Path, file: Path) -> None:
     figures = len(paths), sum(sizes.values()), sum(n for path, n in sizes.items() if path.suffix != ".npz")
     limits = opening.MOST_MEMBERS, opening.MOST_BYTES, opening.MOST_TEXT_BYTES
     if too_large or any(figure > limit for figure, limit in zip(figures, limits, strict=True)):
-        total = f"{counting(len(paths), 'file')} of {figures[1] >> 20:,} MiB"
+        total = f"{format_count(len(paths), 'file')} of {figures[1] >> 20:,} MiB"
         raise UserError(f"the run is too large for a pack ({total}); run it with fewer images or configurations")
-    with replacing(file) as f, zipfile.ZipFile(f, "w") as packed:
+    with replace_file(file) as f, zipfile.ZipFile(f, "w") as packed:
         for path in paths:
             about = zipfile.ZipInfo(path.relative_to(folder).as_posix(), (1980, 1, 1, 0, 0, 0))
             about.compress_type, about.create_system, about.external_attr = zipfile.ZIP_DEFLATED, 3, 0o100644 << 16

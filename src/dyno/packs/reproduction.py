@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from dyno.formatting import UNCLEAR, counting, join_names, ratio, show
+from dyno.formatting import UNCLEAR, format_count, format_ratio, join_names, show
 from dyno.packs.opening import OpenPack, open_pack
 from dyno.packs.verification import read_results, verify_opened
 from dyno.results.run_data import RunData
@@ -19,7 +19,7 @@ from dyno.runner.run_folder import RUNS, choose_folder
 from dyno.store import sha256_of
 from dyno.study.plan import expand
 from dyno.study.study import Choice, Study
-from dyno.table import missing
+from dyno.table import is_missing
 from dyno.worker import registry
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.spec import DECIDED, UserError, shorten
@@ -64,7 +64,7 @@ class RatioPair:
     @property
     def sentence(self) -> str:
         pairs = self.pack, self.here
-        shown = [UNCLEAR if math.isnan(value) else ratio(value, low, high) for low, value, high in pairs]
+        shown = [UNCLEAR if math.isnan(value) else format_ratio(value, low, high) for low, value, high in pairs]
         outcome = {True: "the intervals overlap", None: "too little evidence to compare them"}
         words = outcome.get(self.agrees, "a difference beyond what both can see")
         name = f"{self.where}: {self.configuration} over {self.reference}"
@@ -171,7 +171,7 @@ class Reproduction:
 
     def _describe_counts(self) -> str:
         groups = (("ranking", self.rankings), ("ratio", self.ratios))
-        counts = [f"{sum(pair.agrees is True for pair in p)} of {counting(len(p), name)}" for name, p in groups]
+        counts = [f"{sum(pair.agrees is True for pair in p)} of {format_count(len(p), name)}" for name, p in groups]
         uncertain = sum(pair.agrees is None for _, pairs in groups for pair in pairs)
         text = f"{' and '.join(counts)} agree" + (f", {uncertain} can't be compared" if uncertain else "")
         advice = "; pack a run of 3 or more rounds, and reproduce it on an idle machine"
@@ -395,7 +395,7 @@ def _pair_ratios(theirs: RunData, ours: RunData, here: Mapping[Key, TrialResult]
 
 def _read_limits(row: Mapping[str, Any]) -> tuple[float, float, float]:
     cells = (row[name] for name in ("speedup_low", "speedup", "speedup_high"))
-    low, value, high = (math.nan if missing(cell) else float(cell) for cell in cells)
+    low, value, high = (math.nan if is_missing(cell) else float(cell) for cell in cells)
     return low, value, high
 
 

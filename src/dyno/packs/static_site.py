@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-from dyno.formatting import moment, ratio
+from dyno.formatting import format_moment, format_ratio
 from dyno.packs.card import SUFFIX
 from dyno.packs.opening import open_pack
 from dyno.packs.verification import read_results, verify_opened
 from dyno.report.export import make_page, page_part
 from dyno.report.report import file_name, list_missing, write_report
-from dyno.report.verdict.verdict import began, read_verdict
+from dyno.report.verdict.verdict import read_start, read_verdict
 from dyno.results.ranking import describe_configuration
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import load_run
 from dyno.store import check_writable
-from dyno.table import LINK, TEXT, Column, Row, Table, missing
-from dyno.worker.extras import lacking
+from dyno.table import LINK, TEXT, Column, Row, Table, is_missing
+from dyno.worker.extras import name_lacking
 from dyno.worker.record import refuse_links, write_text
-from dyno.worker.spec import UserError, plain, shorten
+from dyno.worker.spec import UserError, clean_text, shorten
 
 INDEX, REPORTS = "index.html", "packs"
 UNPACKED = re.compile(r" · its jobs[^<]*<a [^>]*>[^<]*</a>")  # what links to a folder that is gone afterwards
@@ -54,7 +54,7 @@ def write_site(packs: str | Path, out: str | Path) -> Table:
     """
     packs, out = Path(packs), Path(out)
     if libraries := list_missing():
-        raise UserError(lacking(libraries))
+        raise UserError(name_lacking(libraries))
     files = sorted(path for path in packs.glob("*.zip") if path.is_file()) if packs.is_dir() else []
     if not files or len(files) > MOST_PACKS:
         raise UserError(f"{packs} has {len(files):,} packs; give a folder of 1 to {MOST_PACKS:,} files of `dyno pack`")
@@ -80,7 +80,7 @@ def _name_reports(files: list[Path]) -> Iterator[str]:
 
 
 def _read_pack(file: Path, place: Path) -> Row:
-    row: Row = {"pack": plain(shorten(file.name))}
+    row: Row = {"pack": clean_text(shorten(file.name))}
     try:
         with open_pack(file) as opened:
             verified = verify_opened(opened, file)
@@ -96,7 +96,7 @@ def _read_pack(file: Path, place: Path) -> Row:
                 write_text(path, UNPACKED.sub("", text))
             return row | {LINK: quote(f"{REPORTS}/{place.name}/{page.name}")}
     except UserError as e:
-        return {"verified": "no", **row, "problem": plain(str(e).replace(str(file), "it"))}
+        return {"verified": "no", **row, "problem": clean_text(str(e).replace(str(file), "it"))}
     except Exception as e:  # the values of a pack may be anything
         return {"verified": "no", **row, "problem": f"it can't be shown ({type(e).__name__})"}
 
@@ -105,7 +105,7 @@ def _describe_run(run: RunData) -> Row:
     environment, decisions = run.records.environment, read_verdict(run).decisions
     row: Row = {
         "machine": str(environment.get("gpu") or environment.get("cpu") or ""),
-        "date": moment(began(run.records)),
+        "date": format_moment(read_start(run.records)),
     }
     if not decisions:
         return row | {"problem": "it has no decision"}
@@ -115,6 +115,6 @@ def _describe_run(run: RunData) -> Row:
     row |= {"model": (decision.where or str(run.frame["model"].iloc[0])) + more, "certainty": decision.badge}
     row |= {"fastest": " or ".join(map(describe_configuration, chosen)) or "none"}
     row |= {"precision": ", ".join(dict.fromkeys(str(each["precision"]) for each in chosen))}
-    if len(chosen) == 1 and not missing(chosen[0]["speedup"]) and chosen[0].name != chosen[0]["reference"]:
-        row |= {"speedup": ratio(*(chosen[0][name] for name in ("speedup", "speedup_low", "speedup_high")))}
+    if len(chosen) == 1 and not is_missing(chosen[0]["speedup"]) and chosen[0].name != chosen[0]["reference"]:
+        row |= {"speedup": format_ratio(*(chosen[0][name] for name in ("speedup", "speedup_low", "speedup_high")))}
     return row

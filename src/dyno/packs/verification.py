@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from dyno.formatting import counting
+from dyno.formatting import format_count
 from dyno.packs.opening import RUN, OpenPack, open_pack, walk_json
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, load_run
@@ -34,9 +34,9 @@ def describe_verdict(run: RunData, folder: Path) -> dict[str, Any]:
     """Return the verdict of a run as data, decisions, sentences and rows, without the name of its folder."""
     from dyno.report.export import export
     from dyno.report.tables.trial_table import TRIALS
-    from dyno.report.verdict.verdict import about
+    from dyno.report.verdict.verdict import describe_run
 
-    text = export([TRIALS.table(run)], "json", about=about(run))
+    text = export([TRIALS.table(run)], "json", about=describe_run(run))
     for name in (shlex.quote(str(folder)), str(folder)):  # a sentence names the folder in the next command
         written = re.escape(json.dumps(name, ensure_ascii=False)[1:-1])
         if "/" not in name:  # it may be any word of the verdict: in a command alone
@@ -80,10 +80,10 @@ class Verification:
     def sentences(self) -> list[str]:
         """The outcome, or the first differences."""
         if not self.differences:
-            return [f"verified: {counting(self.numbers, 'number')} of the verdict follow from the samples"]
+            return [f"verified: {format_count(self.numbers, 'number')} of the verdict follow from the samples"]
         more = len(self.differences) - MOST_SHOWN
         shown = [*self.differences[:MOST_SHOWN], *([f"{more} more"] if more > 0 else [])]
-        return [f"not verified: {counting(len(self.differences), 'difference')}", *shown]
+        return [f"not verified: {format_count(len(self.differences), 'difference')}", *shown]
 
 
 def verify(file: str | Path) -> Verification:

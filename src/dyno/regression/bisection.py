@@ -16,9 +16,9 @@ from dyno.results.trial_result import TrialResult
 from dyno.study import commits
 from dyno.study import interpreters as study_interpreters
 from dyno.study.defaults import default_runner, folder_for, one_model
-from dyno.study.interpreters import missing as missing_library
+from dyno.study.interpreters import find_missing as missing_library
 from dyno.study.study import Choice, name_fields
-from dyno.table import Row, missing
+from dyno.table import Row, is_missing
 from dyno.worker import registry
 from dyno.worker.spec import Runtime, UserError, check_known
 
@@ -167,7 +167,7 @@ def _choose_backend(source: str, library: str, chosen: Sequence[str]) -> str:
     default, _ = default_runner(commits.split_commit(source)[0])
     if chosen or not library:
         return chosen[0] if chosen else default
-    for name in (default, *registry.names()):
+    for name in (default, *registry.list_backends()):
         if any(library in either.split("|") for either in registry.find(name).requires):
             return name
     raise UserError(f"no backend needs {library}; give --backend")
@@ -267,7 +267,7 @@ def _judge_version(name: str, first: str, comparison: Comparison, column: str) -
     broken = next((r for r in rows if r["status"] != "ok"), None)
     if broken and column != "ratio":
         return BisectionStep(name, SKIPPED, f"{broken['status']}, {broken['reason']}", comparison)
-    if column != "ratio" and any(missing(r[column]) or r[column] == "" for r in rows):
+    if column != "ratio" and any(is_missing(r[column]) or r[column] == "" for r in rows):
         return BisectionStep(name, UNDECIDED, "it has nothing to be judged by", comparison)
     if comparison.exit_code == 1:
         return BisectionStep(name, BAD, "", comparison)

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from dyno.cli import options
-from dyno.formatting import bullet, wrapped
+from dyno.formatting import format_bullet, wrap_text
 from dyno.worker.option_values import option
-from dyno.worker.spec import UserError, plain
+from dyno.worker.spec import UserError, clean_text
 
 if TYPE_CHECKING:
     from dyno.regression.comparison import Comparison
@@ -74,7 +74,7 @@ class GateOptions:
 options.PANELS[GateOptions] = GATE
 
 
-@options.takes(BisectOptions, SideOptions, GateOptions, SHARED, rare="junit summary", **DEFAULTS)
+@options.accept_options(BisectOptions, SideOptions, GateOptions, SHARED, rare="junit summary", **DEFAULTS)
 def compare(
     overrides: options.Overrides,
     a: Annotated[str, typer.Argument(help="What to compare with: a run folder, or a model.", metavar="A")],
@@ -138,7 +138,7 @@ def _bisect(model: str, asked: BisectOptions, fail_on: str, out: str, overrides:
         pythons=_parse_interpreters(asked.pythons), add=asked.add, by=asked.by or "speed", fail_on=fail_on,
         out=out or None, quiet=False, **overrides,
     )  # fmt: skip
-    print("\n".join(map(wrapped, result.verdicts)))
+    print("\n".join(map(wrap_text, result.verdicts)))
     return result.exit_code
 
 
@@ -152,7 +152,7 @@ def _parse_items(text: str) -> list[str]:
 def _parse_interpreters(text: str) -> dict[str, str]:
     interpreters: dict[str, str] = {}
     for item in _parse_items(text):
-        name, path = options.interpreter(item, "--pythons", "NAME=PATH, e.g. old=/opt/old/bin/python")
+        name, path = options.parse_interpreter(item, "--pythons", "NAME=PATH, e.g. old=/opt/old/bin/python")
         if name in interpreters:
             raise UserError(f"--pythons uses the name {name!r} twice; give each interpreter its own name")
         interpreters[name] = path
@@ -174,9 +174,9 @@ def write_output(comparison: Comparison, format: str, junit: str, summary: str) 
     table = replace(comparison.table, notes=()) if sentences else comparison.table
     print(export([table, *([comparison.video] if comparison.video else [])], format), end="")
     if sentences:
-        print("\n" + "\n".join(map(wrapped if format == "text" else bullet, comparison.verdicts)))
+        print("\n" + "\n".join(map(wrap_text if format == "text" else format_bullet, comparison.verdicts)))
         if comparison.folder and format == "text":
-            print(f"\nrun folder: {plain(Path(comparison.folder))}")
+            print(f"\nrun folder: {clean_text(Path(comparison.folder))}")
     for note in comparison.notes:
-        Console(stderr=True).print(f"dyno: {escape(plain(note))}", style="yellow", soft_wrap=True)
+        Console(stderr=True).print(f"dyno: {escape(clean_text(note))}", style="yellow", soft_wrap=True)
     return comparison.exit_code

@@ -14,19 +14,27 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from dyno.formatting import counting, plain
-from dyno.regression.rules import LESS_ACCURATE, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, slowdown, smallest_slowdown
+from dyno.formatting import clean_text, format_count
+from dyno.regression.rules import (
+    LESS_ACCURATE,
+    SLOWER,
+    STATUS,
+    WRONG_OUTPUTS,
+    GateRules,
+    format_slowdown,
+    smallest_slowdown,
+)
 from dyno.report.tables import TableKind, trial_table
 from dyno.report.tables.trial_table import IDENTITY, pick
 from dyno.results import metrics, ranking, remarks, stats
 from dyno.results.blocks import find_apart_jobs, quiet_medians
-from dyno.results.correctness import INCOMPARABLE, OTHER_WEIGHTS, WRONG, incomparable
+from dyno.results.correctness import INCOMPARABLE, OTHER_WEIGHTS, WRONG, find_mismatch
 from dyno.results.metrics import accuracy, agreement
 from dyno.results.metrics.metric import Change, Metric, in_percent
 from dyno.results.ranking import cpu_contention
 from dyno.results.rounds import LATENCIES
 from dyno.results.trial_result import Results, TrialResult, clock_of
-from dyno.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, missing, with_limits
+from dyno.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, is_missing, with_limits
 from dyno.worker.spec import UserError
 
 TOLERATED, NO_CHANGE, LOST, GAINED = "slower, tolerated", "no change shown", "less accurate", "more accurate"
@@ -42,7 +50,7 @@ COPIED = ("model", "backend", "precision", "batch", "size", "device", "runtime",
           "ran_as", "asked_share", "precision_ok", "builds")  # fmt: skip
 
 
-def verdict(r: Row) -> str:
+def describe_outcome(r: Row) -> str:
     """Return a row's verdict; without one, its trial's status."""
     if r["verdict"]:
         return str(r["verdict"])
@@ -64,7 +72,8 @@ COLUMNS = (
     Column("latency_a_ms", "of A, over its processes", "ms", title="A ms", rank=1),
     Column("latency_b_ms", "of B, over its processes", "ms", title="B ms"),
     *with_limits(RATIO_SHOWN),
-    Column("verdict", "slower, faster, undecided, two sessions, same measurement, wrong …", kind=TEXT, cell=verdict),
+    Column("verdict", "slower, faster, undecided, two sessions, same measurement, wrong …", kind=TEXT,
+           cell=describe_outcome),
     Column("p_value", "of no difference, adjusted for all pairs"),
     Column("measured", "in turns, one after the other, or in two sessions", kind=TEXT),
     Column("smallest", "smallest slow-down that would fail with 80 % power", "%", PERCENT, "catches from, %"),
@@ -72,10 +81,10 @@ COLUMNS = (
     Column("rounds_a", "of A that succeeded", kind=COUNT),
     Column("rounds_b", "of B that succeeded", kind=COUNT),
     Column("images", "that both answered", kind=COUNT),
-    *(column for metric in metrics.known().values() for column in _metric_columns(metric)),
+    *(column for metric in metrics.list_metrics().values() for column in _metric_columns(metric)),
     Column("accuracy", "less accurate, more accurate or no change shown", kind=TEXT, rank=3),
     Column("close", "share of B's output values close to A's, 0 to 1", title="agree", rank=1,
-           cell=lambda r: "" if missing(r["close"]) else f"{floor_percent(r['close'])} %"),
+           cell=lambda r: "" if is_missing(r["close"]) else f"{floor_percent(r['close'])} %"),
     Column("max_abs", "largest difference of outputs"),
     Column("failed", "conditions that the row breaks", kind=TEXT),
     Column("trial_a", "id of A's trial", kind=TEXT),
@@ -85,7 +94,7 @@ COLUMNS = (
     Column("outputs", "of B: agree with its reference's, or wrong outputs", kind=TEXT),
 )  # fmt: skip
 PRINTED = (*IDENTITY, "latency_a_ms", "latency_b_ms", "ratio", "verdict",
-           *(m.diff for m in metrics.known().values() if m.diff in m.printed_columns), "accuracy", "close",
+           *(m.diff for m in metrics.list_metrics().values() if m.diff in m.printed_columns), "accuracy", "close",
            "failed")  # fmt: skip
 COMPARE = TableKind("compare", "Two runs", "A row per trial that two runs share: ratio of latencies, accuracy, "
                     "agreement, and what became worse.", command="dyno compare A B")  # fmt: skip
@@ -135,7 +144,9 @@ def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked
     rows = [_apply_gate(compare_trial(x, y, rules, both, speed | accuracy), x, y, rules, elsewhere)
             for (x, y), both, speed, accuracy in zip(shared, outputs, speeds, accuracies, strict=True)]  # fmt: skip
     refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
-    left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
+    left_out = [
+        f"{clean_text(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused
+    ]
     kept = {_name_trial(t) for t in b} | {_name_trial(x) for x, _ in shared}
     rows += [_make_missing_row(t, rules) for t in a if t.status == "ok" and _name_trial(t) not in kept]
     several = ("device",) if len({r["device"] for r in rows}) > 1 else ()
@@ -170,7 +181,7 @@ def _apply_gate(
         return row
     failed = [c for c in row["failed"].split(", ") if c and c != SLOWER]
     contention = cpu_contention([a, b]) if row["measured"] != stats.TURNS else None
-    if missing(row["ratio"]):
+    if is_missing(row["ratio"]):
         reason = row["verdict"] or f"A is {row['status_a']}, B is {row['status']}"
     elif row["verdict"] == stats.ONE_ROUND:
         reason = "one round only, which can't show how much rounds differ; measure two rounds or more"
@@ -184,7 +195,9 @@ def _apply_gate(
         busy = f"other programs kept up to {contention.processors:.1f} processors busy"
         reason = f"{busy}, and it wasn't measured in turns"
     elif SLOWER not in row["failed"] and high >= 1 + rules.tolerance:
-        reason = f"{BEYOND}: the interval reaches {slowdown(high - 1)}, and {100 * rules.tolerance:g} % are allowed"
+        reason = (
+            f"{BEYOND}: the interval reaches {format_slowdown(high - 1)}, and {100 * rules.tolerance:g} % are allowed"
+        )
     else:
         return row
     return row | {"failed": ", ".join(failed), "undecided": reason}
@@ -227,7 +240,7 @@ def _name_trial(t: TrialResult) -> str:
 
 
 def _some_trials(run: Results) -> str:
-    first, *others = [plain(t.label) for t in run]
+    first, *others = [clean_text(t.label) for t in run]
     return first + (f" and {len(others)} more" if others else "")
 
 
@@ -280,7 +293,7 @@ def explain_refusal(a: TrialResult, b: TrialResult) -> str:
             fewest, most = sorted(aside)
             return f"different test images, {most:,} set aside for calibration in one run and {fewest:,} in the other"
         return "different data"
-    if reason := incomparable(b, a):
+    if reason := find_mismatch(b, a):
         return reason
     timed = [", ".join(x for x in LATENCIES if t.medians(x)) or "none" for t in (a, b)]
     if a.good and b.good and timed[0] != timed[1] and not trial_table.compared_boundary(b, a):
@@ -316,7 +329,9 @@ def _compare_speeds(
             rows.append({})
             family.append(None)
             continue
-        latencies = {f"latency_{side}_ms": 1e3 * stats.center(m).value for side, m in zip("ab", medians, strict=True)}
+        latencies = {
+            f"latency_{side}_ms": 1e3 * stats.find_center(m).value for side, m in zip("ab", medians, strict=True)
+        }
         rows.append({"boundary": boundary, **latencies})
         wrong = any(each.startswith(WRONG) for each in outputs)
         # A's speed-up over B is the ratio of B's latency to A's.
@@ -436,8 +451,8 @@ def _find_chance(change: stats.Interval, loss: float) -> float:
 
 def _compare_accuracy(a: TrialResult, b: TrialResult) -> Iterator[tuple[dict[str, Any], Change]]:
     """Yield the columns of each metric that both have, with the change; the first one judges."""
-    before = {metric.name: value for metric, value in metrics.measured(a)}
-    for metric, own in metrics.measured(b):
+    before = {metric.name: value for metric, value in metrics.list_measured(a)}
+    for metric, own in metrics.list_measured(b):
         change = metric.change(b, a)
         if change is None or metric.name not in before:
             continue
@@ -476,11 +491,11 @@ def _find_notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialRes
     if cores := find_apart_jobs(t for pair in shared for t in pair):
         yield f"the {cores.clause}; this may be the whole difference"
     if warned := sum(1 for pair in shared if any(remarks.list_warnings(t) for t in pair)):
-        trials = counting(len(shared), "trial")
+        trials = format_count(len(shared), "trial")
         yield f"{warned} of {trials} with warnings that may explain a change; `dyno report` lists them"
     for name, run in (("A", a), ("B", b)):
         paired = {t.id for pair in shared for t in pair}
-        if unpaired := [plain(t.label) for t in run if t.id not in paired]:
+        if unpaired := [clean_text(t.label) for t in run if t.id not in paired]:
             yield f"only in {name}: {unpaired[0]}" + (f" and {len(unpaired) - 1} more" if len(unpaired) > 1 else "")
     yield from (*a.problems, *b.problems)
 
@@ -498,7 +513,7 @@ def _flatten_values(values: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, Mapping):
             flat |= _flatten_values(value)
         elif value not in (None, "", []):
-            flat[name] = plain(" ".join(map(str, value)) if isinstance(value, list) else value)
+            flat[name] = clean_text(" ".join(map(str, value)) if isinstance(value, list) else value)
     return flat
 
 

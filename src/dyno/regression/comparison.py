@@ -12,11 +12,20 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as Xml
 
 from dyno.api import Result
-from dyno.formatting import bullet, counting, plain, points
+from dyno.formatting import clean_text, format_bullet, format_count, format_points
 from dyno.jobs.progress import Progress
 from dyno.regression import compare_table as tables
-from dyno.regression.compare_table import MISSING, RATIO_SHOWN, SAME, TWO_SESSIONS, floor_percent, verdict
-from dyno.regression.rules import LESS_ACCURATE, POWER, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, list_changes, slowdown
+from dyno.regression.compare_table import MISSING, RATIO_SHOWN, SAME, TWO_SESSIONS, describe_outcome, floor_percent
+from dyno.regression.rules import (
+    LESS_ACCURATE,
+    POWER,
+    SLOWER,
+    STATUS,
+    WRONG_OUTPUTS,
+    GateRules,
+    format_slowdown,
+    list_changes,
+)
 from dyno.report.export import export
 from dyno.results import stats
 from dyno.results.correctness import INCOMPARABLE, WRONG
@@ -24,17 +33,17 @@ from dyno.results.ranking import configuration_of
 from dyno.results.trial_result import Results, load_run
 from dyno.runner import self_test
 from dyno.runner.execute import execute
-from dyno.runner.run_folder import earlier, overwritten, stored
+from dyno.runner.run_folder import find_overwritten, list_stored, read_earlier
 from dyno.study import commits
 from dyno.study.commits import keeps_weights
 from dyno.study.defaults import default_runner, folder_for
 from dyno.study.plan import TrialSelection
 from dyno.study.study import Study, name_fields
-from dyno.table import Row, Table, missing
+from dyno.table import Row, Table, is_missing
 from dyno.video import tables as videos
 from dyno.worker.record import write_text
 from dyno.worker.spec import UserError
-from dyno.worker.spec import plain as drop_controls
+from dyno.worker.spec import clean_text as drop_controls
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -100,15 +109,15 @@ class Comparison:
         suites = Xml.Element("testsuites", attributes)
         suite = Xml.SubElement(suites, "testsuite", attributes)
         for r in self.rows:
-            seconds = "0" if missing(r["latency_b_ms"]) else f"{r['latency_b_ms'] / 1e3:.9f}"
+            seconds = "0" if is_missing(r["latency_b_ms"]) else f"{r['latency_b_ms'] / 1e3:.9f}"
             about = {"classname": "dyno.compare", "name": describe_where(r), "time": seconds}
             case = Xml.SubElement(suite, "testcase", about)
             if r["failed"]:
                 Xml.SubElement(case, "failure", {"type": r["failed"], "message": drop_controls(explain_failure(r))})
             elif reason := explain_undecided(r):
                 Xml.SubElement(case, "error", {"type": "undecided", "message": drop_controls(reason)})
-            ratio = "" if missing(r["ratio"]) else f"{RATIO_SHOWN.text(r)} the latency, "
-            Xml.SubElement(case, "system-out").text = drop_controls(f"{ratio}{verdict(r)}")
+            ratio = "" if is_missing(r["ratio"]) else f"{RATIO_SHOWN.text(r)} the latency, "
+            Xml.SubElement(case, "system-out").text = drop_controls(f"{ratio}{describe_outcome(r)}")
         Xml.SubElement(suite, "system-out").text = "\n".join(map(drop_controls, self.verdicts))
         Xml.indent(suites)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -116,8 +125,10 @@ class Comparison:
 
     def summary(self, path: str | Path) -> None:
         """Append a summary in Markdown, for a pull request, as `$GITHUB_STEP_SUMMARY` takes it."""
-        title = f"### Dyno: {HEADINGS[self.exit_code]} in {counting(len(self.rows), 'pair')}"
-        text = "\n".join([title, "", export([self.table], "markdown").strip(), "", *map(bullet, self.verdicts), "", ""])
+        title = f"### Dyno: {HEADINGS[self.exit_code]} in {format_count(len(self.rows), 'pair')}"
+        text = "\n".join(
+            [title, "", export([self.table], "markdown").strip(), "", *map(format_bullet, self.verdicts), "", ""]
+        )
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:  # other steps of the same build have written there
             file.write(text)
@@ -125,7 +136,7 @@ class Comparison:
     @property
     def _sides(self) -> list[str]:
         """The identity of A and B, and other differences between them."""
-        if self.folder is None or (study := earlier(self.folder)) is None or self.result is None:
+        if self.folder is None or (study := read_earlier(self.folder)) is None or self.result is None:
             return []
         a, b = (_describe_side(side) for side in study.sides.values())
         sentences = [f"A is {a}, B is {b}."]
@@ -255,13 +266,13 @@ def _build_side(source: Any) -> Study:
         backend, device = default_runner(path)
         return Study(models=(source if path == source else commits.fix_commit(source),), backends=(backend,),
                      device=device, **DEFAULTS)  # fmt: skip
-    study = earlier(run.folder)
+    study = read_earlier(run.folder)
     if study is None:
         raise UserError(f"{run.folder} has no study.toml, so it can't be measured again")
     if len(study.models) > 1 or study.baseline:
         raise UserError(f"{run.folder} has several models; a comparison that measures has one on each side")
-    for trial in stored(run.folder / "trials"):
-        if file := overwritten(trial.trial.model):
+    for trial in list_stored(run.folder / "trials"):
+        if file := find_overwritten(trial.trial.model):
             raise UserError(f"{file} has changed since {run.folder} was measured, so it can't be measured again")
     settings = {name: value for name, value in study.to_table().items() if name not in REFUSED}
     return Study(**{**settings, "rounds": max(ROUNDS, study.rounds), "boundaries": study.boundaries})
@@ -297,13 +308,13 @@ def list_comparison(table: Table, stored: bool = True) -> list[str]:
     Then how it was measured (`stored`: as two runs), and the smallest slow-down that it would have caught.
     """
     rows = table.rows
-    counts = Counter(verdict(r).partition(":")[0] for r in rows)
+    counts = Counter(describe_outcome(r).partition(":")[0] for r in rows)
     lines = [f"{describe_where(r)}: {r['verdict']}; not judged, whatever the speed."
              for r in rows if r["verdict"].startswith(WRONG)]  # fmt: skip
     verdicts = ", ".join(f"{n} {name}" for name, n in counts.most_common())
     shared = sum(r["status"] != MISSING for r in rows)
     gone = f", {len(rows) - shared} only in A" if shared < len(rows) else ""
-    lines += [f"{counting(shared, 'shared trial' if stored else 'pair')}{gone}: {verdicts}."]
+    lines += [f"{format_count(shared, 'shared trial' if stored else 'pair')}{gone}: {verdicts}."]
     lines += [f"failed: {describe_where(r)}: {explain_failure(r)}" for r in rows if r["failed"]]
     lines += [f"undecided: {describe_where(r)}: {r['undecided']}" for r in rows if r["undecided"]]
     if not any(map(_has_run, rows)):
@@ -321,29 +332,29 @@ def _describe_method(rows: list[Row], stored: bool) -> list[str]:
     apart = WIDENED if stats.SESSIONS in methods else APART
     apart = SESSIONS if any(r["verdict"] == TWO_SESSIONS for r in rows) else apart
     apart = COPIED if any(r["verdict"] == SAME for r in rows) else apart
-    sentences = [apart if stored else f"Measured {' or '.join(sorted(methods))}, {counting(rounds, 'round')}."]
-    builds = [int(r["builds"]) for r in rows if not missing(r["builds"])]
+    sentences = [apart if stored else f"Measured {' or '.join(sorted(methods))}, {format_count(rounds, 'round')}."]
+    builds = [int(r["builds"]) for r in rows if not is_missing(r["builds"])]
     if 1 in builds:
         sentences.append("Of one build of an engine that is tuned by timing: another may differ; see --builds.")
     elif builds:
         sentences.append(f"Over {min(builds)} builds of each engine that is tuned by timing.")
-    if (count := sum(1 for r in rows if not missing(r["p_value"]))) > 1:
+    if (count := sum(1 for r in rows if not is_missing(r["p_value"]))) > 1:
         sentences.append(f"The {count} pairs are one family (Holm): all verdicts together hold in 95 % of comparisons.")
     return sentences
 
 
 def _describe_power(rows: list[Row]) -> list[str]:
-    smallest = [r["smallest"] for r in rows if not missing(r["smallest"])]
+    smallest = [r["smallest"] for r in rows if not is_missing(r["smallest"])]
     if not smallest:
         return []
-    least, most = slowdown(min(smallest) / 100), slowdown(max(smallest) / 100)
+    least, most = format_slowdown(min(smallest) / 100), format_slowdown(max(smallest) / 100)
     span = least if least == most else f"{least.removesuffix(' %')} to {most}"
     return [f"With these rounds and this spread, a slow-down of {span} is caught in {100 * POWER:g} % of comparisons."]
 
 
 def describe_where(r: Row) -> str:
     """Return the trial of a row, in a few words."""
-    return f"{plain(r['model'])} {plain(configuration_of(r))} b{r['batch']} {r['size']}"
+    return f"{clean_text(r['model'])} {clean_text(configuration_of(r))} b{r['batch']} {r['size']}"
 
 
 def explain_failure(r: Row) -> str:
@@ -355,13 +366,13 @@ def _explain_failure(condition: str, r: Row) -> str:
     if condition == SLOWER:
         return f"slower, {RATIO_SHOWN.text(r)} the latency"
     if condition == LESS_ACCURATE:
-        low, value, high = (points(r[f"{r['judged_by']}{x}"] / 100) for x in ("_low", "", "_high"))
+        low, value, high = (format_points(r[f"{r['judged_by']}{x}"] / 100) for x in ("_low", "", "_high"))
         return f"less accurate, {value} points [{low}, {high}] on the same images"
     if condition == STATUS:
-        return f"was ok, now {r['status']}: {plain(r['reason'])}"
+        return f"was ok, now {r['status']}: {clean_text(r['reason'])}"
     if condition == WRONG_OUTPUTS:
         return str(r["verdict"])
-    if missing(r["close"]):
+    if is_missing(r["close"]):
         return "no outputs to compare with A's"
     return f"only {floor_percent(r['close'])} % of values agree"
 

@@ -10,21 +10,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dyno.formatting import moment, plain, short, significant
+from dyno.formatting import clean_text, format_moment, format_number, shorten_text
 from dyno.report import style
 from dyno.report.charts import charts
 from dyno.report.export import make_page, make_parts
 from dyno.report.report import list_missing, names_of
 from dyno.report.tables import TableKind, trial_table
 from dyno.report.tables.trial_table import IDENTITY, pick
-from dyno.report.verdict.verdict import began
+from dyno.report.verdict.verdict import read_start
 from dyno.results.blocks import APART, list_core_latencies
 from dyno.results.correctness import WRONG
 from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import TrialResult
-from dyno.table import FINE, TEXT, Column, Row, Table, missing
-from dyno.worker.extras import lacking
+from dyno.table import FINE, TEXT, Column, Row, Table, is_missing
+from dyno.worker.extras import name_lacking
 from dyno.worker.option_values import check_types
 from dyno.worker.record import write_text
 from dyno.worker.spec import UserError
@@ -69,7 +69,7 @@ def make_history(runs: Sequence[RunData]) -> Table:
     A `step` is a trial's latency over that in the run before that has it, at the same boundary and clock; it is missing
     where one of both failed or gave wrong outputs. UserError for a run that is named twice, and without a common trial.
     """
-    dated = sorted(zip(names_of(runs), runs, strict=True), key=lambda pair: began(pair[1].records))
+    dated = sorted(zip(names_of(runs), runs, strict=True), key=lambda pair: read_start(pair[1].records))
     series: dict[tuple[str, ...], list[tuple[Row, dict[str, str]]]] = {}
     near = min((n for run in runs for t in run.trials.values() for n in list_core_latencies(t)), default=0.0)
     for place, (name, run) in enumerate(dated):
@@ -79,7 +79,7 @@ def make_history(runs: Sequence[RunData]) -> Table:
             trial, key = run.trials[row["trial"]], _make_key(row)
             key = key if count[key] == 1 else (*key, trial.id)  # of several alike only the same id is the same
             facts = _read_facts(trial, row, run, near)
-            own = {"run": name, "#place": place, "date": moment(began(run.records)), "model": key[0]}
+            own = {"run": name, "#place": place, "date": format_moment(read_start(run.records)), "model": key[0]}
             own |= {column: facts.get(column, "") for column in ("commit", "dyno")}
             own |= {"weights": facts.get("weights", ""), "versions": trial.described_versions}
             series.setdefault(key, []).append((row | own, facts))
@@ -111,7 +111,7 @@ def _read_facts(trial: TrialResult, row: Mapping[Any, Any], run: RunData, near: 
         "processors": _name_distance(list_core_latencies(trial), near),
         **{name: environment.get(name) for name in MACHINE},
     }
-    return {name: plain(value) for name, value in facts.items() if value not in (None, "", [])}
+    return {name: clean_text(value) for name, value in facts.items() if value not in (None, "", [])}
 
 
 def _name_distance(latencies: Sequence[float], near: float) -> str:
@@ -143,7 +143,7 @@ def _add_steps(series: Sequence[tuple[Row, dict[str, str]]]) -> Iterator[Row]:
 
 
 def _has_speed(row: Row) -> bool:
-    return row["status"] == "ok" and not missing(row[LATENCY]) and not str(row["verdict"]).startswith(WRONG)
+    return row["status"] == "ok" and not is_missing(row[LATENCY]) and not str(row["verdict"]).startswith(WRONG)
 
 
 def _is_seen(before: Row, row: Row) -> bool:
@@ -160,10 +160,10 @@ def _list_steps(rows: Sequence[Row], runs: Mapping[str, RunData]) -> Iterator[st
         before = row["#before"]
         yield (
             f"{name} at batch {row['batch']} took {row['step']:.2f}x as long from {row['run']} ({row['date']}) on: "
-            f"{significant(before[LATENCY])} to {significant(row[LATENCY])} ms; {why}."
+            f"{format_number(before[LATENCY])} to {format_number(row[LATENCY])} ms; {why}."
         )
     if not slower:
-        bounded = any("#before" in row and not missing(row["latency_ms_low"]) for row in rows)
+        bounded = any("#before" in row and not is_missing(row["latency_ms_low"]) for row in rows)
         yield (
             "No latency rose beyond the intervals of two runs."
             if bounded
@@ -182,12 +182,12 @@ def _list_steps(rows: Sequence[Row], runs: Mapping[str, RunData]) -> Iterator[st
 def write_chart(table: Table, path: Path) -> None:
     """Write a history as a chart, .svg or .png, or as an .html page with the chart and the table."""
     if libraries := list_missing():
-        raise UserError(lacking(libraries))
+        raise UserError(name_lacking(libraries))
     figure = draw_history(table)
     if path.suffix == ".png":
         style.save(figure, path)
         return
-    drawing = style.svg(figure, "history", on_paper=path.suffix == ".svg")
+    drawing = style.render_svg(figure, "history", on_paper=path.suffix == ".svg")
     body = f'<div class="chart">{drawing}</div>\n{make_parts([table])}'
     write_text(path, drawing if path.suffix == ".svg" else make_page(table.title, body))
 
@@ -203,13 +203,13 @@ def draw_history(table: Table) -> Any:
     rows = pd.DataFrame([row for row in table.rows if _has_speed(row)])
     if rows.empty:
         raise UserError("no run has a latency, so there is no history to draw")
-    names = {row["#place"]: short(row["commit"] or row["run"], LONGEST) for row in table.rows}
+    names = {row["#place"]: shorten_text(row["commit"] or row["run"], LONGEST) for row in table.rows}
     keys = ["model", "size", "batch", "device"]
     groups = [
         (charts.title_of(keys, key), group) for key, group in charts.list_configurations(rows).groupby(keys, sort=False)
     ]
     panels = groups[: charts.MOST_PANELS]
-    with style.styled() as figure_class:
+    with style.apply_style() as figure_class:
         figure = figure_class((style.WIDTH, 2.9 * len(panels) + 0.8), layout="constrained")
         for axes, (title, group) in zip(figure.subplots(len(panels), squeeze=False).ravel(), panels, strict=True):
             axes.set(title=title, ylabel="latency, ms", xlim=(-0.5, max(names) + 0.5))
@@ -217,18 +217,18 @@ def draw_history(table: Table) -> Any:
             for _, line in group.groupby("configuration", sort=False):
                 _draw_line(axes, line)
             axes.set_ylim(0)
-        charts.legend(figure, panels, len(groups) - len(panels))
+        charts.draw_legend(figure, panels, len(groups) - len(panels))
     return figure
 
 
 def _draw_line(axes: Any, line: Any) -> None:
     low, value, high = (line[f"latency_ms{end}"].astype(float) for end in ("_low", "", "_high"))
-    look = charts.stroke(line.iloc[0])
+    look = charts.choose_stroke(line.iloc[0])
     axes.plot(line["#place"], value, **look)
     axes.vlines(line["#place"], low, high, color=look["color"], lw=4, alpha=0.35)
     for _, row in line.iterrows():
         if row.get("#seen") is True:
             (ring,) = axes.plot(row["#place"], row[LATENCY], "o", ms=14, mfc="none", mec=look["color"], mew=1.5)
-            style.tip(ring, f"{row['configuration']}: {row['step']:.2f}x; {row['changed']}")
+            style.add_tooltip(ring, f"{row['configuration']}: {row['step']:.2f}x; {row['changed']}")
             text = {"xytext": (0, 11), "textcoords": "offset points", "ha": "center", "fontsize": 8.5}
             axes.annotate(f"{row['step']:.2f}x", (row["#place"], row[LATENCY]), **text)

@@ -9,7 +9,7 @@ from typing import Any
 
 from dyno.formatting import show
 from dyno.results import stats
-from dyno.results.metrics.precision import truth
+from dyno.results.metrics.precision import read_truth
 from dyno.results.trial_result import TrialResult
 from dyno.worker.numerics import closeness
 from dyno.worker.option_values import settle
@@ -85,7 +85,7 @@ class GateRules:
         object.__setattr__(self, "fail_on", tuple(names))
 
 
-def slowdown(share: float) -> str:
+def format_slowdown(share: float) -> str:
     """Format a relative slow-down; beyond the largest limit its digits mean nothing (two rounds may give 1e40)."""
     return f"{100 * share:.1f} %" if share <= MOST else f"more than {100 * MOST:,.0f} %"
 
@@ -156,7 +156,7 @@ def _list_facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         yield "Python", str(python)
     for name, version in (system.get("versions") or {}).items():
         yield str(name), str(version)
-    if types := truth(t):
+    if types := read_truth(t):
         yield "ran as", str(types) or UNKNOWN
     for name in ("layers", "parameters"):
         count = t.count(name)

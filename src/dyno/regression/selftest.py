@@ -18,17 +18,17 @@ import psutil
 from dyno import __version__
 from dyno.jobs.progress import Progress
 from dyno.report.self_test import list_sentences
-from dyno.results.blocks import within
+from dyno.results.blocks import compare_blocks
 from dyno.results.files import read_npz
 from dyno.results.rounds import Round
 from dyno.results.self_test import CURVE, ProcessPair, SelfTest, StoredSelfTest, TestRound
 from dyno.runner import self_test
-from dyno.runner.device_lock import held
+from dyno.runner.device_lock import hold_device
 from dyno.runner.execute import Files
 from dyno.runner.turns import InterleavedGroup, InterleavedJob
-from dyno.store import versions
+from dyno.store import find_versions
 from dyno.study.defaults import SELF_TEST_MINUTES, check_device
-from dyno.study.interpreters import installed
+from dyno.study.interpreters import list_installed
 from dyno.study.plan import expand
 from dyno.study.study import Study
 from dyno.worker import registry
@@ -100,9 +100,9 @@ def selftest(
         measured = tuple(_iter_rounds(engines, layout, minutes, rounds, progress))
     stored = StoredSelfTest(
         datetime.now().astimezone().isoformat(timespec="seconds"),
-        __version__, self_test.machine(device), device, trial.label,
+        __version__, self_test.identify_machine(device), device, trial.label,
         trial.runtime.threads, study.seconds, study.block, ROUNDS, measured,
-        versions(trial.runtime, registry.find(trial.backend).requires), builds=rebuild,
+        find_versions(trial.runtime, registry.find(trial.backend).requires), builds=rebuild,
     )  # fmt: skip
     if keep and not rebuild:
         stored = self_test.keep(stored)
@@ -114,7 +114,7 @@ def _build_study(model: str, backend: str, device: str, fields: dict[str, Any]) 
     given = {**USUAL, **({} if model else OF_MODEL), **fields}
     study = Study(models=(model or MODEL,), device=device, boundaries=("model",), **given)
     check_device(study)
-    chosen = [backend] if backend else [name for name in BACKENDS if name in installed(device)]
+    chosen = [backend] if backend else [name for name in BACKENDS if name in list_installed(device)]
     return replace(study, backends=tuple(chosen[:1]), turns=True)
 
 
@@ -190,12 +190,13 @@ def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, 
         members.append(InterleavedJob(own, place / str(index), number))
         members[-1].folder.mkdir(parents=True)
     before = psutil.cpu_times()
-    with held(trial.runtime, progress.waiting):
+    with hold_device(trial.runtime, progress.waiting):
         InterleavedGroup(members, f"self-test {number}", Progress(quiet=True), lambda _: None).run()
     measured = [_read_round(member, len(members)) for member in members]
     medians = [process.block_medians("latency", "model") for process in measured]
     pairs = [
-        ProcessPair(layout.slowdowns[b], tuple(map(float, within(medians[a], medians[b])))) for a, b in layout.pairs
+        ProcessPair(layout.slowdowns[b], tuple(map(float, compare_blocks(medians[a], medians[b]))))
+        for a, b in layout.pairs
     ]
     busy = [float(process.facts.others_busy.get("model", 0.0)) for process in measured]
     first_s, stolen = statistics.median(medians[0].values()), _compute_stolen_share(before)

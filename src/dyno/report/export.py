@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dyno import formatting
-from dyno.formatting import UNLIMITED, csv_cell, markdown, markdown_table, plain, short
-from dyno.table import COUNT, FIRST, LINK, TEXT, Column, Row, Table, TablePart, missing
-from dyno.worker.record import replacing
+from dyno.formatting import UNLIMITED, clean_text, csv_cell, escape_markdown, markdown_table, shorten_text
+from dyno.table import COUNT, FIRST, LINK, TEXT, Column, Row, Table, TablePart, is_missing
+from dyno.worker.record import replace_file
 from dyno.worker.spec import SCHEMA, check_known
 
 LONGEST = 32  # characters of a name in a terminal, and to which words are folded before a column is left out
@@ -63,7 +63,7 @@ def write_parquet(path: Path, table: Table, about: Mapping[str, Any] | None = No
         arrays.append(pa.array([None if value == "" else read(value) for value in values], fields[-1].type))
     named = {"table": table.name, "title": table.title, "description": table.description, "notes": list(table.notes)}
     described = json.dumps({"schema": SCHEMA, **(about or {}), **named}, ensure_ascii=False)
-    with replacing(path) as file:
+    with replace_file(path) as file:
         pyarrow.parquet.write_table(pa.Table.from_arrays(arrays, schema=pa.schema(fields, {"dyno": described})), file)
 
 
@@ -74,7 +74,7 @@ def with_sentences(tables: Sequence[Table], sentences: Sequence[str], format: st
     text = export(tables, format)
     if format == "csv":
         return text
-    as_line = formatting.wrapped if format == "text" else formatting.bullet
+    as_line = formatting.wrap_text if format == "text" else formatting.format_bullet
     return text + "\n" + "\n".join(map(as_line, sentences)) + "\n"
 
 
@@ -90,7 +90,7 @@ def _format_csv(tables: Sequence[Table], by: By, only: str) -> str:
 
 
 def _fill_missing(value: Any) -> Any:
-    return "" if missing(value) else value
+    return "" if is_missing(value) else value
 
 
 def _format_json(tables: Sequence[Table], about: Mapping[str, Any]) -> str:
@@ -107,7 +107,7 @@ def _convert_table(table: Table) -> dict[str, Any]:
 
 
 def _convert_value(value: Any) -> Any:
-    if missing(value) or value == "" or (isinstance(value, float) and math.isinf(value)):
+    if is_missing(value) or value == "" or (isinstance(value, float) and math.isinf(value)):
         return None
     return value.item() if hasattr(value, "item") else value
 
@@ -125,11 +125,13 @@ def _format_markdown(tables: Sequence[Table], by: By, only: str) -> str:
         blocks += [f"## {table.name}\n"] if len(tables) > 1 else []
         for part in table.parts(by, only):
             # Only words are escaped: numbers with their intervals mean nothing in Markdown.
-            cells = [[markdown(c.text(r)) if c.kind == TEXT else c.text(r) for c in part.columns] for r in part.rows]
-            heads = [markdown(c.heading) for c in part.columns]
+            cells = [
+                [escape_markdown(c.text(r)) if c.kind == TEXT else c.text(r) for c in part.columns] for r in part.rows
+            ]
+            heads = [escape_markdown(c.heading) for c in part.columns]
             written = markdown_table(heads, cells, [c.right for c in part.columns])
-            below = "".join(f"\n- {markdown(note)}" for note in part.notes)
-            heading = markdown(_make_heading(table, part, len(tables) == 1))
+            below = "".join(f"\n- {escape_markdown(note)}" for note in part.notes)
+            heading = escape_markdown(_make_heading(table, part, len(tables) == 1))
             blocks.append(f"### {heading}\n\n{written}" + (below + "\n" if below else ""))
     return "\n".join(blocks)
 
@@ -229,12 +231,12 @@ def _format_text(tables: Sequence[Table], by: By, only: str) -> str:
 
 def _text_parts(table: Table, by: By, only: str, alone: bool) -> Iterator[str]:
     """Yield the table's parts as text; the last one's note says how to see the columns that were left out."""
-    width, most = formatting.width(), 0 if only else table.most
+    width, most = formatting.find_width(), 0 if only else table.most
     width = min(width, PIPED) if most else width
     parts, hidden = [*table.parts(by, only)], dict[str, None]()
     for number, part in enumerate(parts, 1):
         columns = part.columns if only else _choose_columns(part, width, most)
-        hidden |= dict.fromkeys(plain(c.heading) for c in part.columns if c not in columns)
+        hidden |= dict.fromkeys(clean_text(c.heading) for c in part.columns if c not in columns)
         notes = [*part.notes]
         if number == len(parts) and hidden:
             more = MORE if most else f"not shown at this width: {', '.join(hidden)}"
@@ -249,7 +251,7 @@ def _choose_columns(part: TablePart, width: int, most: int) -> list[Column]:
     columns, longest = list(part.columns), LONGEST if width < UNLIMITED else UNLIMITED
     widest = {}
     for c in columns:
-        texts = [plain(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)]
+        texts = [clean_text(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)]
         words = longest if c.kind == TEXT else UNLIMITED  # words can be folded
         widest[c.name] = min(max(map(_count_cells, texts)), words)
     while any(c.rank for c in columns) and (
@@ -262,8 +264,10 @@ def _choose_columns(part: TablePart, width: int, most: int) -> list[Column]:
 def _text_part(title: str, part: TablePart, width: int) -> str:
     """Return the part as text; where it is too wide, cells are broken between words, or each row becomes a list."""
     longest, columns = LONGEST if width < UNLIMITED else UNLIMITED, part.columns
-    cells = [[plain(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)] for c in columns]
-    below = [textwrap.fill(plain(note), width, initial_indent="  ", subsequent_indent="    ") for note in part.notes]
+    cells = [[clean_text(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)] for c in columns]
+    below = [
+        textwrap.fill(clean_text(note), width, initial_indent="  ", subsequent_indent="    ") for note in part.notes
+    ]
     widths = _choose_widths(cells, width - GAP * (len(columns) - 1))
     if not widths:
         listed = [_format_list(cells, i + 1, bool(r.get(FIRST))) for i, r in enumerate(part.rows)]
@@ -272,14 +276,14 @@ def _text_part(title: str, part: TablePart, width: int) -> str:
         _format_row([texts[i] for texts in cells], widths, [c.right for c in columns])
         for i in range(len(part.rows) + 1)
     )
-    rows = [formatting.bold(text) if r.get(FIRST) else text for text, r in zip(rows, part.rows, strict=True)]
+    rows = [formatting.format_bold(text) if r.get(FIRST) else text for text, r in zip(rows, part.rows, strict=True)]
     rule = "─" * (sum(widths) + GAP * (len(columns) - 1))
     return "\n".join([title, rule, head, rule, *rows, rule, *below]) + "\n"
 
 
 def _shorten_cell(column: Column, row: Row, longest: int) -> str:
     """Return the cell on one line; names are cut, for they can be of any length."""
-    return short(column.text(row), longest if column.identity else UNLIMITED)
+    return shorten_text(column.text(row), longest if column.identity else UNLIMITED)
 
 
 def _choose_widths(columns: Sequence[list[str]], whole: int) -> list[int]:
@@ -313,8 +317,10 @@ def _format_row(texts: Sequence[str], widths: Sequence[int], right: Sequence[boo
 def _format_list(columns: Sequence[list[str]], index: int, is_first: bool) -> str:
     """Return row `index` as lines of `heading: cell`, without empty cells; row 0 has the headings."""
     name, *rest = [f"{texts[0]}: {texts[index]}" for texts in columns if texts[index]] or [""]
-    name = formatting.wrapped(name)
-    return "\n".join([formatting.bold(name) if is_first else name, *(formatting.wrapped(f"  {each}") for each in rest)])
+    name = formatting.wrap_text(name)
+    return "\n".join(
+        [formatting.format_bold(name) if is_first else name, *(formatting.wrap_text(f"  {each}") for each in rest)]
+    )
 
 
 def _fold_text(text: str, width: int) -> list[str]:

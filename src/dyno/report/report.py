@@ -22,18 +22,18 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from dyno.formatting import counting, markdown, moment
+from dyno.formatting import escape_markdown, format_count, format_moment
 from dyno.report import charts, sections, self_test, style, tables
 from dyno.report.export import export, page_part, render_page
 from dyno.report.style import Chart
 from dyno.report.tables.trial_table import TRIALS
 from dyno.report.verdict import verdict
 from dyno.report.verdict.findings import BEST, FAILURE, NOTE, WARNING, Finding
-from dyno.report.verdict.verdict import began
+from dyno.report.verdict.verdict import read_start
 from dyno.results.metrics import accuracy
 from dyno.results.run_data import RunData
-from dyno.table import TEXT, Column, Table, joined
-from dyno.worker.extras import lacking
+from dyno.table import TEXT, Column, Table, join_tables
+from dyno.worker.extras import name_lacking
 from dyno.worker.record import refuse_links, write_text
 from dyno.worker.spec import UserError
 
@@ -44,7 +44,7 @@ BATCHES = ("speedup", "latency")  # charts with a panel for each batch
 HEADLINES = ("serve-latency", "video-timeline", *BATCHES)  # of which the first that can be drawn stands above
 
 
-def leading(run: RunData) -> RunData:
+def keep_leading(run: RunData) -> RunData:
     """Return the run with the rows of its first chart: the smallest batch of the first MOST_GROUPS groups.
 
     A group is a model, size and device; the verdict begins with its smallest batch. More can't be seen at once.
@@ -54,9 +54,9 @@ def leading(run: RunData) -> RunData:
     return replace(run, frame=run.frame[first])
 
 
-def cell(run: RunData) -> str:
+def make_cell(run: RunData) -> str:
     """Return a fragment of a page, with everything from the run escaped; without matplotlib it has no chart."""
-    leaders, summary = tables.leading(run)
+    leaders, summary = tables.make_leading(run)
     if leaders:
         return "\n".join(
             [*(f"<p>{escape(line)}</p>" for line in summary), *_write_chart(run), *chain(*map(_write_rows, leaders))]
@@ -77,12 +77,14 @@ def _write_decisions(run: RunData) -> Iterator[str]:
 def _write_chart(run: RunData) -> Iterator[str]:
     if find_spec("matplotlib") is None:
         return
-    by_name = {chart.name: chart for chart in charts.kinds()}
-    first = leading(run)
+    by_name = {chart.name: chart for chart in charts.list_charts()}
+    first = keep_leading(run)
     drawings = ((name, by_name[name].draw(first if name in BATCHES else run)) for name in HEADLINES)
     name, figure = next(((name, figure) for name, figure in drawings if figure is not None), ("", None))
     if figure is not None:
-        drawing = base64.b64encode(style.svg(figure, "cell", style.laid_out(figure), on_paper=True).encode()).decode()
+        drawing = base64.b64encode(
+            style.render_svg(figure, "cell", style.laid_out(figure), on_paper=True).encode()
+        ).decode()
         shown = "width: 100%; max-width: 860px; background: #fff"
         yield f'<img style="{shown}" alt="{name}" src="data:image/svg+xml;base64,{drawing}">'
 
@@ -125,7 +127,7 @@ def draw_charts(run: RunData, folder: Path, prefix: str, name: str) -> list[Char
     Ids of the drawings begin with `prefix`, and names of files with `name`, where it isn't empty.
     """
     one = partial(_draw_kind, run, folder, prefix, name)
-    count = range(len(charts.kinds()))
+    count = range(len(charts.list_charts()))
     most = min(len(os.sched_getaffinity(0)), len(count))
     # Only the thread that forks goes on in a forked process: whatever lock another one held would stay locked there.
     if len(run.frame) >= MANY and most > 1 and threading.active_count() == 1:
@@ -138,7 +140,7 @@ def draw_charts(run: RunData, folder: Path, prefix: str, name: str) -> list[Char
 
 def draw_headline(run: RunData, drawn: Sequence[ChartDrawing], prefix: str) -> ChartDrawing | None:
     """Return the chart for the top of the page: one of those drawn, or one of the rows that fit in view; else None."""
-    first, kinds = leading(run), {kind.name: kind for kind in charts.kinds()}
+    first, kinds = keep_leading(run), {kind.name: kind for kind in charts.list_charts()}
     for found in (chart for wanted in HEADLINES for chart in drawn if chart.name == wanted):
         if found.name not in BATCHES:
             return found
@@ -158,7 +160,7 @@ def file_name(name: str) -> str:
 
 
 def _draw_kind(run: RunData, folder: Path, prefix: str, name: str, number: int) -> ChartDrawing | None:
-    chart: Chart = charts.kinds()[number]
+    chart: Chart = charts.list_charts()[number]
     file = folder / f"{file_name(f'{name}-{chart.name}' if name else chart.name)}.png"
     return _draw_chart(run, chart, prefix, chart.caption, file)
 
@@ -176,7 +178,7 @@ def _draw_chart(
     box = style.laid_out(figure)
     if file is not None:
         style.save(figure, file, box)
-    svg = Markup(style.svg(figure, f"{prefix}-{chart.name}", box))
+    svg = Markup(style.render_svg(figure, f"{prefix}-{chart.name}", box))
     return ChartDrawing(chart.name, caption, svg)
 
 
@@ -226,10 +228,10 @@ def write_report(runs: Sequence[RunData], out: Path) -> Path:
     Several runs become sections of one page. UserError when the folder can't be written, or a library is missing.
     """
     if libraries := list_missing():
-        raise UserError(lacking(libraries))
+        raise UserError(name_lacking(libraries))
     out, page = Path(out), Path(out) / "report.html"
     names = names_of(runs)
-    all_tables = [tables.named(run, "all") for run in runs]
+    all_tables = [tables.make_tables(run, "all") for run in runs]
     refuse_links(out, ("charts", "tables"))
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
@@ -275,13 +277,13 @@ def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out
     """Write OUT/results.csv, tables.md and tables/*.csv; with several runs the CSV files begin with the run's name."""
     refuse_links(out, ("tables",))
     (out / "tables").mkdir(parents=True, exist_ok=True)
-    parts, names, on_page = [], names_of(runs), {kind.name for kind in tables.kinds() if kind.section}
+    parts, names, on_page = [], names_of(runs), {kind.name for kind in tables.list_kinds() if kind.section}
     for name, own_tables in zip(names, all_tables, strict=True):
         for table in own_tables:
             file = file_name(f"{name}-{table.name}" if len(runs) > 1 else table.name)
             write_text(out / "tables" / f"{file}.csv", export([table], "csv"))
         shown = [table for table in own_tables if table.name in on_page]  # others are too long to read
-        parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{export(shown, 'markdown')}")
+        parts.append(f"# Tables of {escape_markdown(name)}\n\n{LEAD}\n\n{export(shown, 'markdown')}")
     write_text(out / "tables.md", "\n".join(parts))
     write_text(out / "results.csv", export([_all_trials(runs, names)], "csv"))
 
@@ -294,7 +296,7 @@ def _all_trials(runs: Sequence[RunData], names: Sequence[str]) -> Table:
     for name, table in zip(names, run_tables, strict=True):
         for row in table.rows:
             row["run"] = name
-    all_trials = joined(run_tables)
+    all_trials = join_tables(run_tables)
     return TRIALS.of((*all_trials.columns, Column("run", "its name", kind=TEXT)), all_trials.rows)
 
 
@@ -308,8 +310,8 @@ def _make_section(
     """
     from markupsafe import Markup
 
-    places = {kind.name: kind.section for kind in tables.kinds()}
-    leaders, summary = tables.leading(run)
+    places = {kind.name: kind.section for kind in tables.list_kinds()}
+    leaders, summary = tables.make_leading(run)
     names = {TRIALS.name, *(table.name for table in leaders)}
     read = verdict.read_verdict(run)
     # Of a single model, size and batch the trials' table has what lies side by side.
@@ -326,7 +328,7 @@ def _make_section(
     return {
         "name": name,
         "results": run.records,
-        "date": moment(began(run.records)),
+        "date": format_moment(read_start(run.records)),
         "about": sections.about_run(run.records),
         "visible": self_test.of_run(run.records),
         "verdict": replace(read, decisions=()) if leaders else read,
@@ -347,7 +349,7 @@ def _make_section(
 def _count_findings(findings: Sequence[Finding]) -> str:
     """Count the findings of each kind: `2 warnings, 1 note`."""
     kinds = Counter(each.kind for each in findings)
-    return ", ".join(counting(kinds[kind], kind) for kind in (WARNING, NOTE) if kinds[kind])
+    return ", ".join(format_count(kinds[kind], kind) for kind in (WARNING, NOTE) if kinds[kind])
 
 
 def _format_html(parts: list[dict[str, Any]], results: str) -> str:

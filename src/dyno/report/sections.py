@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dyno.formatting import counting, moment, short, show
+from dyno.formatting import format_count, format_moment, shorten_text, show
 from dyno.report import self_test
 from dyno.report.export import page_part
-from dyno.report.tables.gpu_table import ROUND_COLUMNS, ROUNDS, STOPPED, doubts, rounds_of
+from dyno.report.tables.gpu_table import ROUND_COLUMNS, ROUNDS, STOPPED, list_doubts, rounds_of
 from dyno.report.tables.trial_table import build_seconds
-from dyno.report.verdict.verdict import began
+from dyno.report.verdict.verdict import read_start
 from dyno.results import remarks
-from dyno.results.metrics.precision import truth
+from dyno.results.metrics.precision import read_truth
 from dyno.results.run_data import RunData
 from dyno.results.stats import ALONE, TURNS, Rule
 from dyno.results.trial_result import Results, TrialResult
@@ -49,12 +49,12 @@ def about_run(results: Results) -> list[str]:
     environment = results.environment
     cores = environment.get("cores")
     return [
-        moment(began(results)),
+        format_moment(read_start(results)),
         str(environment.get("cpu") or ""),
-        counting(int(cores), "core") if cores else "",
+        format_count(int(cores), "core") if cores else "",
         str(environment.get("gpu") or ""),
         f"Dyno {version}" if (version := (environment.get("versions") or {}).get("inference-dyno")) else "",
-        counting(len(results.trials), "trial"),
+        format_count(len(results.trials), "trial"),
     ]
 
 
@@ -115,7 +115,9 @@ def list_details(results: Results, page: Path) -> list[Detail]:
 
     trial_details = []
     for t in results.trials[:MOST_DETAILS]:
-        table = ROUNDS.of([c for c in ROUND_COLUMNS if c.name not in ("label", "trial")], rounds_of(t), below=doubts)
+        table = ROUNDS.of(
+            [c for c in ROUND_COLUMNS if c.name not in ("label", "trial")], rounds_of(t), below=list_doubts
+        )
         parts = [Markup(page_part(table, part, heading="")) for part in table.parts()]
         place = t.rounds[0].folder.parent if t.rounds else results.folder / "trials" / t.id
         folder = Path(os.path.relpath(place, page)).as_posix()
@@ -126,7 +128,7 @@ def list_details(results: Results, page: Path) -> list[Detail]:
 def _list_facts(t: TrialResult) -> Iterator[tuple[str, str]]:
     if t.reason:
         yield "reason", t.reason
-    types = truth(t)
+    types = read_truth(t)
     facts: list[tuple[str, Any]] = [
         ("options", t.facts.options or t.options),
         ("layers by type", str(types) if types else ""),
@@ -157,7 +159,7 @@ def _format_steps(t: TrialResult) -> str:
 
 def _format_slowest(t: TrialResult) -> str:
     return "; ".join(
-        f"{layer.share:.0%} {short(layer.name, LONGEST)} ({layer.operator}, {layer.dtype})"
+        f"{layer.share:.0%} {shorten_text(layer.name, LONGEST)} ({layer.operator}, {layer.dtype})"
         for layer in t.facts.slowest_layers
     )
 
@@ -241,7 +243,7 @@ def _explain_pairs(pairs: Counter[str], block: str) -> str:
         return "nothing: no two trials here have a speed-up"
     if not in_turns:
         return "one after the other, so what the machine did between two of them is in their ratio"
-    return f"{how}; {counting(apart, 'pair')} one after the other" if apart else how
+    return f"{how}; {format_count(apart, 'pair')} one after the other" if apart else how
 
 
 def _explain_interval(how: str, pairs: Counter[str]) -> str:
@@ -286,7 +288,7 @@ def _explain_level(results: Results, plans: Sequence[Plan]) -> str:
 def _format_inputs(trials: list[TrialResult]) -> str:
     answered = [t.facts.data for t in trials if t.facts.data]
     data: Sequence[AnsweredImages | DataSpec] = answered or [t.spec.data for t in trials]
-    return _join_distinct(f"{d.name} ({d.split}, {counting(d.count, 'image')})" for d in data)
+    return _join_distinct(f"{d.name} ({d.split}, {format_count(d.count, 'image')})" for d in data)
 
 
 def _gpu_method(trials: list[TrialResult]) -> Terms:

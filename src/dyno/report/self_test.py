@@ -7,12 +7,12 @@ import statistics
 from collections import Counter
 from typing import Any, TypedDict
 
-from dyno.formatting import counting, significant
+from dyno.formatting import format_count, format_number
 from dyno.results import stats
 from dyno.results.ranking import make_rule
-from dyno.results.self_test import CURVE, GRADES, POWER, WORST, SelfTest, Verdicts, visible
+from dyno.results.self_test import CURVE, GRADES, POWER, WORST, SelfTest, Verdicts, find_visible
 from dyno.results.trial_result import Results
-from dyno.table import COUNT, Column, Row, Table, limited, limits_of, missing
+from dyno.table import COUNT, Column, Row, Table, is_missing, limit_cells, limits_of
 
 POOR = 0.05  # of false alarms; beyond it for certain, and the intervals can't be trusted
 HINT = "not known: `dyno selftest` tests the instrument on this machine"
@@ -27,24 +27,24 @@ BOUND = {
 OF_BUILDS = "Builds and processes bound it: fresh ones differ, however long they measure. More builds help."
 
 
-def percent(share: float) -> str:
+def show_percent(share: float) -> str:
     """Format a share: `1.4 %`; beyond the whole, where digits mean nothing, `> 100 %`."""
-    return f"{significant(100 * share, 2)} %" if share <= 1 else "> 100 %"
+    return f"{format_number(100 * share, 2)} %" if share <= 1 else "> 100 %"
 
 
 def with_range(value: float, low: float, high: float) -> str:
     """Format a share with its limits: `1.4 % [1.1, 2]`; without them where they are not known."""
     if math.isnan(low) or math.isnan(high):
-        return percent(value)
-    return f"{percent(value)} [{', '.join(percent(each).removesuffix(' %') for each in (low, high))}]"
+        return show_percent(value)
+    return f"{show_percent(value)} [{', '.join(show_percent(each).removesuffix(' %') for each in (low, high))}]"
 
 
 def grade_self_test(test: SelfTest) -> str:
     """Describe the grade in one sentence."""
     rounds = test.stored.study_rounds
     seen = test.visible(rounds)
-    worst = f"more than {percent(max(GRADES.values()))}"
-    limit = f"{percent(GRADES[test.grade])} or less" if test.grade != WORST else worst
+    worst = f"more than {show_percent(max(GRADES.values()))}"
+    limit = f"{show_percent(GRADES[test.grade])} or less" if test.grade != WORST else worst
     own = ", each with separate builds," if test.stored.builds else ""
     return (
         f"Grade {test.grade} ({limit}): a study of {rounds} rounds in turns{own} sees a difference of "
@@ -95,16 +95,17 @@ def describe_self_test(test: SelfTest) -> SelfTestDescription:
         "date": stored.date, "machine": stored.machine, "device": stored.device, "versions": stored.versions,
         "configuration": stored.configuration, "threads": stored.threads, "seconds": stored.seconds,
         "builds": stored.builds, "rounds": len(test.rounds), "grade": test.grade, "bound_by": test.bound_by,
-        "equal": _finite(test.equal.value), "equal_low": _finite(test.equal.low),
-        "equal_high": _finite(test.equal.high), "spread": _finite(spread.value), "spread_low": _finite(spread.low),
-        "spread_high": _finite(spread.high), "spread_process": _finite(math.sqrt(test.levels.process)),
-        "spread_block": _finite(math.sqrt(test.levels.block)), "spread_apart": _finite(test.apart),
-        "false_alarms": _finite(alarms.interval.value), "false_alarms_at_most": _finite(alarms.at_most),
-        "coverage": _finite(test.coverage.interval.value), "sentences": list_sentences(test),
+        "equal": _drop_infinite(test.equal.value), "equal_low": _drop_infinite(test.equal.low),
+        "equal_high": _drop_infinite(test.equal.high),
+        "spread": _drop_infinite(spread.value), "spread_low": _drop_infinite(spread.low),
+        "spread_high": _drop_infinite(spread.high), "spread_process": _drop_infinite(math.sqrt(test.levels.process)),
+        "spread_block": _drop_infinite(math.sqrt(test.levels.block)), "spread_apart": _drop_infinite(test.apart),
+        "false_alarms": _drop_infinite(alarms.interval.value), "false_alarms_at_most": _drop_infinite(alarms.at_most),
+        "coverage": _drop_infinite(test.coverage.interval.value), "sentences": list_sentences(test),
     }  # fmt: skip
 
 
-def _finite(value: float) -> float | None:
+def _drop_infinite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
@@ -114,39 +115,44 @@ def _describe_spread(test: SelfTest) -> str:
     fresh = "builds and processes" if test.stored.builds else "processes"
     return (
         f"Two equal processes differ by {with_range(spread.value, spread.low, spread.high)} (standard deviation of the "
-        f"log ratio in a round); of its variance {percent(parts.process / total)} comes from fresh {fresh} and "
-        f"{percent(parts.block / total)} from the blocks within them."
+        f"log ratio in a round); of its variance {show_percent(parts.process / total)} comes from fresh {fresh} and "
+        f"{show_percent(parts.block / total)} from the blocks within them."
     )
 
 
 def _describe_load(test: SelfTest) -> str:
     others, steal = (statistics.fmean(getattr(one, name) for one in test.rounds) for name in ("others", "steal"))
-    clock = f", and clocks differed by {percent(test.clock_spread)}" if any(one.clock for one in test.rounds) else ""
+    clock = (
+        f", and clocks differed by {show_percent(test.clock_spread)}" if any(one.clock for one in test.rounds) else ""
+    )
     return (
-        f"Meanwhile other programs kept {significant(others, 2)} processors busy, the host gave {percent(steal)} of "
-        f"their time to other guests{clock}."
+        f"Meanwhile other programs kept {format_number(others, 2)} processors busy, the host gave "
+        f"{show_percent(steal)} of their time to other guests{clock}."
     )
 
 
 def _describe_apart(test: SelfTest) -> list[str]:
     if not test.spread.value:
         return []
-    gain = significant(test.apart / test.spread.value, 2)
-    return [f"Measured one after the other they would differ by {percent(test.apart)}: {gain} times as much."]
+    gain = format_number(test.apart / test.spread.value, 2)
+    return [f"Measured one after the other they would differ by {show_percent(test.apart)}: {gain} times as much."]
 
 
 def _describe_sessions(test: SelfTest) -> list[str]:
     if (count := len(test.sessions)) < stats.LEAST_SESSIONS:
         return []
-    return [f"The {count} self-tests of this kind differ by {percent(test.session_spread)}: two stored runs may, too."]
+    return [
+        f"The {count} self-tests of this kind differ by {show_percent(test.session_spread)}: two stored runs may, too."
+    ]
 
 
 def _describe_equal(test: SelfTest) -> str:
     same, alarms, held = test.equal, test.false_alarms(), test.coverage
     return (
-        f"Equal processes over all {counting(len(test.rounds), 'round')}: {same.value:.4f}x [{same.low:.4f}, "
+        f"Equal processes over all {format_count(len(test.rounds), 'round')}: {same.value:.4f}x [{same.low:.4f}, "
         f"{same.high:.4f}], {same.verdict}. In studies of {CURVE[0]} rounds {alarms.hits} of {alarms.count} raised a "
-        f"false alarm (at most {percent(alarms.at_most)}), and {held.hits} of {held.count} intervals hold the truth."
+        f"false alarm (at most {show_percent(alarms.at_most)}), and {held.hits} of {held.count} intervals hold the "
+        "truth."
     )
 
 
@@ -159,8 +165,8 @@ def _describe_surprises(test: SelfTest) -> list[str]:
             surprises.append(f"{one.false.hits} {studies} raised a false alarm: verdicts are not to be trusted here.")
         elif one.slowdown and _is_unlike(one):
             surprises.append(
-                f"A slow-down of {percent(one.slowdown)} was seen by {one.slower.hits} {studies}, and going by the "
-                f"noise it should be {percent(one.predicted)}: rounds here depend on each other."
+                f"A slow-down of {show_percent(one.slowdown)} was seen by {one.slower.hits} {studies}, and going by "
+                f"the noise it should be {show_percent(one.predicted)}: rounds here depend on each other."
             )
     return surprises
 
@@ -185,14 +191,14 @@ def of_run(results: Results) -> str:
         return f"This run can't tell a difference from noise: it has one round ({tested})."
     rule = make_rule(results.settings)
     judged = max(1, max(Counter(t.group for t in timed).values()) - 1)  # the rows of a reference are one family
-    seen = visible(summary, rounds, seconds, in_turns, stats.ALPHA * rule.share(rounds) / judged)
+    seen = find_visible(summary, rounds, seconds, in_turns, stats.ALPHA * rule.share(rounds) / judged)
     how = f"{rounds} rounds {stats.TURNS if in_turns else stats.ALONE}"
     how += f", {judged} rows judged together" if judged > 1 else ""
     if math.isnan(seen):
         return f"Which differences this run can see isn't known: the self-test was too short for {how} ({tested})."
     if seen > 1:
         return f"This run can see no difference below a factor of two ({how}; {tested})."
-    return f"This run can see differences of ≥ {percent(seen)} ({how}, {round(100 * POWER)} % power; {tested})."
+    return f"This run can see differences of ≥ {show_percent(seen)} ({how}, {round(100 * POWER)} % power; {tested})."
 
 
 # The tables of a self-test: which differences it sees, and its verdicts on those that are known.
@@ -200,7 +206,7 @@ def of_run(results: Results) -> str:
 
 def _format_cell(row: Row, name: str) -> str:
     value, low, high = (row.get(name + end, math.nan) for end in ("", "_low", "_high"))
-    return "" if missing(value) else with_range(value, low, high)
+    return "" if is_missing(value) else with_range(value, low, high)
 
 
 def _make_share_columns(name: str, title: str, meaning: str) -> tuple[Column, ...]:
@@ -216,7 +222,7 @@ VISIBLE = (
 )  # fmt: skip
 VERDICTS = (
     Column("slowdown", "the share by which the second process was slowed down", "1", title="slowed by",
-           cell=lambda row: percent(row["slowdown"])),
+           cell=lambda row: show_percent(row["slowdown"])),
     Column("rounds", "of each study", kind=COUNT),
     Column("studies", "that the rounds of the self-test make, each round used once", kind=COUNT),
     *_make_share_columns("slower", "called slower", "share called slower"),
@@ -227,7 +233,7 @@ VERDICTS = (
 )  # fmt: skip
 
 
-def tables(test: SelfTest) -> list[Table]:
+def make_tables(test: SelfTest) -> list[Table]:
     """Build the tables of the visible difference by rounds, and of verdicts on equal and slowed-down processes."""
     rows = [_make_visible_row(test, rounds) for rounds in CURVE]
     every = [
@@ -241,12 +247,12 @@ def tables(test: SelfTest) -> list[Table]:
 
 
 def _make_visible_row(test: SelfTest, rounds: int) -> Row:
-    return {"rounds": rounds, **limited("turns", test.visible(rounds)), "apart": test.visible_apart(rounds)}
+    return {"rounds": rounds, **limit_cells("turns", test.visible(rounds)), "apart": test.visible_apart(rounds)}
 
 
 def _make_verdict_row(one: Verdicts) -> Row:
     return {
         "slowdown": one.slowdown, "rounds": one.rounds, "studies": one.slower.count, "expected": one.predicted,
-        **limited("slower", one.slower.interval), **limited("faster", one.faster.interval),
-        **limited("covered", one.covered.interval),
+        **limit_cells("slower", one.slower.interval), **limit_cells("faster", one.faster.interval),
+        **limit_cells("covered", one.covered.interval),
     }  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dyno.results.run_data import RunData
-from dyno.worker.record import replacing
+from dyno.worker.record import replace_file
 
 # Okabe and Ito's palette, told apart by colour-blind readers too.
 COLORS = {
@@ -58,22 +58,22 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def color(backend: str) -> str:
+def choose_color(backend: str) -> str:
     """Return the backend's colour, the same in every chart and every run."""
     return COLORS.get(backend) or SPARE[hashlib.sha256(backend.encode()).digest()[0] % len(SPARE)]
 
 
-def marker(precision: str) -> str:
+def choose_marker(precision: str) -> str:
     """Return the precision's marker."""
     return MARKERS.get(precision, "X")
 
 
-def tip(artist: Any, text: str) -> None:
+def add_tooltip(artist: Any, text: str) -> None:
     """Give the artist a tooltip with the text in the page's drawing."""
     artist.set_gid(TIP + text)
 
 
-def logarithmic(axes: Any, name: str, low: float, high: float) -> None:
+def make_logarithmic(axes: Any, name: str, low: float, high: float) -> None:
     """Make the axis "x" or "y" logarithmic from `low` to `high`, with ticks at 2 and 5 too where there is room."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -85,7 +85,7 @@ def logarithmic(axes: Any, name: str, low: float, high: float) -> None:
 
 
 @contextmanager
-def styled() -> Iterator[Any]:
+def apply_style() -> Iterator[Any]:
     """Apply Dyno's settings, without matplotlib.pyplot, while the block runs; yields the Figure class."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -121,11 +121,11 @@ def save(figure: Any, path: Any, box: Any = "tight") -> None:
     """Write the figure, or its part inside the box, as PNG, 150 dots per inch."""
     import matplotlib as mpl
 
-    with mpl.rc_context(SETTINGS), _any_script(), replacing(path) as f:
+    with mpl.rc_context(SETTINGS), _any_script(), replace_file(path) as f:
         figure.savefig(f, dpi=DPI, bbox_inches=box, format="png")
 
 
-def svg(figure: Any, prefix: str, box: Any = "tight", on_paper: bool = False) -> str:
+def render_svg(figure: Any, prefix: str, box: Any = "tight", on_paper: bool = False) -> str:
     """Return the figure as an <svg> element to place inside a page; ids begin with `prefix`, so that none clash.
 
     It takes the page's colours, unless it is `on_paper`: then it stays dark on white.

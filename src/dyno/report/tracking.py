@@ -13,15 +13,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dyno.formatting import counting, plain
+from dyno.formatting import clean_text, format_count
 from dyno.report import tables
 from dyno.report.report import file_name
 from dyno.report.tables.trial_table import TRIALS
-from dyno.report.verdict.verdict import began, read_verdict
+from dyno.report.verdict.verdict import read_start, read_verdict
 from dyno.results import metrics
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import TrialResult
-from dyno.table import Row, missing
+from dyno.table import Row, is_missing
 from dyno.worker.record import refuse_links
 from dyno.worker.spec import UserError, shorten
 
@@ -86,7 +86,7 @@ def log_run(run: RunData, names: Sequence[str]) -> Iterator[str]:
     What was logged of the same run before is replaced. UserError for a run that isn't a study's, and where a tracker
     refuses.
     """
-    if tables.leading(run)[0]:
+    if tables.make_leading(run)[0]:
         raise UserError(f"{run.records.folder} has no trials of a study, which trackers take; omit --log")
     os.environ |= {name: value for name, value in QUIET.items() if name not in os.environ}
     tracked = describe_run(run)
@@ -97,14 +97,14 @@ def log_run(run: RunData, names: Sequence[str]) -> Iterator[str]:
             raise
         except Exception as e:  # a server that is away, a project that doesn't exist, a key that is missing
             hint = "; WANDB_MODE=offline needs no account" if name == "wandb" else ""
-            raise UserError(f"{name} could not log {run.records.folder}: {shorten(plain(str(e)))}{hint}") from e
+            raise UserError(f"{name} could not log {run.records.folder}: {shorten(clean_text(str(e)))}{hint}") from e
 
 
 def describe_run(run: RunData) -> TrackedRun:
     """Return a run's trials as trackers take them."""
     verdict = read_verdict(run)
     winners = {decision.candidates[0] for decision in verdict.decisions if len(decision.candidates) == 1}
-    started = began(run.records) or UNTIMED
+    started = read_start(run.records) or UNTIMED
     rows = TRIALS.table(run).rows
     trials = [_describe_trial(row, run.trials[row["trial"]], run, row["trial"] in winners) for row in rows]
     return TrackedRun(
@@ -118,10 +118,10 @@ def _describe_trial(row: Row, trial: TrialResult, run: RunData, is_winner: bool)
     versions = {"dyno": own, "versions": trial.described_versions}
     parameters = {name: str(row[name]) for name in PARAMETERS} | versions
     tags = {name: str(row.get(name) or "") for name in TAGS} | {"winner": "yes" if is_winner else "no"}
-    accuracies = [column.name for metric in metrics.known().values() for column in metric.columns]
-    numbers = {name: float(row[name]) for name in (*METRICS, *accuracies) if not missing(row.get(name))}
+    accuracies = [column.name for metric in metrics.list_metrics().values() for column in metric.columns]
+    numbers = {name: float(row[name]) for name in (*METRICS, *accuracies) if not is_missing(row.get(name))}
     return TrackedTrial(
-        trial.id, plain(trial.label), {k: v[:MOST] for k, v in parameters.items() if v},
+        trial.id, clean_text(trial.label), {k: v[:MOST] for k, v in parameters.items() if v},
         {k: v for k, v in tags.items() if v}, numbers, is_winner,
     )  # fmt: skip
 
@@ -145,7 +145,7 @@ def _log_to_mlflow(run: TrackedRun) -> str:
         ids = {"dyno.run": run.id, "dyno.trial": trial.id, "mlflow.parentRunId": study}
         _fill_mlflow_run(client, _find_mlflow_run(client, place, ids, trial.name), trial)
     client.set_terminated(study)
-    return f"logged {counting(len(run.trials), 'trial')} to MLflow's experiment {run.name} at {client.tracking_uri}"
+    return f"logged {format_count(len(run.trials), 'trial')} to MLflow's experiment {run.name} at {client.tracking_uri}"
 
 
 def _find_mlflow_run(client: Any, experiment: str, ids: Mapping[str, str], name: str) -> str:
@@ -191,7 +191,7 @@ def _log_to_wandb(run: TrackedRun) -> str:
             artifact.add_file(str(path))
         logged.log_artifact(artifact)
         where = logged.dir.removesuffix("/files") if logged.offline else logged.url
-    return f"logged {counting(len(run.trials), 'trial')} to Weights & Biases: {where}"
+    return f"logged {format_count(len(run.trials), 'trial')} to Weights & Biases: {where}"
 
 
 def _log_to_tensorboard(run: TrackedRun) -> str:
@@ -211,7 +211,9 @@ def _log_to_tensorboard(run: TrackedRun) -> str:
         for summary in (hparams_pb(trial.parameters | words, trial.id, moment), Summary(value=values)):
             writer.add_event(Event(wall_time=moment, step=0, summary=summary))
         writer.close()
-    return f"logged {counting(len(run.trials), 'trial')} to TensorBoard: tensorboard --logdir {shlex.quote(str(out))}"
+    return (
+        f"logged {format_count(len(run.trials), 'trial')} to TensorBoard: tensorboard --logdir {shlex.quote(str(out))}"
+    )
 
 
 WRITERS: dict[str, Callable[[TrackedRun], str]] = {

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from dyno.formatting import counting
+from dyno.formatting import format_count
 from dyno.results import stats
 from dyno.results.rounds import ANY_LATENCY, Round
 from dyno.results.trial_result import TrialResult
@@ -82,11 +82,11 @@ def block_ratios(
     sets = []
     for x, y in pairs:
         of_x, of_y = (r.block_medians(tag, boundary, clock, settled=settled) for r in (x, y))
-        logs = within(of_x, of_y)
+        logs = compare_blocks(of_x, of_y)
         disturbed = set[int]()
         if not keep_disturbed:
             disturbed = x.disturbed_blocks(boundary, quiet_a, usual) | y.disturbed_blocks(boundary, quiet_b, usual)
-        quiet = within(of_x, of_y, disturbed)
+        quiet = compare_blocks(of_x, of_y, disturbed)
         is_quiet = len(quiet) >= min(LEAST_QUIET_BLOCKS, len(logs))
         if logs.size:
             builds = (x.build, y.build) if x.build or y.build else None
@@ -107,9 +107,9 @@ class ApartJobs(NamedTuple):
     def clause(self) -> str:
         """How far apart the processors were, without an end, to stand in a sentence."""
         return (
-            f"processors were further apart during {self.apart} of {counting(self.jobs, 'job')} (a signal from one to "
-            f"another and back took {self.latency:.0f} ns in place of {self.near:.0f}), as when a host moves those of "
-            "a virtual machine"
+            f"processors were further apart during {self.apart} of {format_count(self.jobs, 'job')} (a signal from "
+            f"one to another and back took {self.latency:.0f} ns in place of {self.near:.0f}), as when a host moves "
+            "those of a virtual machine"
         )
 
 
@@ -229,6 +229,6 @@ def _find_usual_latencies(rounds: Iterable[Round], boundary: str) -> tuple[float
     return (limit, high) if sum(apart) > len(apart) / 2 else (low, limit)
 
 
-def within(a: Mapping[int, float], b: Mapping[int, float], left_out: Collection[int] = ()) -> np.ndarray:
+def compare_blocks(a: Mapping[int, float], b: Mapping[int, float], left_out: Collection[int] = ()) -> np.ndarray:
     """Return log(a / b) of each block that both have and that isn't left out, float64 [blocks]."""
     return np.array([math.log(a[k] / b[k]) for k in sorted(a.keys() & b.keys()) if k not in left_out])

@@ -14,15 +14,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from dyno.formatting import show, significant
+from dyno.formatting import format_number, show
 from dyno.results import stats
 from dyno.results.metrics import agreement
-from dyno.results.metrics.precision import truth
+from dyno.results.metrics.precision import read_truth
 from dyno.results.trial_result import Results, TrialResult, load_run
 from dyno.worker.facts.engine import QUANTISED
 from dyno.worker.facts.job import MANY, is_labels
-from dyno.worker.numerics.closeness import errors as distances
 from dyno.worker.numerics.closeness import find_one_sided
+from dyno.worker.numerics.closeness import relative_errors as distances
 from dyno.worker.spec import OTHER_NAMES, PRECISIONS, Trial, UserError, usual_name
 
 # The reference trial of each trial, and whether two trials are comparable.
@@ -114,7 +114,7 @@ def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dic
     return {id: reference for id, reference in references.items() if reference is not None}
 
 
-def beside(results: Results) -> list[TrialResult]:
+def list_output_sources(results: Results) -> list[TrialResult]:
     """Return the trials that ran only as a source of outputs to compare the run's with."""
     with suppress(UserError):  # there is none, or it can't be read
         return load_run(results.folder / BESIDE).trials
@@ -126,11 +126,11 @@ def compared_with(results: Results, chosen: dict[str, TrialResult]) -> dict[str,
 
     It is one that ran for that purpose alone, else the trial's reference (`chosen`).
     """
-    others = {t.group: t for t in beside(results) if t.good}
+    others = {t.group: t for t in list_output_sources(results) if t.good}
     return chosen | {t.id: others[t.group] for t in results if t.group in others}
 
 
-def incomparable(a: TrialResult, b: TrialResult) -> str:
+def find_mismatch(a: TrialResult, b: TrialResult) -> str:
     """Return the reason why two trials can't be compared, or "".
 
     Reasons are outputs that change, and weights or inputs with different sha256.
@@ -245,7 +245,7 @@ class Correctness:
     def _describe_doubt(self, hits: int, count: int, what: str, allowed: float) -> str:
         return (
             f"can't tell with {count} whether more than {allowed:.0%} of the {what}, which {self.precision} allows "
-            f"({hits} did): about {stats.needed(hits, count, allowed):,} are needed"
+            f"({hits} did): about {stats.estimate_needed(hits, count, allowed):,} are needed"
         )
 
     @property
@@ -254,13 +254,13 @@ class Correctness:
         if self.ok or self.mismatch:
             return self.mismatch
         allowed = self.tolerance
-        text = f"off by {significant(self.error, 2)} of their size"
+        text = f"off by {format_number(self.error, 2)} of their size"
         if self._is_far:
             return f"{text} ({self.precision} allows {allowed.limit:g})"
         return f"{text} and {self.changed:.1%} of the answers changed ({self.precision} allows {allowed.changed:.0%})"
 
 
-def distance(error: float, labels_changed: float = math.nan) -> str:
+def name_distance(error: float, labels_changed: float = math.nan) -> str:
     """Describe how far outputs are from the reference's; `labels_changed` in percent."""
     words = []
     if not math.isnan(error):
@@ -277,17 +277,17 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
     """Compare the trial's stored outputs with the reference's, by the widest of the tolerances that apply.
 
     They are those of both precisions, and of the types that the reference's layers ran in. None for the reference
-    itself, where either stored no outputs or no values, or where the two are `incomparable` (other weights or inputs,
+    itself, where either stored no outputs or no values, or where the two are `find_mismatch` (other weights or inputs,
     or outputs that change). For detectors every channel of an output is checked separately, because boxes are far
     larger numbers than scores; in eight bits they are taken together.
     """
-    if trial is reference or incomparable(trial, reference):
+    if trial is reference or find_mismatch(trial, reference):
         return None
     own, other, apart = agreement.paired_outputs(trial, reference)
     if not own or not other:
         return None
     # A module that PyTorch quantised has the precision FP32, and files made of it round elsewhere by a step.
-    ran = truth(reference)
+    ran = read_truth(reference)
     types = [name for name in (ran.types if ran else ()) if name in TOLERANCES]
     precision = max(trial.precision, reference.precision, *types, key=lambda name: TOLERANCES[name].limit)
     tolerance = TOLERANCES[precision]

@@ -78,11 +78,11 @@ class Meter:
         used = trace is not None and float(np.nan_to_num(trace.column("util")).mean()) > timeline.BUSY
         shared = trace is not None and (used or timeline.most_others(trace) > 0)
         disturbed = {"cuda": shared, "cpu": others > BUSY}
-        return {kind: Idle(power(stored, counter), disturbed[kind]) for kind, counter in COUNTERS.items()}
+        return {kind: Idle(estimate_power(stored, counter), disturbed[kind]) for kind, counter in COUNTERS.items()}
 
     def of(self, t: TrialResult) -> Energy:
         """Compute the trial's energy over its good rounds."""
-        nothing = stats.center([])
+        nothing = stats.find_center([])
         kind = t.device.split(":")[0]
         measured = [r for r in t.good if r.facts.sustained is not None]
         if kind not in COUNTERS or not measured:
@@ -99,8 +99,8 @@ class Meter:
             return Energy(nothing, missing=missing)
         net = [(r, (each.watts - idle.watts) / each.rate) for r, each in drawn]
         return Energy(
-            nothing if missing else stats.center(by_build(net)),
-            stats.center(by_build([(r, each.watts / each.rate) for r, each in drawn])).value,
+            nothing if missing else stats.find_center(by_build(net)),
+            stats.find_center(by_build([(r, each.watts / each.rate) for r, each in drawn])).value,
             _compute_mean([each.watts for _, each in drawn]),
             idle.watts,
             _compute_mean([each.rate for _, each in drawn]),
@@ -111,7 +111,7 @@ class Meter:
 
 def _of_round(r: Round, counter: str) -> RoundPower | None:
     assert r.facts.sustained is not None
-    watts = power(_read_counters(r.folder), counter, r.facts.sustained.window)
+    watts = estimate_power(_read_counters(r.folder), counter, r.facts.sustained.window)
     return None if math.isnan(watts) else RoundPower(watts, r.facts.sustained.images_per_s)
 
 
@@ -124,7 +124,7 @@ def _is_shared(r: Round, kind: str) -> bool:
     return r.trace is not None and timeline.most_others(r.trace, r.trace.inside([sustained.window])) > 0
 
 
-def power(stored: dict[str, np.ndarray], counter: str, window: Window = (-math.inf, math.inf)) -> float:
+def estimate_power(stored: dict[str, np.ndarray], counter: str, window: Window = (-math.inf, math.inf)) -> float:
     """Estimate the mean W in the window (seconds of CLOCK_MONOTONIC): the least-squares slope of the counter over time.
 
     A counter that is updated ten times a second or less often puts an error into each reading, which a difference of

@@ -231,7 +231,7 @@ def _without_nulls(data: Any) -> Any:
     return data
 
 
-def measured(folder: Path, record: Record) -> tuple[Record, dict[str, np.ndarray] | None]:
+def read_measured(folder: Path, record: Record) -> tuple[Record, dict[str, np.ndarray] | None]:
     """Return the record and its samples (None: not read).
 
     Where the measurements can't be read any more, the record is of a failure.

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import show, significant
+from dyno.formatting import format_number, show
 from dyno.results.metrics.accuracy import OVER, UNDECIDED, WITHIN
 from dyno.results.stats import samples_for
-from dyno.table import missing
+from dyno.table import is_missing
 from dyno.worker.spec import UserError, check_known
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class LimitedQuantity:
     def format_value(self, value: float) -> str:
         """Format a value in SI units."""
         if self.units is JOULES:
-            return f"{significant(value)} J" if value >= 0.1 else f"{significant(1e3 * value)} mJ"
+            return f"{format_number(value)} J" if value >= 0.1 else f"{format_number(1e3 * value)} mJ"
         return show(value, "duration" if self.units is TIMES else "bytes")
 
 
@@ -141,7 +141,7 @@ class LimitCheck:
         if self.state == UNDECIDED:
             return f"{value}, not decided against {self.limit.text}"
         if self.share >= 2:
-            return f"{value}, {significant(self.share)} times the limit"
+            return f"{value}, {format_number(self.share)} times the limit"
         beyond = abs(100 * (self.share - 1))
         how_far = f"{beyond:.0f} %" if beyond >= 1 else "less than 1 %"
         return f"{value}, {how_far} {'over' if self.state == OVER else 'below'}"
@@ -170,7 +170,7 @@ def _check_limit(row: Mapping[str, Any], limit: Limit) -> LimitCheck:
 
 def _read_number(row: Mapping[str, Any], column: str) -> float:
     value = row.get(column)
-    return math.nan if missing(value) else float(value)  # type: ignore[arg-type]
+    return math.nan if is_missing(value) else float(value)  # type: ignore[arg-type]
 
 
 def check_frame(frame: pd.DataFrame, limits: Sequence[Limit]) -> None:

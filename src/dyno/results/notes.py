@@ -99,7 +99,9 @@ class AnchorDevices:
         """How many times as fast each place that has others beside it is so as alone, judged as one family."""
         timed = [d for d in self.devices if d.beside or d.ratios]
         family = [
-            stats.paired([-math.log(ratio) for ratio in d.ratios]) if d.ratios else stats.unpaired(d.beside, d.alone)
+            stats.pair_evidence([-math.log(ratio) for ratio in d.ratios])
+            if d.ratios
+            else stats.collect_evidence(d.beside, d.alone)
             for d in timed
         ]
         rule = stats.Rule(self.equivalent / 100)
@@ -127,11 +129,11 @@ class AnchorDevices:
     def extremes(self) -> tuple[AnchorDevice, AnchorDevice, bool] | None:
         """The fastest and the slowest alone, and whether they differ beyond the spread between processes, of all pairs
         judged as one family; None where fewer than two were measured."""
-        timed = sorted((d for d in self.devices if d.alone), key=center)
+        timed = sorted((d for d in self.devices if d.alone), key=estimate_latency)
         pairs = [*combinations(timed, 2)]
         if not pairs:
             return None
-        judged = stats.decide_family([stats.unpaired(fast.alone, slow.alone) for fast, slow in pairs])
+        judged = stats.decide_family([stats.collect_evidence(fast.alone, slow.alone) for fast, slow in pairs])
         return timed[0], timed[-1], judged[pairs.index((timed[0], timed[-1]))].verdict == stats.FASTER
 
 
@@ -140,12 +142,12 @@ def percent_slower(speedup: float) -> float:
     return 100 * (1 / speedup - 1)
 
 
-def center(device: AnchorDevice) -> float:
+def estimate_latency(device: AnchorDevice) -> float:
     """Return the device's latency alone, in seconds."""
-    return stats.center(device.alone).value
+    return stats.find_center(device.alone).value
 
 
-def devices(run: Path) -> AnchorDevices | None:
+def read_devices(run: Path) -> AnchorDevices | None:
     """Read the measurements of the anchor trial; None for a study on one device."""
     stored = read_stored(run / DEVICES, AnchorDevices)
     if stored is None:
@@ -205,7 +207,7 @@ class Attempts:
     attempts: tuple[Attempt, ...] = ()
 
 
-def attempts(run: Path) -> tuple[Attempt, ...]:
+def read_attempts(run: Path) -> tuple[Attempt, ...]:
     """Read the attempts in a run folder; empty where nothing was tried, and where the file is damaged."""
     return (read_stored(run / ROUTES, Attempts) or Attempts()).attempts
 

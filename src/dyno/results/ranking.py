@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dyno.formatting import counting, name_items, significant, sized
+from dyno.formatting import format_count, format_number, format_size, name_items
 from dyno.results import stats
 from dyno.results.blocks import are_quiet, average_rounds, block_ratios, list_quiet_rounds, log_ratios
 from dyno.results.correctness import INCOMPARABLE, WRONG
-from dyno.results.metrics import quality
+from dyno.results.metrics import choose_metric
 from dyno.results.metrics.accuracy import WITHIN
 from dyno.results.metrics.metric import Metric
-from dyno.results.metrics.precision import named
+from dyno.results.metrics.precision import name_precision
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
 from dyno.results.stats import TURNS
 from dyno.results.trial_result import TrialResult, by_build
-from dyno.table import Row, missing
+from dyno.table import Row, is_missing
 from dyno.worker.spec import EVERY_ROW, LOOKS, ROUNDS
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Saturation:
         if self.batch == self.best_batch:
             return f"throughput is highest at batch {self.batch}, of up to {self.largest}"
         share = f"{100 * self.images_per_s / self.best_images_per_s:.0f} %"
-        best = f"{significant(self.best_images_per_s)} {name_items(self.size)}/s at batch {self.best_batch}"
+        best = f"{format_number(self.best_images_per_s)} {name_items(self.size)}/s at batch {self.best_batch}"
         return f"throughput saturates at batch {self.batch} ({share} of the best, {best})"
 
 
@@ -171,7 +171,7 @@ def _keep_eligible(rows: Sequence[Row]) -> list[Row]:
 
 
 def _rank_by_latency(rows: Sequence[Row]) -> list[Row]:
-    timed = [row for row in rows if not missing(row[LATENCY])]
+    timed = [row for row in rows if not is_missing(row[LATENCY])]
     if _is_in_turns(timed):
         return sorted(timed, key=lambda row: -row["speedup"])
     return sorted(timed, key=itemgetter(LATENCY))
@@ -180,7 +180,8 @@ def _rank_by_latency(rows: Sequence[Row]) -> list[Row]:
 def _is_in_turns(rows: Sequence[Row]) -> bool:
     """Return whether every row is the reference or was measured in turns with it."""
     return len({row["reference"] for row in rows}) == 1 and all(
-        not missing(row["speedup"]) and (row["measured"] == TURNS or row["trial"] == row["reference"]) for row in rows
+        not is_missing(row["speedup"]) and (row["measured"] == TURNS or row["trial"] == row["reference"])
+        for row in rows
     )
 
 
@@ -226,7 +227,7 @@ def find_saturation(frame: pd.DataFrame) -> list[Saturation]:
 
 def describe_configuration(row: pd.Series) -> str:
     """Return the same as `configuration` for a sentence, with the precision that it really ran in."""
-    return configuration_of(row).removesuffix(str(row["precision"])) + named(row)
+    return configuration_of(row).removesuffix(str(row["precision"])) + name_precision(row)
 
 
 def configuration_of(row: pd.Series) -> str:
@@ -300,14 +301,14 @@ def rank_goals(run: RunData) -> list[Ranking]:
             all_rankings.append(_make_ranking(str(name), models, run, True))
             continue
         for size in sizes:
-            where = f"{name}{sized(size, ' at size ')}"
+            where = f"{name}{format_size(size, ' at size ')}"
             all_rankings.append(_make_ranking(where, models[models["size"] == size], run, False))
     return all_rankings
 
 
 def _make_ranking(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Ranking:
     apart = rows["verdict"].str.startswith(INCOMPARABLE)
-    return Ranking(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budget_metrics), run.trials)
+    return Ranking(where, rows[~apart], rows[apart], sizes, choose_metric(rows[~apart], run.budget_metrics), run.trials)
 
 
 def is_within_limits(run: RunData) -> bool:
@@ -316,7 +317,7 @@ def is_within_limits(run: RunData) -> bool:
     return all(len(ranking.fastest) or len(ranking.most_images) for ranking in rankings)
 
 
-def winners(run: RunData) -> Iterator[tuple[str, str]]:
+def list_winners(run: RunData) -> Iterator[tuple[str, str]]:
     """Yield the model and size of each ranking that has a winner, and the winner's id."""
     for ranking in rank_goals(run):
         ordered = ranking.fastest
@@ -368,7 +369,7 @@ class Contention:
     @property
     def sentence(self) -> str:
         """The effect on the measured times, as a sentence."""
-        during = f"during {self.disturbed} of {counting(self.jobs, 'job')}"
+        during = f"during {self.disturbed} of {format_count(self.jobs, 'job')}"
         busy = f"other programs kept up to {self.processors:.1f} processors busy {during}"
         if self.mostly:
             return f"No winner is named: {busy}, and on a quiet machine the order may be another."
@@ -426,9 +427,9 @@ def gather_evidence(
 ) -> stats.Evidence | None:
     """Collect the evidence from the rounds of both trials at the boundary, by that clock.
 
-    Where both measured in turns in two rounds or more it is `stats.paired`, else `stats.unpaired`; where rounds go
-    through builds of either engine, a build is one observation, the mean of its rounds. Where rounds went on until
-    decided, only the rounds that both have count: further rounds of others must not change a decision.
+    Where both measured in turns in two rounds or more it is `stats.pair_evidence`, else `stats.collect_evidence`; where
+    rounds go through builds of either engine, a build is one observation, the mean of its rounds. Where rounds went on
+    until decided, only the rounds that both have count: further rounds of others must not change a decision.
     """
     sets = block_ratios(reference, own, boundary, clock)
     paired = average_rounds(sets)
@@ -440,14 +441,14 @@ def gather_evidence(
         quiet = {r.folder.name for r in rounds}
         medians.append(t.medians(boundary, clock, quiet & both if rule is not None and rule.first else quiet))
     if len(paired) >= LEAST_ROUNDS or (paired and min(map(len, medians)) < LEAST_ROUNDS):
-        found = stats.paired(paired, are_rounds)
+        found = stats.pair_evidence(paired, are_rounds)
         if found is not None:
             left_out = len(unfiltered) - len(paired)
             mean = float(np.mean(unfiltered))
             undisturbed = are_quiet(sets) and all(each.has_delays for each in sets)
             found = replace(found, disturbed=left_out, unfiltered=mean, undisturbed=undisturbed)
     else:
-        found = stats.unpaired(medians[0], medians[1], are_rounds)
+        found = stats.collect_evidence(medians[0], medians[1], are_rounds)
     return found and of_rounds(found, own, reference, len(both))
 
 
@@ -484,11 +485,11 @@ def compare_rows(
         return gather_evidence(own, other, str(row["boundary"]), str(row["clock"]), rule)
     logs, are_rounds = log_ratios(own, other, "throughput"), max(list_builds(own), list_builds(other)) < 2
     if len(logs) >= LEAST_ROUNDS:
-        found = stats.paired(logs, are_rounds)
+        found = stats.pair_evidence(logs, are_rounds)
     else:
         has_throughput = all(t.value("throughput", "throughput") is not None for t in (own, other))
         rounds = list_quiet_rounds((own, other), "throughput" if has_throughput else str(row["boundary"]))
-        found = stats.unpaired(image_costs(rounds[0], row), image_costs(rounds[1], of_other), are_rounds)
+        found = stats.collect_evidence(image_costs(rounds[0], row), image_costs(rounds[1], of_other), are_rounds)
     return found and of_rounds(found, own, other, min(len(own.good), len(other.good)))
 
 
@@ -557,7 +558,7 @@ def _read_lead(first: pd.Series, row: pd.Series) -> stats.Speedup | None:
 
 def is_speed_lost(row: Mapping[str, Any]) -> bool:
     """Return whether the row has no speed-up, as blocks that other programs disturbed contradict its latency."""
-    return row["verdict"] in (stats.ONE_ROUND, stats.UNDECIDED) and missing(row["speedup"])
+    return row["verdict"] in (stats.ONE_ROUND, stats.UNDECIDED) and is_missing(row["speedup"])
 
 
 def read_speedup(row: pd.Series) -> stats.Speedup:
@@ -568,9 +569,9 @@ def read_speedup(row: pd.Series) -> stats.Speedup:
         row["speedup_high"],
         row["verdict"],
         row["measured"],
-        more=None if missing(row["more_rounds"]) else int(row["more_rounds"]),
-        builds=0 if missing(row["builds"]) or row["builds"] < 2 else int(row["builds"]),
-        rejected=0 if missing(row["rounds_left_out"]) else int(row["rounds_left_out"]),
+        more=None if is_missing(row["more_rounds"]) else int(row["more_rounds"]),
+        builds=0 if is_missing(row["builds"]) or row["builds"] < 2 else int(row["builds"]),
+        rejected=0 if is_missing(row["rounds_left_out"]) else int(row["rounds_left_out"]),
         unfiltered=row["speedup_all_rounds"],
     )
 
@@ -610,7 +611,7 @@ class UndecidedPair:
     decided: bool = False
 
 
-def pending(run: RunData) -> list[UndecidedPair]:
+def list_pending(run: RunData) -> list[UndecidedPair]:
     """Return the pairs that another round is for: each winner with its reference, its runner-up, and rivals that lost
     rounds to other programs. Where the reference is decided, it is also for a narrow interval of the speed-up.
 

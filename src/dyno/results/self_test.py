@@ -220,7 +220,7 @@ class Rate:
     @cached_property
     def interval(self) -> stats.Interval:
         """The share with its limits."""
-        return stats.wilson(self.hits, self.count)
+        return stats.compute_wilson(self.hits, self.count)
 
     @property
     def at_most(self) -> float:
@@ -281,7 +281,7 @@ class SelfTestSummary:
     session_spread: float = 0.0
 
 
-def visible(
+def find_visible(
     summary: SelfTestSummary, rounds: int, seconds: float, in_turns: bool, level: float = 1 - CONFIDENCE
 ) -> float:
     """Return the smallest slow-down that a run of `rounds` rounds sees with 80 % power; infinite where it sees none.

@@ -21,7 +21,7 @@ import numpy as np
 
 from dyno.formatting import NO_IMAGE
 from dyno.results import stats, timeline
-from dyno.results.files import measured, read_job, read_round, read_settings, read_stored, read_table, trials_in
+from dyno.results.files import read_job, read_measured, read_round, read_settings, read_stored, read_table, trials_in
 from dyno.results.notes import NOTES, FactsBySize, ModelFacts, Placement, list_placements, read_models
 from dyno.results.rounds import GPU, HOST, Round
 from dyno.results.self_test import SelfTestSummary
@@ -52,7 +52,7 @@ class Form:
     option: str = FILE
 
 
-def sides(names: Mapping[str, str]) -> dict[str, Form]:
+def name_sides(names: Mapping[str, str]) -> dict[str, Form]:
     """Return the form of each side of a comparison, by its letter; `names` are the models' by side."""
     network = " and ".join(dict.fromkeys(names[side] for side in sorted(names)))
     return {side: Form(network, side.upper(), place, "side") for place, side in enumerate(sorted(names))}
@@ -486,7 +486,7 @@ def load_run(run: Path) -> Results:
     models = read_models(run, problems)
     file_forms = find_forms(models)
     placed = {id: placement for placement in list_placements(run, problems) for id in placement.trials}
-    side_forms = sides({t.side: t.given for t in trials if t.side})
+    side_forms = name_sides({t.side: t.given for t in trials if t.side})
     for t in trials:
         t.run, t.form, t.placement = run, side_forms.get(t.side) or file_forms.get(t.given), placed.get(t.id)
     results = Results(
@@ -517,7 +517,7 @@ def _read_trial(folder: Path, problems: list[str]) -> TrialResult | None:
             job = read_job(path / "job.json", problems)
         record = read_round(path, problems)
         if record:
-            record, samples = measured(path, record)
+            record, samples = read_measured(path, record)
             if record.status == "ok" and not samples and any(m.samples for m in record.measurements):
                 problems.append(f"{path / 'samples.npz'} is missing, and the latencies of that round with it")
             rounds[path.name[0]].append(

@@ -37,12 +37,12 @@ def launch_in_turn(
 
     The wait for the locks doesn't count towards `timeout_s`.
     """
-    with held(job.runtime, progress.waiting), processors_held(job.runtime, progress.waiting):
+    with hold_device(job.runtime, progress.waiting), processors_held(job.runtime, progress.waiting):
         return launch(job, folder, timeout_s, progress.tick, extra, tool=tool)
 
 
 @contextmanager
-def held(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
+def hold_device(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
     """Hold the runtime's GPU while the block runs, after a wait for any other dyno that holds it.
 
     Two studies side by side would slow each other down unevenly, and a builder that times its kernels beside a running

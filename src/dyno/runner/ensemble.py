@@ -13,10 +13,10 @@ from dyno.jobs.progress import Progress
 from dyno.results import correctness
 from dyno.results.files import read_samples
 from dyno.results.trial_result import Form, place_in_group
-from dyno.runner.device_lock import held
+from dyno.runner.device_lock import hold_device
 from dyno.runner.run_folder import archive_round
 from dyno.runner.turns import InterleavedGroup, InterleavedJob, load_in_parallel
-from dyno.store import COMPANION, ROUND, Run, outside, versions, worker_code_sha256
+from dyno.store import COMPANION, ROUND, Run, find_versions, list_plugin_modules, worker_code_sha256
 from dyno.worker import registry
 from dyno.worker.backend import Backend, Maker
 from dyno.worker.record import OUT_OF_MEMORY, DamagedRecord, Record, read_json, read_record, write_json
@@ -41,11 +41,11 @@ def _made_with(trial: Trial) -> dict[str, Any]:
     used: list[tuple[Backend | Maker, Runtime]] = [(registry.find(trial.backend), trial.runtime)]
     recipe = trial.recipe
     while isinstance(recipe, Recipe):
-        used.append((registry.maker(recipe.maker), recipe.runtime))
+        used.append((registry.get_maker(recipe.maker), recipe.runtime))
         recipe = recipe.parent
-    versions_: dict[str, Any] = {"code": worker_code_sha256(*outside(*(user for user, _ in used)))}
+    versions_: dict[str, Any] = {"code": worker_code_sha256(*list_plugin_modules(*(user for user, _ in used)))}
     for user, runtime in used:
-        versions_.setdefault(user.name, {}).update(versions(runtime, ("numpy", *user.requires)))
+        versions_.setdefault(user.name, {}).update(find_versions(runtime, ("numpy", *user.requires)))
     return versions_
 
 
@@ -157,7 +157,7 @@ def model_key(trial: Trial, forms: Forms = NO_FORMS) -> str:
     return "" if trial.side else forms[name].network if name in forms else name
 
 
-def groups(trials: Sequence[Trial], forms: Forms = NO_FORMS) -> list[list[Trial]]:
+def group_trials(trials: Sequence[Trial], forms: Forms = NO_FORMS) -> list[list[Trial]]:
     """Group the trials that are compared with each other: same model or network, size, batch and device.
 
     In a comparison a group is one configuration on both sides, whatever the models are called.
@@ -172,7 +172,9 @@ def groups(trials: Sequence[Trial], forms: Forms = NO_FORMS) -> list[list[Trial]
     return list(by_key.values())
 
 
-def reference(trials: Sequence[Trial], fits: Callable[[Trial], bool] | None, forms: Forms = NO_FORMS) -> Trial | None:
+def choose_reference(
+    trials: Sequence[Trial], fits: Callable[[Trial], bool] | None, forms: Forms = NO_FORMS
+) -> Trial | None:
     """Return the trial that the others are compared with, chosen as in tables: one that `fits` the request, if any."""
 
     def place(trial: Trial) -> tuple[Any, ...]:
@@ -182,7 +184,9 @@ def reference(trials: Sequence[Trial], fits: Callable[[Trial], bool] | None, for
     return correctness.first_trial(sorted(trials, key=place), fits)
 
 
-def job(trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] | None = None, kind: str = ROUND) -> Job:
+def make_job(
+    trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] | None = None, kind: str = ROUND
+) -> Job:
     """Build the job of a round of the trial, with the build of its engine to run; `options` are added to the job's.
 
     Confirmations and companions count from 1: round 0 answers all images, which the trial's own round does.
@@ -266,7 +270,7 @@ def _run_groups(groups: Sequence[InterleavedGroup], progress: Progress) -> None:
     try:
         load_in_parallel(groups)
         for group in groups:
-            with held(group.members[0].job.runtime, progress.waiting):
+            with hold_device(group.members[0].job.runtime, progress.waiting):
                 group.run()
     finally:
         for group in groups:
@@ -287,7 +291,10 @@ def _build_members(
     order = sorted(comparison.trials, key=lambda trial: reference is None or trial.id != reference.id)
     members = [
         InterleavedJob(
-            job(trial, number, file_of, options, kind), run.fresh(trial, number, kind), number, _read_memory(run, trial)
+            make_job(trial, number, file_of, options, kind),
+            run.fresh(trial, number, kind),
+            number,
+            _read_memory(run, trial),
         )
         for trial in order
     ]
@@ -302,7 +309,7 @@ def _build_companion(
     free = 0  # number of the next companion
     while run.record(trial, free, COMPANION) is not None:
         free += 1
-    companion = job(trial, number, file_of, options, COMPANION)
+    companion = make_job(trial, number, file_of, options, COMPANION)
     return InterleavedJob(companion, run.fresh(trial, free, COMPANION), -1, _read_memory(run, trial))
 
 

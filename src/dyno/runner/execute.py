@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import counting
+from dyno.formatting import format_count
 from dyno.jobs.launcher import LOGS, read_end
 from dyno.jobs.progress import Progress
 from dyno.results import correctness, remarks, timeline
@@ -206,7 +206,10 @@ class Rounds:
 
     def _make_files(self, trials: Sequence[Trial], beside: Sequence[Trial]) -> list[Trial]:
         """Make the trials' files; return the trials that were measured once meanwhile (see the class)."""
-        references = [ensemble.reference(group, self.fits, self.forms) for group in ensemble.groups(trials, self.forms)]
+        references = [
+            ensemble.choose_reference(group, self.fits, self.forms)
+            for group in ensemble.group_trials(trials, self.forms)
+        ]
 
         def delay(trial: Trial) -> int:
             if _builds_slowly(trial) and not self.files.has_file(trial):
@@ -222,7 +225,7 @@ class Rounds:
                 needs_file = not self.files.has_file(trial)
                 is_late = not done and needs_file and time.monotonic() - begun > BUILDING_S
                 if delay(trial) > delayed or is_late:
-                    left = counting(len(order) - place, "trial")
+                    left = format_count(len(order) - place, "trial")
                     missing = "still without a file" if needs_file else "still to compile"
                     done += self._measure_ready(ready, beside, done, f"{left} {missing}")
                 delayed = max(delayed, delay(trial))
@@ -284,7 +287,7 @@ class Rounds:
         and all that are `done` in the first of several rounds whose number is fixed, so that each pair has as many.
         """
         comparisons: list[ensemble.ComparedTrials] = []
-        groups = ensemble.groups([*trials, *others, *done], self.forms)
+        groups = ensemble.group_trials([*trials, *others, *done], self.forms)
         random.Random(number).shuffle(groups)
         for group in groups:
             pending = []
@@ -299,7 +302,7 @@ class Rounds:
                 continue
             stored = {trial.id: _find_record(self.run, trial, number) for trial in group}
             runnable = [t for t in group if (r := stored[t.id]) is None or r.status == "ok"]
-            reference = ensemble.reference(runnable, self.fits, self.forms)
+            reference = ensemble.choose_reference(runnable, self.fits, self.forms)
             earlier = [t for t in runnable if stored[t.id] and t != reference and (self.is_fixed or t in done)]
             rivals = earlier
             if earlier and reference not in pending:
@@ -307,7 +310,7 @@ class Rounds:
                 finalists = list_finalists(self.run.folder)
                 rivals = [trial for trial in earlier if trial in every or trial.id in finalists]
             elif not earlier and pending == [reference]:  # what the others measured beside instead
-                reference = ensemble.reference([t for t in runnable if t != reference], self.fits, self.forms)
+                reference = ensemble.choose_reference([t for t in runnable if t != reference], self.fits, self.forms)
             comparisons.append(ensemble.ComparedTrials(pending, reference, rivals=rivals))
         # A first answer doesn't wait for the other batches and sizes.
         for part in [comparisons] if number else [[comparison] for comparison in comparisons]:
@@ -329,7 +332,7 @@ class Rounds:
                 write_text(folder / LOGS[1], artifact.facts.printed)
         else:
             self.progress.start(trial, number)
-            job = ensemble.job(trial, number, self.files.of, options)
+            job = ensemble.make_job(trial, number, self.files.of, options)
             record = (self.launch or launch_in_turn)(job, folder, trial.plan.timeout_s, self.progress)
         if record.status != "ok":
             ensemble.note_retry(folder, trial, unmade=isinstance(artifact, Record))
@@ -375,13 +378,15 @@ class Finalists:
         """Measure one round of those that can be interleaved; return the others."""
         comparisons: list[ensemble.ComparedTrials] = []
         alone: list[Trial] = []
-        for group in ensemble.groups(trials, self.forms):
+        for group in ensemble.group_trials(trials, self.forms):
             runnable = [t for t in group if not isinstance(self.files.of(t, number), Record)]
             wanted = set().union(*(self.boundaries[t.id] for t in group))
             boundaries = tuple(name for name in group[0].plan.boundaries if name in wanted)
             if len(runnable) > 1 and group[0].plan.blocks:
                 comparisons.append(
-                    ensemble.ComparedTrials(runnable, ensemble.reference(runnable, self.fits, self.forms), boundaries)
+                    ensemble.ComparedTrials(
+                        runnable, ensemble.choose_reference(runnable, self.fits, self.forms), boundaries
+                    )
                 )
                 alone += [t for t in group if t not in runnable]
             else:
@@ -397,7 +402,7 @@ class Finalists:
         folder = self.run.fresh(trial, number, CONFIRMATION)
         self.progress.start(trial, number, "confirmation")
         options = {PLAN: {"boundaries": sorted(self.boundaries[trial.id])}}
-        job = ensemble.job(trial, number, self.files.of, options, kind=CONFIRMATION)
+        job = ensemble.make_job(trial, number, self.files.of, options, kind=CONFIRMATION)
         self.progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, self.progress))
 
 
@@ -506,10 +511,10 @@ def _find_pending(folder: Path, trials: Sequence[Trial]) -> list[UndecidedPair]:
     They are read from the folder, so a study that is killed loses nothing.
     """
     from dyno.report.tables import trial_table
-    from dyno.results.ranking import pending
+    from dyno.results.ranking import list_pending
 
     ids = {trial.id for trial in trials}
-    return [pair for pair in pending(trial_table.read_trials(folder)) if pair.trials <= ids]
+    return [pair for pair in list_pending(trial_table.read_trials(folder)) if pair.trials <= ids]
 
 
 def _list_folders(run: Run, trial: Trial, kind: str) -> list[Path]:

@@ -13,12 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dyno.jobs.launcher import environment
+from dyno.jobs.launcher import make_environment
 from dyno.jobs.progress import Progress
 from dyno.jobs.telemetry import Telemetry
 from dyno.results.energy import IDLE
-from dyno.runner.device_lock import held, launch_in_turn
-from dyno.store import copy_folder, good_record, gpu_identity, remember, remembered, versions, worker_code_sha256
+from dyno.runner.device_lock import hold_device, launch_in_turn
+from dyno.store import (
+    copy_folder,
+    find_remembered,
+    find_versions,
+    good_record,
+    gpu_identity,
+    remember,
+    worker_code_sha256,
+)
 from dyno.study.interpreters import runtime_of
 from dyno.study.study import Choice, Study
 from dyno.worker import system
@@ -39,7 +47,7 @@ def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
         return stored
     runtime = replace(runtime_of(study, Choice("pytorch")), threads=study.threads or system.physical_cores())
     key = _compute_key(runtime)
-    cached = remembered("peaks", key)
+    cached = find_remembered("peaks", key)
     if good_record(cached) is None:
         progress.other(f"peak of {runtime.device}")
         shutil.rmtree(folder, ignore_errors=True)
@@ -70,8 +78,8 @@ def keep_idle(study: Study, folder: Path, progress: Progress) -> None:
     runtime = runtime_of(study, Choice("pytorch"))
     progress.other(f"power of {study.device} while idle")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with held(runtime, progress.waiting):
-        telemetry = Telemetry(study.device, environment(runtime))
+    with hold_device(runtime, progress.waiting):
+        telemetry = Telemetry(study.device, make_environment(runtime))
         telemetry.watch(os.getpid())
         time.sleep(IDLE_S)
         telemetry.stop(path)
@@ -85,6 +93,6 @@ def _compute_key(runtime: Runtime) -> str:
         "device": [runtime.device, gpu_identity(runtime.device) if runtime.device != "cpu" else ""],
         "threads": runtime.threads,
         "code": worker_code_sha256(),
-        "torch": versions(runtime, ("torch",)),
+        "torch": find_versions(runtime, ("torch",)),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from dyno import __version__
-from dyno.formatting import counting
+from dyno.formatting import format_count
 from dyno.results.notes import store_models
 from dyno.store import Run, gpu_identity, sha256_of
 from dyno.study.commits import find_head
-from dyno.study.plan import PlannedTrial, place_of, renamed
+from dyno.study.plan import PlannedTrial, place_of, rename_model
 from dyno.study.study import Choice, Study, model_name
 from dyno.worker import registry, system
 from dyno.worker.nets.local_code import sha256_with_imports
@@ -55,7 +55,7 @@ class StoredTrial:
 
     @property
     def question(self) -> str:
-        return question(self.trial)
+        return hash_question(self.trial)
 
     @property
     def refused(self) -> str:
@@ -67,12 +67,12 @@ class StoredTrial:
         return record.status if record is not None and record.stage == "plan" else ""
 
 
-def question(trial: Trial) -> str:
+def hash_question(trial: Trial) -> str:
     """Return the hash of what a trial measures, however its file is made."""
     return digest(replace(trial, recipe=None))
 
 
-def stored(folder: Path) -> list[StoredTrial]:
+def list_stored(folder: Path) -> list[StoredTrial]:
     """Return the trials below a folder; unreadable ones are left out, and `load_run` reports them."""
     trials = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -87,13 +87,13 @@ def stored(folder: Path) -> list[StoredTrial]:
     return trials
 
 
-def earlier(folder: Path) -> Study | None:
+def read_earlier(folder: Path) -> Study | None:
     """Return the folder's study, or None if it has none."""
     path = folder / "study.toml"
     return Study.from_toml(path, usual=EARLIER_DEFAULTS) if path.is_file() else None
 
 
-def measured(folder: Path) -> bool:
+def is_measured(folder: Path) -> bool:
     """Return whether the folder has any successful measurement."""
     return any(_is_good(record) for of in ("", "blocks/*/") for record in folder.glob(f"{of}trials/*/*/record.json"))
 
@@ -105,7 +105,7 @@ def _is_good(record: Path) -> bool:
         return True
 
 
-def contradictions(before: Study, study: Study) -> list[tuple[str, Any, Any]]:
+def list_contradictions(before: Study, study: Study) -> list[tuple[str, Any, Any]]:
     """Return the settings that keep two studies from sharing a folder: (name, before, now)."""
     # Rounds until pairs are decided are judged by the number of rounds before the first look.
     fixed = ("rounds", "until") if before.until in LOOKS else ()
@@ -130,7 +130,7 @@ def _same_kind(a: str, b: str) -> bool:
     return a.partition("=")[0] == b.partition("=")[0]
 
 
-def differences(settings: Iterable[tuple[str, Any, Any]]) -> str:
+def describe_differences(settings: Iterable[tuple[str, Any, Any]]) -> str:
     """Return `was measured with seconds=3, this command says seconds=1`, for these settings."""
     before, now = ([_format_setting(name, pair[i]) for name, *pair in settings] for i in (0, 1))
     return f"was measured with {', '.join(before)}, this command says {', '.join(now)}"
@@ -146,10 +146,12 @@ def _format_setting(name: str, value: Any) -> str:
 
 def refuse_other(study: Study, folder: Path) -> None:
     """Raise `UserError` if the folder's numbers were measured with settings that the study contradicts."""
-    before = earlier(folder)
-    if before is not None and (settings := contradictions(before, study)) and measured(folder):
+    before = read_earlier(folder)
+    if before is not None and (settings := list_contradictions(before, study)) and is_measured(folder):
         remove = f"dyno runs rm {shlex.quote(str(folder))}"
-        raise UserError(f"{folder} {differences(settings)}; give another --out, or remove it with `{remove}` first")
+        raise UserError(
+            f"{folder} {describe_differences(settings)}; give another --out, or remove it with `{remove}` first"
+        )
 
 
 def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple[list[PlannedTrial], list[str]]:
@@ -158,8 +160,8 @@ def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple
     Returns the trials, under the names of their models in the folder, and what was done, in sentences.
     """
     refuse_other(study, run.folder)
-    before, stored_trials = earlier(run.folder), stored(run.folder / "trials")
-    if before is not None and contradictions(before, study):  # under other settings, and nothing was measured
+    before, stored_trials = read_earlier(run.folder), list_stored(run.folder / "trials")
+    if before is not None and list_contradictions(before, study):  # under other settings, and nothing was measured
         before = None
         for old in stored_trials:
             _move_folder(old.folder, run.folder / ARCHIVE / REPLACED)
@@ -167,7 +169,7 @@ def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple
     _refuse_other_threads(run.folder, stored_trials, planned)
     named = _name_models(planned, stored_trials)
     notes = [*_archive_rows(run, stored_trials, named), *_restore_rows(run, named)]
-    stored_trials = stored(run.folder / "trials")
+    stored_trials = list_stored(run.folder / "trials")
     (run.folder / "trials").mkdir(parents=True, exist_ok=True)
     write_text(
         run.folder / "study.toml", (_join_studies(before, study, stored_trials, named) if before else study).to_toml()
@@ -186,9 +188,9 @@ def _refuse_other_threads(folder: Path, stored_trials: list[StoredTrial], planne
     """Raise `UserError` if the default number of threads has changed: rows of both would have one name."""
     before = {row.trial.runtime.threads for row in stored_trials}
     now = {entry.trial.runtime.threads for entry in planned}
-    if before and now and before.isdisjoint(now) and measured(folder):
+    if before and now and before.isdisjoint(now) and is_measured(folder):
         raise UserError(
-            f"{folder} was measured with {counting(min(before), 'thread')}, and the processors that are allowed "
+            f"{folder} was measured with {format_count(min(before), 'thread')}, and the processors that are allowed "
             f"now make it {min(now)}; allow as many, or give another --out"
         )
 
@@ -235,7 +237,7 @@ def _name_models(planned: list[PlannedTrial], stored_trials: list[StoredTrial]) 
         name = names.get(model.source, model.name)
         if other is not None and model.source not in names and not _has_moved(other, model):
             name = place_of(model)
-        named.append(entry if name == model.name else replace(entry, trial=renamed(entry.trial, name)))
+        named.append(entry if name == model.name else replace(entry, trial=rename_model(entry.trial, name)))
     return named
 
 
@@ -254,9 +256,9 @@ def _identify_content(model: ModelSpec) -> tuple[str, ...]:
 def _archive_rows(run: Run, stored_trials: list[StoredTrial], planned: list[PlannedTrial]) -> list[str]:
     """Archive rows of other versions of the models, and those whose trial is measured differently now."""
     current = {entry.trial.model.name: entry for entry in planned}
-    wanted = {question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
+    wanted = {hash_question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
     unplanned = {row.trial.model for row in stored_trials if row.trial.model.name not in current}
-    overwritten_files = {model: overwritten(model) for model in unplanned}
+    overwritten_files = {model: find_overwritten(model) for model in unplanned}
     moved: dict[tuple[str, Path], int] = {}
     for row in stored_trials:
         old, new = row.trial.model, current.get(row.trial.model.name)
@@ -292,7 +294,7 @@ def _what_changed(old: ModelSpec, now: PlannedTrial) -> str:
     return _find_file(old).name if old.source_sha256 != new.source_sha256 and _find_file(old).name else old.name
 
 
-def overwritten(model: ModelSpec) -> str:
+def find_overwritten(model: ModelSpec) -> str:
     """Return the file of an unplanned model if its content has changed, else ""."""
     place, weights = _find_file(model), Path(model.weights)
     if model.source_sha256 and place.is_file():
@@ -311,11 +313,11 @@ def _find_file(model: ModelSpec) -> Path:
 
 def _restore_rows(run: Run, planned: list[PlannedTrial]) -> list[str]:
     """Restore the archived rows of the models' current files."""
-    wanted = {question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
+    wanted = {hash_question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
     places = {digest(entry.trial.model)[:12] for entry in planned if not entry.uninspected} | {REPLACED}
     restored: list[str] = []
     for path in sorted(run.folder / ARCHIVE / name for name in places):
-        for archived in stored(path):
+        for archived in list_stored(path):
             fits = (
                 wanted.get(archived.question, "" if path.name == REPLACED else archived.trial.id) == archived.trial.id
             )
@@ -332,7 +334,7 @@ def _restore_rows(run: Run, planned: list[PlannedTrial]) -> list[str]:
     )
 
 
-def archive(run: Run, row: Path, name: str) -> None:
+def archive_trial(run: Run, row: Path, name: str) -> None:
     """Move a trial's folder to the run's folder of that name, from which nothing is taken back."""
     _move_folder(row, run.folder / name)
 
@@ -412,23 +414,23 @@ def _in_use(study: Study, folder: Path) -> str:
         empty = folder.is_dir() and {path.name for path in folder.iterdir()} <= OWN
         return "" if empty else "is not a run folder"
     try:
-        before = earlier(folder)
+        before = read_earlier(folder)
     except UserError:
         return "holds a study that can't be read"
     if before is None:
         return ""
-    if not measured(folder):
+    if not is_measured(folder):
         return "" if set(study.models) <= set(before.models) else "was begun with other models"
     if not set(study.models) <= set(before.models):
         return f"holds {', '.join(before.models)}"
-    settings = contradictions(before, study)
-    return differences(settings) if settings else ""
+    settings = list_contradictions(before, study)
+    return describe_differences(settings) if settings else ""
 
 
 def _iter_alternatives(study: Study, preferred: Path) -> Iterator[Path]:
     """Yield other folders, named by what distinguishes the study from the one in `preferred`, then with a number."""
     try:
-        before = earlier(preferred)
+        before = read_earlier(preferred)
     except UserError:
         before = None
     parts = [preferred.name]

@@ -11,11 +11,11 @@ from dyno.jobs.progress import Progress
 from dyno.results import ranking, stats
 from dyno.results.correctness import AGREE
 from dyno.results.metrics.accuracy import KEEP, MOST_TRIED, confirm
-from dyno.results.notes import BEATEN, FAILED, KEPT, NOT_FASTER, WRONG, Attempt, RouteAttempt, attempts, store
+from dyno.results.notes import BEATEN, FAILED, KEPT, NOT_FASTER, WRONG, Attempt, RouteAttempt, read_attempts, store
 from dyno.results.trial_result import TrialResult
-from dyno.study.interpreters import placed
+from dyno.study.interpreters import place_recipe
 from dyno.study.model_info import model_spec
-from dyno.study.plan import NAMES, USUAL, options_of, others
+from dyno.study.plan import NAMES, USUAL, list_other_routes, options_of
 from dyno.study.study import Choice, Study
 from dyno.worker import registry
 from dyno.worker.record import Record
@@ -58,7 +58,7 @@ def with_kept_layers(study: Study, trial: Trial, layers: int) -> Trial | None:
     except UserError:
         return None
     same = recipe == engine.recipe(replace(trial, recipe=None))
-    return None if same else replace(candidate, recipe=placed(recipe, study))
+    return None if same else replace(candidate, recipe=place_recipe(recipe, study))
 
 
 def _hash_series(trial: Trial) -> str:
@@ -195,7 +195,7 @@ def search_routes(
     `file_of` makes a file, and `measure` runs a study in a folder. What was tried is stored in the run folder, so that
     a study that goes on takes the same routes.
     """
-    done = {(one.key, one.configuration): one for one in attempts(run)}
+    done = {(one.key, one.configuration): one for one in read_attempts(run)}
     added: list[Trial] = []
     for own in _by_model(trials):
         wanted = [one for one in _iter_configurations(own, file_of) if (one.key, one.name) not in done]
@@ -237,7 +237,7 @@ def _iter_configurations(own: Sequence[Trial], file_of: FileOf) -> Iterator[Conf
         exported = file_of(chain[-1])
         if isinstance(exported, Artifact):
             folds = any(recipe.maker == ONNX_STATIC for recipe in chain)
-            if routes := others(exported.made_by, folds, trial.model.source.endswith(".pt2")):
+            if routes := list_other_routes(exported.made_by, folds, trial.model.source.endswith(".pt2")):
                 yield Configuration(probe, routes)
 
 
@@ -352,4 +352,4 @@ def _reroute_trial(trial: Trial, route: str, study: Study) -> Trial | None:
     candidate = replace(trial, options={**trial.options, **options_of(route)}, recipe=None)
     if engine.refuse(candidate):
         return None
-    return replace(candidate, recipe=placed(engine.recipe(candidate), study))
+    return replace(candidate, recipe=place_recipe(engine.recipe(candidate), study))

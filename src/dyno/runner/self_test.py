@@ -26,7 +26,7 @@ def _read_test(path: Path) -> StoredSelfTest | None:
         return None
 
 
-def machine(device: str) -> dict[str, Any]:
+def identify_machine(device: str) -> dict[str, Any]:
     """Return the facts that identify this machine and device; another machine's self-test is not valid here."""
     about = system.describe()
     host = {"host": platform.node(), "cpu": about["cpu"], "cores": about["cores"], "machine": about["machine"]}
@@ -39,7 +39,7 @@ def machine(device: str) -> dict[str, Any]:
     return {**host, "gpu": gpu.name, "gpu_uuid": gpu.uuid}
 
 
-def place(device: str) -> Path:
+def find_place(device: str) -> Path:
     """Return the path of the self-test of a device of this host."""
     key = hashlib.sha256(f"{platform.node()} {device}".encode()).hexdigest()[:24]
     return cache_dir() / "self-tests" / f"{key}.json"
@@ -47,7 +47,7 @@ def place(device: str) -> Path:
 
 def keep(stored: StoredSelfTest) -> StoredSelfTest:
     """Keep the self-test in place of an earlier one, and return it with the latency of those that measured the same."""
-    path = place(stored.device)
+    path = find_place(stored.device)
     earlier = _read_test(path)
     if earlier is not None and earlier.is_like(stored):
         stored = replace(stored, sessions=SelfTest(earlier).sessions)
@@ -58,10 +58,10 @@ def keep(stored: StoredSelfTest) -> StoredSelfTest:
 
 def find(device: str) -> tuple[SelfTest | None, str]:
     """Return the self-test of this machine and device; without one, also why: "" (never tested) or the fault."""
-    path = place(device)
+    path = find_place(device)
     if (stored := _read_test(path)) is None:
         return None, "it can't be read" if path.is_file() else ""
-    now = machine(device)
+    now = identify_machine(device)
     changed = [name for name in sorted(now.keys() | stored.machine.keys()) if now.get(name) != stored.machine.get(name)]
     if changed:
         what = ", ".join(
@@ -71,13 +71,15 @@ def find(device: str) -> tuple[SelfTest | None, str]:
     return SelfTest(stored), ""
 
 
-def states() -> list[dict[str, Any]]:
+def list_states() -> list[dict[str, Any]]:
     """Return the self-test's state of the CPU and of every other device that was tested.
 
     Each has `device`, `grade`, `date` ("" without a valid test) and its `state` in words.
     """
     kept = (cache_dir() / "self-tests").glob("*.json")
-    devices = sorted({"cpu", *(one.device for path in kept if (one := _read_test(path)) and place(one.device) == path)})
+    devices = sorted(
+        {"cpu", *(one.device for path in kept if (one := _read_test(path)) and find_place(one.device) == path)}
+    )
     return [_describe_state(device) for device in devices]
 
 
@@ -96,7 +98,7 @@ def _describe_state(device: str) -> dict[str, Any]:
     }
 
 
-def summary(device: str) -> SelfTestSummary | None:
+def summarise_self_test(device: str) -> SelfTestSummary | None:
     """Return what a run on this machine and device keeps of the self-test; None without a valid one."""
     test, _ = find(device)
     return test.summary() if test else None
@@ -104,14 +106,14 @@ def summary(device: str) -> SelfTestSummary | None:
 
 def keep_in(folder: Path, device: str) -> None:
     """Store the summary of this machine's self-test, if there is one, in the run folder."""
-    if stored := summary(device):
+    if stored := summarise_self_test(device):
         write_json(folder / SELF_TEST, to_json(stored))
 
 
 def renew(results: Results) -> Results:
     """Return the results with this machine's latest self-test, if theirs is an earlier one of it."""
     for device in {t.device for t in results}:
-        here = summary(device)
+        here = summarise_self_test(device)
         if here and results.self_test and here.machine == results.self_test.machine:
             results.self_test = here
     return results
@@ -127,5 +129,5 @@ def attach(results: Results) -> Results:
     same = all(here[name] == there.get(name) for name in ("cpu", "cores", "memory_bytes", "os"))
     if not results.self_test and len(devices) == 1 and same:
         (device,) = devices
-        results.self_test = summary(device)
+        results.self_test = summarise_self_test(device)
     return results

@@ -15,7 +15,7 @@ from dyno.report.tables import gpu_table
 from dyno.results.files import read_npz
 from dyno.runner.device_lock import launch_in_turn
 from dyno.runner.execute import Files
-from dyno.store import Run, begun
+from dyno.store import Run, guard_start
 from dyno.study.plan import PlannedTrial, expand
 from dyno.study.study import Study
 from dyno.table import Table
@@ -62,7 +62,7 @@ def run(study: Study, phases: list[str], iterations: int, folder: Path) -> Itera
     """Stress-test every trial of the study, and yield what came of each."""
     if iterations < 1:
         raise UserError(f"--iterations is {iterations}; it must be at least 1")
-    with begun(folder):
+    with guard_start(folder):
         yield from _test_trials(expand(study), phases, iterations, folder)
 
 

@@ -29,7 +29,7 @@ from dyno.runner.device_lock import processors_held
 from dyno.worker.jobs.turns import CONDUCTOR, DONE, END, GO, IMPORTED, LEAST_BLOCKS, LOADED, READY, find_disturbed
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Trial
-from dyno.worker.system import cores
+from dyno.worker.system import list_cores
 
 T = TypeVar("T")
 POLL_S = 0.05
@@ -110,9 +110,9 @@ class InterleavedGroup:
         Those that had no room keep none, nor does one that ran out of memory beside others.
         """
         runtime = self.members[0].job.runtime
-        self.gpu = find_gpu(runtime.device, launcher.environment(runtime))
+        self.gpu = find_gpu(runtime.device, launcher.make_environment(runtime))
         if runtime.device == "cpu" and all(member.where is nullcontext for member in self.members):
-            self.core_latency = CoreLatency(cores()[: max(1, runtime.threads)])
+            self.core_latency = CoreLatency(list_cores()[: max(1, runtime.threads)])
         try:
             if self.is_loaded:
                 for member in list(self.alive):

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dyno.formatting import limits, show, significant
+from dyno.formatting import format_limits, format_number, show
 from dyno.report.tables import TableKind
 from dyno.results import stats
 from dyno.results.files import read_npz
@@ -27,10 +27,10 @@ from dyno.table import (
     Row,
     Table,
     compare_cells,
-    duration,
-    limited,
+    duration_column,
+    keep_printed,
+    limit_cells,
     limits_of,
-    printed,
     with_limits,
 )
 from dyno.video.words import describe_each
@@ -55,7 +55,7 @@ class ApplicationRun(CheckedRun):
 
     def find_stage(self, name: str) -> Interval:
         """Return a stage's seconds: the geometric mean of the rounds with its 95 % interval."""
-        return stats.center([each[name] for each in self.rounds])
+        return stats.find_center([each[name] for each in self.rounds])
 
     @property
     def between(self) -> float:
@@ -65,7 +65,7 @@ class ApplicationRun(CheckedRun):
     @cached_property
     def _rest(self) -> Interval:
         """The share of a request that isn't the model's, by rounds."""
-        return stats.center([1 - each[MODEL] / each[WHOLE] for each in self.rounds])
+        return stats.find_center([1 - each[MODEL] / each[WHOLE] for each in self.rounds])
 
     @property
     def share(self) -> Interval:
@@ -85,12 +85,14 @@ def list_applications(run: RunData) -> list[ApplicationRun]:
     for trial in run.records:
         rounds = [r for r in trial.good if r.facts.application and (r.folder / ARRAYS).is_file()]
         if rounds and (facts := rounds[0].facts.application):
-            found.append(ApplicationRun(trial, facts, tuple(_average(read_npz(r.folder / ARRAYS)) for r in rounds)))
+            found.append(
+                ApplicationRun(trial, facts, tuple(_average_stages(read_npz(r.folder / ARRAYS)) for r in rounds))
+            )
     outputs = list_outputs(run) if found else {}
     return [replace(each, outputs=outputs[each.trial.id]) for each in found]
 
 
-def _average(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
+def _average_stages(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Return the mean seconds of each stage over the passes in the middle: `arrays` are [requests, passes].
 
     All stages have the same passes, so that they add up to the whole.
@@ -112,7 +114,7 @@ def list_sentences(run: ApplicationRun) -> list[str]:
 
 def _describe_share(run: ApplicationRun) -> Iterator[str]:
     seconds, whole = (show(run.find_stage(name).value, "duration") for name in (MODEL, WHOLE))
-    share = _format_limited(run.share, lambda value: significant(100 * value))
+    share = _format_limited(run.share, lambda value: format_number(100 * value))
     most = _format_limited(run.limit, lambda value: f"{value:.2f}")
     yield (
         f"The model is {share} % of a request ({seconds} of {whole}): a faster engine makes a request at most {most} "
@@ -121,7 +123,7 @@ def _describe_share(run: ApplicationRun) -> Iterator[str]:
 
 
 def _format_limited(found: Interval, format: Callable[[float], str]) -> str:
-    return format(found.value) + limits(found.low, found.high, format)
+    return format(found.value) + format_limits(found.low, found.high, format)
 
 
 def _describe_longest(run: ApplicationRun) -> Iterator[str]:
@@ -160,16 +162,16 @@ def _make_application_table(run: RunData) -> Table | None:
         "up to it. model: the engine, from host memory to host memory. at most: a request's speed-up with a model that "
         "takes no time, 1 / (1 - share). Means over requests, without the fastest and the slowest quarter of passes."
     )
-    return APPLICATION.of(COLUMNS, rows, notes=(note,), printed=printed(COLUMNS))
+    return APPLICATION.of(COLUMNS, rows, notes=(note,), printed=keep_printed(COLUMNS))
 
 
 def _make_row(run: ApplicationRun) -> Row:
     outputs = run.outputs
     row: Row = {
         "label": run.trial.label, "trial": run.trial.id, "rounds": len(run.rounds), "requests": run.facts.requests,
-        **limited("request_s", run.find_stage(WHOLE)),
-        **{key: v for n in APPLICATION_STAGES[:-1] for key, v in limited(f"{n}_s", run.find_stage(n)).items()},
-        "other_s": run.between, **limited("share", run.share, 100), **limited("limit", run.limit),
+        **limit_cells("request_s", run.find_stage(WHOLE)),
+        **{key: v for n in APPLICATION_STAGES[:-1] for key, v in limit_cells(f"{n}_s", run.find_stage(n)).items()},
+        "other_s": run.between, **limit_cells("share", run.share, 100), **limit_cells("limit", run.limit),
     }  # fmt: skip
     if outputs.word:
         row |= {"outputs": outputs.word, "output_error": outputs.error, "labels_changed": outputs.labels_changed}
@@ -178,7 +180,7 @@ def _make_row(run: ApplicationRun) -> Row:
 
 def _make_stage_columns(name: str, meaning: str, rank: int) -> tuple[Column, ...]:
     """Return the columns of a stage's seconds and their limits, which print the value alone."""
-    return replace(duration(f"{name}_s", meaning, rank=rank), interval=False), *limits_of(f"{name}_s", "s")
+    return replace(duration_column(f"{name}_s", meaning, rank=rank), interval=False), *limits_of(f"{name}_s", "s")
 
 
 COLUMNS = (
@@ -186,11 +188,11 @@ COLUMNS = (
     TRIAL,
     Column("rounds", "processes in which they were answered", kind=COUNT, rank=8),
     Column("requests", "different ones, answered in turn", kind=COUNT, rank=7),
-    *with_limits(duration("request_s", "mean time of a request", "request")),
+    *with_limits(duration_column("request_s", "mean time of a request", "request")),
     *_make_stage_columns(PREPROCESS, "mean time of preprocess", 3),
     *_make_stage_columns(MODEL, "mean time of the network in a request", 2),
     *_make_stage_columns(POSTPROCESS, "mean time of postprocess", 3),
-    duration("other_s", "mean time of a request that no stage has", rank=4),
+    duration_column("other_s", "mean time of a request that no stage has", rank=4),
     *with_limits(Column("share", "of a request that is the model", "%", PERCENT, title="model, % of request")),
     *with_limits(Column("limit", "a request's speed-up with a model that takes no time", kind=RATIO, title="at most")),
     Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT, rank=6),

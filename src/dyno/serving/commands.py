@@ -17,7 +17,7 @@ APPLICATION_HELP = (
 )
 
 
-@options.takes(
+@options.accept_options(
     ServeOptions, f"{LOAD} rounds builds seconds warmup compared equivalent",
     backends="the one for this kind of model", batches="8; of a file 1, or its fixed batch",
     rounds="1, or 3 where engines are compared", seconds=1.0, warmup=0.5,
@@ -35,7 +35,7 @@ def serve(
     raise typer.Exit(exit_load(served))
 
 
-@options.takes(
+@options.accept_options(
     f"backends precisions data seed rounds builds seconds warmup {options.RUNTIME} equivalent timeout build_timeout",
     backends="pytorch", rounds=ROUNDS, seconds=1.0, warmup=0.5,
     data="none: the requests of NAME_requests()",

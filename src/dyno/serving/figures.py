@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from dyno.results import stats
-from dyno.results.correctness import WRONG, beside, incomparable
+from dyno.results.correctness import WRONG, find_mismatch, list_output_sources
 from dyno.results.files import read_npz
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
@@ -145,9 +145,9 @@ def _explain_missing(trial: TrialResult, other: TrialResult | None, run: RunData
     if trial.spec.model.source.startswith(ENDPOINT):
         return "what the server's model should answer isn't known here; give its file as MODEL"
     if other is None or other is trial:
-        failed = (t for t in beside(run.records) if t.group == trial.group and not t.good)
+        failed = (t for t in list_output_sources(run.records) if t.group == trial.group and not t.good)
         return next((f"{t.configuration} gave none ({t.status}: {t.reason})" for t in failed), "")
-    return incomparable(trial, other) or "one of both left none"
+    return find_mismatch(trial, other) or "one of both left none"
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class ServingRun(CheckedRun):
         bound, or none in a round."""
         if not self.facts[0].bound_s or not all(self.by_round):
             return None
-        return stats.center(self.by_round)
+        return stats.find_center(self.by_round)
 
     @cached_property
     def at_highest(self) -> RateMeasurement | None:
@@ -213,7 +213,7 @@ class ServingRun(CheckedRun):
     @property
     def capacity(self) -> Interval:
         """Requests per second with full batches: the geometric mean of the rounds with its 95 % interval."""
-        return stats.center([f.capacity for f in self.facts])
+        return stats.find_center([f.capacity for f in self.facts])
 
     @property
     def seconds(self) -> list[float]:

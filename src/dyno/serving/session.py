@@ -17,8 +17,8 @@ from dyno.jobs.progress import Progress
 from dyno.results.correctness import BESIDE
 from dyno.runner.device_lock import launch_in_turn
 from dyno.runner.execute import execute
-from dyno.runner.run_folder import measured
-from dyno.store import begun, sha256_of
+from dyno.runner.run_folder import is_measured
+from dyno.store import guard_start, sha256_of
 from dyno.study.defaults import folder_for, reference_of, study_of_own_jobs
 from dyno.study.images import list_photos
 from dyno.study.model_info import model_spec
@@ -111,10 +111,10 @@ def bench_serve(
     requests = Requests(options, samples_for(options.quantile), str(path or ""), sha256)
     folder = folder_for(out, "serve", [name])
     progress = Progress(quiet=quiet)
-    with begun(folder):
+    with guard_start(folder):
         store_about(folder, ABOUT, requests.settings(), "of other requests", "without requests")
         execute(study, folder, progress, retry_failed=True, launch=requests.launch)
-    if measured(folder) and (reference := reference_of(study)):
+    if is_measured(folder) and (reference := reference_of(study)):
         _run_reference(reference, folder / BESIDE, progress)
     return ServingResult(folder)
 
@@ -191,7 +191,7 @@ def bench_app(
     progress = Progress(quiet=quiet)
     about = {"application": digest(model), "images": len(photos),
              "photos": digest([(photo.name, sha256_of(photo)) for photo in chosen])}  # fmt: skip
-    with begun(folder), tempfile.TemporaryDirectory() as scratch:
+    with guard_start(folder), tempfile.TemporaryDirectory() as scratch:
         inputs, known = folder / APPLICATION_INPUTS, folder / APPLICATION_ABOUT
         before = read_json(known) if known.is_file() and inputs.is_file() else {}
         is_same = all(before.get(key) == value for key, value in about.items())
@@ -214,7 +214,7 @@ def bench_app(
             return launch_in_turn(own, place, timeout_s, progress)
 
         execute(study, folder, progress, retry_failed=True, launch=launch_application)
-    if measured(folder) and (reference := reference_of(study)):
+    if is_measured(folder) and (reference := reference_of(study)):
         _run_reference(reference, folder / BESIDE, progress)
     return ApplicationResult(folder)
 

@@ -7,11 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from dyno.formatting import counting, show, significant
-from dyno.report.style import EDGE, LINES, WIDTH, Chart, color, logarithmic, marker, styled, tip
+from dyno.formatting import format_count, format_number, show
+from dyno.report.style import (
+    EDGE,
+    LINES,
+    WIDTH,
+    Chart,
+    add_tooltip,
+    apply_style,
+    choose_color,
+    choose_marker,
+    make_logarithmic,
+)
 from dyno.report.tables import TableKind
 from dyno.results import stats
-from dyno.results.correctness import WRONG, distance
+from dyno.results.correctness import WRONG, name_distance
 from dyno.results.run_data import RunData
 from dyno.serving import figures
 from dyno.serving.figures import CheckedRun, RateMeasurement, ServingRun
@@ -26,9 +36,9 @@ from dyno.table import (
     Row,
     Table,
     compare_cells,
-    duration,
-    limited,
-    printed,
+    duration_column,
+    keep_printed,
+    limit_cells,
     with_limits,
 )
 from dyno.video.words import describe_each
@@ -45,7 +55,7 @@ def describe_company(served: CheckedRun) -> Iterator[str]:
     busy = [r.facts.others_busy for r in served.trial.good if COMPANY in " ".join(r.warnings)]
     if busy:
         most = max(max(each.values()) for each in busy)
-        rounds = counting(len(served.trial.good), "round")
+        rounds = format_count(len(served.trial.good), "round")
         yield f"Other programs kept up to {most:.1f} processors busy meanwhile, in {len(busy)} of {rounds}."
     yield from (f"{warning}." for warning in served.warnings if COMPANY not in warning)
 
@@ -78,7 +88,7 @@ def describe_wrong(served: CheckedRun) -> Iterator[str]:
 def describe_right(served: CheckedRun) -> Iterator[str]:
     outputs = served.outputs
     if outputs.word and not outputs.wrong:
-        yield f"Outputs agree with those of {outputs.against}, {distance(outputs.error, outputs.labels_changed)}."
+        yield f"Outputs agree with those of {outputs.against}, {name_distance(outputs.error, outputs.labels_changed)}."
     elif outputs.missing:
         yield f"Outputs are compared with none: {outputs.missing}."
 
@@ -119,7 +129,7 @@ def _explain_no_rate(served: ServingRun, bound: str) -> Iterator[str]:
     facts, without = served.facts[0], served.by_round.count(0)
     once = any(t.step.verdict == serve_rates.HOLDS for t in served.tried)
     if facts.searched and once:
-        of = f"{without} of {counting(len(served.facts), 'round')}"
+        of = f"{without} of {format_count(len(served.facts), 'round')}"
         yield f"{of} ended without a rate that holds {bound} twice."
     else:
         yield f"{_nothing_holds(served, bound, once)}."
@@ -156,7 +166,7 @@ def _describe_waiting(served: ServingRun) -> Iterator[str]:
     yield (
         f"There a request waits {show(queued, 'duration')} and is computed in {show(computed, 'duration')} on average: "
         f"{show(queued / (queued + computed), 'percentage')} of its time it waits; a batch has "
-        f"{significant(there.mean_batch)} requests."
+        f"{format_number(there.mean_batch)} requests."
     )
     found = there.percentile(served.bounded)
     if found and np.isfinite(found.high) and found.high > there.facts.bound_s:
@@ -176,7 +186,7 @@ def _describe_unstable(served: ServingRun) -> Iterator[str]:
     if refused := sum(t.refused for t in served.tried):
         facts = served.facts[0]
         why = ["found the queue full"] * bool(facts.queue) + ["got no answer of the server"] * bool(facts.endpoint)
-        yield f"{counting(refused, 'request')} {' or '.join(why)} and count as beyond every bound."
+        yield f"{format_count(refused, 'request')} {' or '.join(why)} and count as beyond every bound."
 
 
 def _describe_short(served: ServingRun) -> Iterator[str]:
@@ -185,13 +195,13 @@ def _describe_short(served: ServingRun) -> Iterator[str]:
         rate = fewest.step.rate
         longer = "a longer trace" if fewest.facts.trace else f"at least {least / rate:,.0f} s; omit --duration"
         yield (
-            f"{_format_rate(rate)} came for too short a time: {counting(fewest.count, 'request')}, and "
+            f"{_format_rate(rate)} came for too short a time: {format_count(fewest.count, 'request')}, and "
             f"{_name_percentile(served.bounded)} needs {least:,}, so {longer}."
         )
 
 
 def _format_rate(value: float) -> str:
-    return f"{significant(value)} requests/s"
+    return f"{format_number(value)} requests/s"
 
 
 LATENCY_NOTE = (
@@ -219,7 +229,7 @@ def _make_serve_table(run: RunData) -> Table | None:
         "bound. queue and compute: mean time until a request's batch begins, and of that batch, at the highest rate.",
         LATENCY_NOTE,
     ]
-    return SERVE.of(SERVE_COLUMNS, rows, notes=tuple(notes), printed=printed(SERVE_COLUMNS))
+    return SERVE.of(SERVE_COLUMNS, rows, notes=tuple(notes), printed=keep_printed(SERVE_COLUMNS))
 
 
 def _make_row(served: ServingRun) -> Row:
@@ -229,13 +239,16 @@ def _make_row(served: ServingRun) -> Row:
         "label": served.trial.label, "trial": served.trial.id, "rounds": len(served.facts),
         "bound": format_bound(served),
         "holds": "" if not served.facts[0].bound_s else "yes" if served.highest else "none",
-        **limited("rate", served.highest), **limited("full_rate", served.capacity), "lanes": served.facts[0].lanes,
+        **limit_cells("rate", served.highest), **limit_cells("full_rate", served.capacity),
+        "lanes": served.facts[0].lanes,
     }  # fmt: skip
     if outputs.word:
         row |= {"outputs": outputs.word, "output_error": outputs.error, "labels_changed": outputs.labels_changed}
     if outputs.wrong:  # it has no other verdict
         row["verdict"] = outputs.wrong
-    return row if there is None else row | limited("latency_s", there.percentile(served.bounded)) | _time_cells(there)
+    return (
+        row if there is None else row | limit_cells("latency_s", there.percentile(served.bounded)) | _time_cells(there)
+    )
 
 
 def _time_cells(tried: RateMeasurement) -> Row:
@@ -256,7 +269,9 @@ def _make_rates_table(run: RunData) -> Table | None:
         "refused or unanswered requests has no value. Random requests begin with a warm-up that does not count; "
         "all requests of a trace count."
     )
-    return RATES.of(RATE_COLUMNS, rows, group=("label",), notes=(note, LATENCY_NOTE), printed=printed(RATE_COLUMNS))
+    return RATES.of(
+        RATE_COLUMNS, rows, group=("label",), notes=(note, LATENCY_NOTE), printed=keep_printed(RATE_COLUMNS)
+    )
 
 
 def _rate_row(served: ServingRun, tried: RateMeasurement) -> Row:
@@ -268,7 +283,7 @@ def _rate_row(served: ServingRun, tried: RateMeasurement) -> Row:
         "loadgen_s": tried.step.loadgen_s or None,
     }  # fmt: skip
     for name in PERCENTILES:
-        row |= limited(f"{name}_s", tried.percentile(name))
+        row |= limit_cells(f"{name}_s", tried.percentile(name))
     return row
 
 
@@ -284,10 +299,10 @@ SERVE_COLUMNS = (
     Column("bound", "that must hold", kind=TEXT, rank=3),
     Column("holds", "whether a rate that was tried holds it in every round", kind=TEXT, rank=2),
     *with_limits(Column("rate", "the highest that holds the bound", "requests/s", title="highest rate, requests/s")),
-    *with_limits(duration("latency_s", "the bounded percentile there", "latency there")),
+    *with_limits(duration_column("latency_s", "the bounded percentile there", "latency there")),
     Column("mean_batch", "requests per batch there", title="mean batch", rank=4),
-    duration("queue_s", "mean time until a request's batch begins, there", rank=3),
-    duration("compute_s", "mean time of a request's batch, there", rank=3),
+    duration_column("queue_s", "mean time until a request's batch begins, there", rank=3),
+    duration_column("compute_s", "mean time of a request's batch, there", rank=3),
     *with_limits(Column("full_rate", "with full batches, without a bound", "requests/s",
                         title="full batches, requests/s", rank=5)),
     Column("lanes", "batches at once", kind=COUNT, rank=7),
@@ -309,13 +324,15 @@ RATE_COLUMNS = (
         column
         for name, q in PERCENTILES.items()
         for column in with_limits(
-            duration(f"{name}_s", "latency from when a request was due", f"p{100 * q:g}", rank=0 if q == 0.99 else 4)
+            duration_column(
+                f"{name}_s", "latency from when a request was due", f"p{100 * q:g}", rank=0 if q == 0.99 else 4
+            )
         )
     ),
-    duration("loadgen_s", "the bounded percentile in LoadGen's summary", "by LoadGen", rank=1),
+    duration_column("loadgen_s", "the bounded percentile in LoadGen's summary", "by LoadGen", rank=1),
     Column("mean_batch", "requests per batch", title="mean batch", rank=5),
-    duration("queue_s", "mean time until a request's batch begins", rank=3),
-    duration("compute_s", "mean time of a request's batch", rank=3),
+    duration_column("queue_s", "mean time until a request's batch begins", rank=3),
+    duration_column("compute_s", "mean time of a request's batch", rank=3),
     _make_count_column("refused", "requests that found the queue full, or got no answer of a server"),
     _make_count_column("left", "requests that were never answered"),
     Column("holds", "the bound: yes, no, unstable (more come than are answered), too few requests", kind=TEXT, rank=1),
@@ -346,7 +363,7 @@ def draw_latency_by_rate(run: RunData) -> Any:
     served = [each for each in figures.list_served(run) if _find_points(each, MEDIAN)]
     if not served:
         return None
-    with styled() as figure_class:
+    with apply_style() as figure_class:
         figure = figure_class(figsize=(WIDTH, SERVING_HEIGHT), layout="constrained")
         axes = figure.subplots()
         for number, each in enumerate(served):
@@ -358,7 +375,7 @@ def draw_latency_by_rate(run: RunData) -> Any:
         if bound := served[0].facts[0].bound_s:
             axes.axhline(1e3 * bound, color=EDGE, linestyle="--", linewidth=1)
         axes.set(yscale="log", xlabel="requests/s", ylabel="latency, ms", xlim=(0, None))
-        logarithmic(axes, "y", *axes.get_ylim())
+        make_logarithmic(axes, "y", *axes.get_ylim())
         figure.legend(loc="outside upper center", ncols=2)
     return figure
 
@@ -371,8 +388,8 @@ def _find_points(served: ServingRun, name: str) -> list[tuple[RateMeasurement, f
 
 def _draw_line(axes: Any, served: ServingRun, name: str, alpha: float, hollow: bool) -> None:
     points, trial = _find_points(served, name), served.trial
-    style = {"color": color(trial.backend), "alpha": alpha, "marker": marker(trial.precision), "markersize": 4,
-             "fillstyle": "none" if hollow else "full"}  # fmt: skip
+    style = {"color": choose_color(trial.backend), "alpha": alpha, "marker": choose_marker(trial.precision),
+             "markersize": 4, "fillstyle": "none" if hollow else "full"}  # fmt: skip
     for number in sorted({t.round for t, _ in points}):
         own = [(t.step.rate, 1e3 * value) for t, value in points if t.round == number]
         wrong = f", {WRONG}" if served.outputs.wrong else ""
@@ -382,7 +399,9 @@ def _draw_line(axes: Any, served: ServingRun, name: str, alpha: float, hollow: b
         )
     for tried, value in points:
         (point,) = axes.plot(tried.step.rate, 1e3 * value, **style)
-        tip(point, f"{trial.label}: {significant(tried.step.rate)} requests/s, {name} {show(value, 'duration')}")
+        add_tooltip(
+            point, f"{trial.label}: {format_number(tried.step.rate)} requests/s, {name} {show(value, 'duration')}"
+        )
 
 
 LATENCY_BY_RATE = Chart(

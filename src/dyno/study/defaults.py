@@ -16,7 +16,7 @@ from dyno.store import gpu_identity
 from dyno.study.commits import keeps_weights
 from dyno.study.study import Choice, Study, model_name, name_fields
 from dyno.worker import registry
-from dyno.worker.extras import lacking
+from dyno.worker.extras import name_lacking
 from dyno.worker.option_values import check_types
 from dyno.worker.spec import ENDPOINT, FIXED, SAVED, UserError, check_known, usual_name
 
@@ -47,7 +47,7 @@ def find_format(file: str, format: str = "") -> str:
     if chosen == PARQUET and not file:
         raise UserError("Parquet is not for a terminal; give a file: -o FILE.parquet")
     if chosen == PARQUET and not is_installed("pyarrow"):
-        raise UserError(f"Parquet: {lacking(['pyarrow'])}")
+        raise UserError(f"Parquet: {name_lacking(['pyarrow'])}")
     return chosen
 
 
@@ -57,7 +57,7 @@ def parse_trackers(text: str) -> list[str]:
     for name in names:
         check_known("tracker", name, TRACKERS)
         if not is_installed(name):
-            raise UserError(f"--log {name}: {lacking([name])}")
+            raise UserError(f"--log {name}: {name_lacking([name])}")
     return names
 
 
@@ -99,7 +99,7 @@ def check_kind(study: Study) -> None:
         raise UserError(
             f"{study.device} alone is not a device: write cpu, or for `dyno run` cpu:0,cpu:1, two shares of its cores"
         )
-    names = {*registry.names(), *(Choice.parse(text).name for text in study.backends)}
+    names = {*registry.list_backends(), *(Choice.parse(text).name for text in study.backends)}
     if study.device.partition(":")[0] not in {kind for name in names for kind in registry.find(name).devices}:
         raise UserError(f"unknown device {study.device!r}; write cpu, or cuda:0 for the first GPU")
 
@@ -217,12 +217,12 @@ def each_with(models: Sequence[str], settings: Mapping[str, Any]) -> list[tuple[
 
 def _parse_form(text: str) -> dict[str, Any]:
     """Return the settings that a form stands for, or none for a model."""
-    backend, precision = form(text, registry.names()) or ("", "")
+    backend, precision = parse_form(text, registry.list_backends()) or ("", "")
     settings = {"backends": backend, "precisions": precision}
     return {name: (value,) for name, value in settings.items() if value}
 
 
-def form(text: str, names: Sequence[str]) -> tuple[str, str] | None:
+def parse_form(text: str, names: Sequence[str]) -> tuple[str, str] | None:
     """Return the backend with its options, and the precision ("" for the usual one), of a form such as openvino/bf16.
 
     `names` are the names that a form may have; None for a file or any other name, which is a model.

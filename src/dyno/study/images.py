@@ -18,7 +18,7 @@ from dyno.store import cache_dir
 from dyno.study.study import Choice, Study
 from dyno.worker import registry, tasks
 from dyno.worker.inspection import Inspection
-from dyno.worker.spec import DataSpec, ModelSpec, UserError, absolute, numbered
+from dyno.worker.spec import DataSpec, ModelSpec, UserError, add_noun, make_absolute
 
 if TYPE_CHECKING:
     from rich import progress as bars
@@ -29,7 +29,7 @@ CALIBRATED = {"int8", "fp8"}  # precisions whose ranges are taken from images
 RANKED = {"int8", "fp16"}  # precisions whose layers are ranked on images, where some are to be kept higher
 
 
-def prepared(
+def prepare_images(
     study: Study, model: ModelSpec, size: tuple[int, int], outputs: int = 0, console: Console | None = None
 ) -> DataSpec:
     """Decode the study's images for this model and size; random inputs if it has no images, not even for calibration.
@@ -47,9 +47,9 @@ def prepared(
     if not study.data:
         folder = Path(study.calibration)
         options: dict[str, Any] = {"on_unreadable": study.unreadable, "channels": model.channels, "objects": objects}
-        with decoding(console) as progress:
+        with report_decoding(console) as progress:
             data = dyno_data.calibration_alone(folder, cache, size, model.preprocess, progress=progress, **options)
-        warn_unreadable(dyno_data.meta(data), console)
+        warn_unreadable(dyno_data.read_meta(data), console)
         return data
     if study.data == "digits":
         return _prepare_digits(cache, model, size, outputs)
@@ -66,15 +66,15 @@ def prepared(
     settings: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
     settings |= {"on_unreadable": study.unreadable, "channels": model.channels, "set_aside": calibrates(study)}
     settings |= {"objects": objects, "needs": task.needs, "outputs": outputs}
-    with decoding(console) as progress:
+    with report_decoding(console) as progress:
         data = dyno_data.load(path, cache, size, model.preprocess, progress=progress, **settings)
-    meta = dyno_data.meta(data)
+    meta = dyno_data.read_meta(data)
     _check_labels(study.data, meta, model, outputs)
     warn_unreadable(meta, console)
     return data
 
 
-def uncropped(study: Study, model: ModelSpec, inspection: Inspection, size: tuple[int, int]) -> ModelSpec:
+def remove_crop(study: Study, model: ModelSpec, inspection: Inspection, size: tuple[int, int]) -> ModelSpec:
     """Return the model, without the usual enlargement and crop where that is a guess and images have its size already.
 
     A few images decide: those of CIFAR-10 are such, which would lose their borders.
@@ -84,7 +84,7 @@ def uncropped(study: Study, model: ModelSpec, inspection: Inspection, size: tupl
         return model
     try:
         photos = list_photos(study.data)
-    except UserError:  # `prepared` says what is wrong, knowing the network's classes
+    except UserError:  # `prepare_images` says what is wrong, knowing the network's classes
         return model
     few = photos[:: max(1, len(photos) // EXAMINED)]
     if any(found != size for found in read_sizes(few, Transform(size, model.preprocess, model.channels))):
@@ -97,7 +97,7 @@ def list_photos(path: str) -> list[Path]:
     if path == "digits":
         raise UserError("digits are no files, which an application could open; give a folder of images")
     data_format = dyno_data.format_of(Path(path))
-    listing = data_format.scan(absolute(Path(path)), ScanRequest(0, objects=data_format.labels == "objects"))
+    listing = data_format.scan(make_absolute(Path(path)), ScanRequest(0, objects=data_format.labels == "objects"))
     return [photo.path for photo in listing.photos if photo.split == "test"]
 
 
@@ -106,7 +106,7 @@ def calibrates(study: Study) -> bool:
 
     These are int8 and fp8, those with some layers kept higher (`keep=N`), and those that a search may add for a budget.
     """
-    choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in registry.names()]
+    choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in registry.list_backends()]
     for choice in choices:
         engine = registry.find(choice.name)
         reads = any(engine.reads(source) for source in study.models if registry.format_of(source))
@@ -122,19 +122,19 @@ def calibrates(study: Study) -> bool:
 def warn_unreadable(about: dict[str, Any], console: Console | None) -> None:
     """Print the names of the images that could not be read and are left out."""
     if unreadable := about.get("unreadable"):
-        from dyno.formatting import counting
+        from dyno.formatting import format_count
         from dyno.jobs.progress import stderr_console
 
         shown = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
-        line = f"{counting(len(unreadable), 'image')} can't be read, left out: {shown}"
+        line = f"{format_count(len(unreadable), 'image')} can't be read, left out: {shown}"
         (console or stderr_console()).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _prepare_digits(cache: Path, model: ModelSpec, size: tuple[int, int], outputs: int) -> DataSpec:
     if size[0] != size[1]:
         raise UserError(f"digits are square, not {size[0]}x{size[1]}")
-    data = dyno_data.digits(cache, size[0])
-    _check_labels("digits", dyno_data.meta(data), model, outputs)
+    data = dyno_data.prepare_digits(cache, size[0])
+    _check_labels("digits", dyno_data.read_meta(data), model, outputs)
     if model.channels != 1:
         given = f"digits are grey, but {model.name} takes {model.channels} channels"
         raise UserError(f"{given}; give a model of one (with --channels 1), or other images")
@@ -161,8 +161,8 @@ def _check_labels(name: str, about: dict[str, Any], model: ModelSpec, outputs: i
     if not outputs or not classes or outputs == classes:
         return
     folders = about.get("label_source") == "folders"
-    has_now = numbered(classes, "class folder") if folders else numbered(classes, "class", "classes")
-    line = f"{name} has {has_now}, but {model.name} has {numbered(outputs, 'class', 'classes')}"
+    has_now = add_noun(classes, "class folder") if folders else add_noun(classes, "class", "classes")
+    line = f"{name} has {has_now}, but {model.name} has {add_noun(outputs, 'class', 'classes')}"
     if has or classes > outputs:
         unused = about.get("unused", [])
         without = f" (without annotation: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''})" if unused else ""
@@ -186,7 +186,7 @@ def check_images(study: Study, model: ModelSpec, inspection: Inspection, data: D
             f"{model.name} takes images {how}, which Dyno can't prepare; omit the images to measure speed alone, or "
             "give a function, FILE.py:FUNCTION, whose module takes usual images and does that itself"
         )
-    about = dyno_data.meta(data)
+    about = dyno_data.read_meta(data)
     place = {_simplify_name(name): k for k, name in enumerate(inspection.class_names)}
     for number, name in enumerate(about["classes"] if len(place) == len(inspection.class_names) else ()):
         if (own := place.get(_simplify_name(name), number)) != number:
@@ -205,7 +205,9 @@ def _simplify_name(name: str) -> str:
 
 
 @contextmanager
-def decoding(console: Console | None = None, verbs: tuple[str, str] = ("decoding", "decoded")) -> Iterator[Progress]:
+def report_decoding(
+    console: Console | None = None, verbs: tuple[str, str] = ("decoding", "decoded")
+) -> Iterator[Progress]:
     """Report decoding progress while the block runs: a bar on stderr after 1 s, or without a terminal a final line."""
     shown = _Bar(console, verbs)
     try:

@@ -24,7 +24,7 @@ from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.nets import models, saved_modules
 from dyno.worker.nets.saved_modules import INPUTS
-from dyno.worker.sessions.torch_support import evaluating, first_line, import_torch, positional, unwrapped
+from dyno.worker.sessions.torch_support import first_line, import_torch, make_positional, set_eval, unwrap_module
 from dyno.worker.spec import Dims, InputSpec, ModelSpec, UserError, shorten, to_json
 
 Specs = tuple[InputSpec, ...]
@@ -34,7 +34,7 @@ MANGLED = re.compile(rb"___torch_mangle_\d+")  # in the names of scripted classe
 ONE_AT_A_TIME = threading.RLock()  # torch.export can't run in two threads at once
 
 
-def saved(
+def save_module(
     value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int, sizes: Sequence[tuple[int, int]]
 ) -> str:
     """Store the module, or the (module, example inputs) pair, in the cache and return the file, named after its class.
@@ -83,9 +83,9 @@ def _save_module(
         name = getattr(module, "__name__", type(module).__name__)
         raise UserError(f"the model {name} is not a torch.nn.Module; call it, or name it as FILE.py:FUNCTION")
     torch = import_torch()
-    if (running := saved_modules.runnable(module)) is not module:
+    if (running := saved_modules.make_runnable(module)) is not module:
         module, examples = running, saved_modules.program_examples(module) if examples is None else examples
-    module = unwrapped(torch, module)
+    module = unwrap_module(torch, module)
     name = getattr(module, "original_name", type(module).__name__)
     devices = {each.device.type for each in (*module.parameters(), *module.buffers())}
     if "meta" in devices:
@@ -107,9 +107,9 @@ def _save_module(
         except UserError:
             raise
         except Exception as e:  # the module is anyone's code: whatever it raises means that it refuses the input
-            other = "" if examples is not None else modules.advice(model)
+            other = "" if examples is not None else modules.advise_on_inputs(model)
             hint = modules.advice_on_reason(module, _shorten_error(e), "give") or other
-            refused = f"{name} refuses {modules.listed(specs, dims)}: {_shorten_error(e)}"
+            refused = f"{name} refuses {modules.list_inputs(specs, dims)}: {_shorten_error(e)}"
             raise UserError(f"{refused}; {hint}" if hint else refused) from e
     with _hold_eval_mode(module):  # again, with the buffers as they were before it was called
         return _store_module(module, model, verified, replace(dims, batch=verified.batch), sizes)
@@ -168,7 +168,7 @@ def _list_dims(described: ModuleInputs, dims: Dims, sizes: Sequence[tuple[int, i
 
 def _export_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:
     """Export the module with torch.export, with a free batch if its inputs have one."""
-    args, keywords = modules.example(model, specs, _widen_batch(specs, dims))
+    args, keywords = modules.make_example(model, specs, _widen_batch(specs, dims))
     names = [*modules.signature_of(module).required]
     positional_axes = [_find_free_axes(spec) for spec in specs if not spec.keyword]
     if len(positional_axes) > len(names):
@@ -185,11 +185,11 @@ def _flat_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tu
     """
     import torch
 
-    args, keywords = modules.example(model, specs, _widen_batch(specs, dims))
+    args, keywords = modules.make_example(model, specs, _widen_batch(specs, dims))
     given, positional_args = dict(keywords), iter(args)
     given |= {spec.name: next(positional_args) for spec in specs if not spec.keyword}
     arrays = tuple(replace(spec, keyword=False) for spec in specs if spec.dtype)
-    flat = positional(torch, module, specs, flat=True)
+    flat = make_positional(torch, module, specs, flat=True)
     shapes = (tuple(_find_free_axes(spec) for spec in arrays),) if _has_free_axis(specs) else None
     program = _export_module(flat, tuple(given[spec.name] for spec in arrays), {}, shapes)
     return _identify_program(program), _make_writer(program), arrays
@@ -276,7 +276,7 @@ def _hold_eval_mode(module: Any) -> Iterator[None]:
         for each in module.modules()
         for name, buffer in each.named_buffers(recurse=False)
     ]
-    evaluating(module)
+    set_eval(module)
     try:
         yield
     finally:

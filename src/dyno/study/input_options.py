@@ -13,8 +13,8 @@ import numpy as np
 from dyno.store import sha256_of
 from dyno.worker.facts.json_values import LARGEST
 from dyno.worker.inputs.specs import load_arrays
-from dyno.worker.record import regular
-from dyno.worker.spec import UserError, absolute, check_known
+from dyno.worker.record import check_regular
+from dyno.worker.spec import UserError, check_known, make_absolute
 
 TYPES = (
     "float32", "float16", "float64", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
@@ -26,7 +26,7 @@ OTHER_KINDS = {"U": "text", "S": "text", "c": "complex numbers", "M": "dates", "
                "V": "values of a type that NumPy doesn't have"}  # fmt: skip
 
 
-def overrides(inputs: Iterable[str], input_shapes: Iterable[str]) -> dict[str, dict[str, Any]]:
+def parse_overrides(inputs: Iterable[str], input_shapes: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Parse the options into overrides by input name.
 
     Keys: `shape` (numbers, batch, height, width), `dtype`, `low` and `high`, a constant's `value`, `feeds`.
@@ -35,12 +35,12 @@ def overrides(inputs: Iterable[str], input_shapes: Iterable[str]) -> dict[str, d
     for text in inputs:
         for name, override in (_read_arrays(Path(text)) if text.endswith(".npz") else _parse_values(text)).items():
             by_name.setdefault(name, {}).update(override)
-    for name, override in shapes(input_shapes).items():
+    for name, override in parse_shapes(input_shapes).items():
         by_name.setdefault(name, {}).update(override)
     return by_name
 
 
-def shapes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
+def parse_shapes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Parse shape and type by input from `NAME:1x3x224x224`, `NAME:batchx128:int64` or, of a scalar, `NAME::int64`."""
     by_name: dict[str, dict[str, Any]] = {}
     for text in texts:
@@ -90,7 +90,7 @@ def _read_arrays(path: Path) -> dict[str, dict[str, Any]]:
     the shape in numbers).
     """
     try:
-        stored = load_arrays(regular(path, "array file"))
+        stored = load_arrays(check_regular(path, "array file"))
     except (OSError, ValueError) as e:
         raise UserError(f"{path} can't be read as arrays by input name (numpy.savez): {e}") from e
     if empty := [name for name, a in stored.items() if a.ndim and not len(a)]:
@@ -113,7 +113,7 @@ def _read_arrays(path: Path) -> dict[str, dict[str, Any]]:
             "shape": axes,
             "array": [*shape],
             "dtype": kind,
-            "feeds": str(absolute(path)),
+            "feeds": str(make_absolute(path)),
             "feeds_sha256": sha256,
         }
     return by_name

@@ -11,33 +11,33 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dyno.store import cache_dir, versions
-from dyno.study.study import Choice, Study, runtimes
+from dyno.store import cache_dir, find_versions
+from dyno.study.study import Choice, Study, find_runtime
 from dyno.worker import registry
 from dyno.worker.extras import install
 from dyno.worker.record import lock
-from dyno.worker.spec import Recipe, Runtime, UserError, plain
+from dyno.worker.spec import Recipe, Runtime, UserError, clean_text
 
 HERE = Runtime()
 
 
-def installed(device: str, named: Collection[str] = ()) -> list[str]:
+def list_installed(device: str, named: Collection[str] = ()) -> list[str]:
     """Return the backends that run on the device and whose libraries this Python has, or that are `named` anyway."""
     kind = device.split(":")[0]
-    fitting = [name for name in registry.names() if kind in registry.find(name).devices]
-    return [name for name in fitting if name in named or not missing(name)]
+    fitting = [name for name in registry.list_backends() if kind in registry.find(name).devices]
+    return [name for name in fitting if name in named or not find_missing(name)]
 
 
-def missing(name: str, runtime: Runtime = HERE) -> str:
+def find_missing(name: str, runtime: Runtime = HERE) -> str:
     """Return the first library that the backend needs and that the runtime lacks, or ""."""
     requires = registry.find(name).requires
-    present = versions(runtime, requires)
+    present = find_versions(runtime, requires)
     return next((either.split("|")[0] for either in requires if not present.keys() & set(either.split("|"))), "")
 
 
 def explain_missing(name: str, runtime: Runtime = HERE) -> str:
     """Return which library the backend lacks in the runtime and how to get it, in one line, or ""."""
-    library = missing(name, runtime)
+    library = find_missing(name, runtime)
     if not library:
         return ""
     if runtime.python:
@@ -46,7 +46,7 @@ def explain_missing(name: str, runtime: Runtime = HERE) -> str:
     return f"{library} is not installed in this Python; {cure}"
 
 
-def placed(recipe: Recipe | None, study: Study) -> Recipe | None:
+def place_recipe(recipe: Recipe | None, study: Study) -> Recipe | None:
     """Return the recipe with each step in the interpreter that the study has for its runtime's name."""
     if recipe is None:
         return None
@@ -55,13 +55,16 @@ def placed(recipe: Recipe | None, study: Study) -> Recipe | None:
         configured = runtime_of(study, Choice(runtime.name))
         runtime = replace(runtime, python=configured.python, env=configured.env)
     return replace(
-        recipe, parent=placed(recipe.parent, study), fallback=placed(recipe.fallback, study), runtime=runtime
+        recipe,
+        parent=place_recipe(recipe.parent, study),
+        fallback=place_recipe(recipe.fallback, study),
+        runtime=runtime,
     )
 
 
 def runtime_of(study: Study, choice: Choice) -> Runtime:
     """Return the interpreter, environment and device that the study has for a backend."""
-    table = runtimes(study, choice)
+    table = find_runtime(study, choice)
     return Runtime(
         name=choice.runtime or "main",
         python=str(table.get("python", "")),
@@ -117,5 +120,7 @@ def _run_uv(command: list[str]) -> None:
     except subprocess.TimeoutExpired:
         raise UserError(f"{Path(command[0]).name} {command[1]} did not end within {TIMEOUT_S:g} s") from None
     if process.returncode:
-        lines = [plain(line).lstrip("×╰─▶├│ ").strip() for line in process.stderr.partition("hint:")[0].splitlines()]
+        lines = [
+            clean_text(line).lstrip("×╰─▶├│ ").strip() for line in process.stderr.partition("hint:")[0].splitlines()
+        ]
         raise UserError(" ".join(filter(None, lines)) or f"uv ended with exit code {process.returncode}")

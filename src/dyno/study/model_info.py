@@ -16,31 +16,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dyno.formatting import counting
-from dyno.jobs.launcher import Tick, launch, stopping
+from dyno.formatting import format_count
+from dyno.jobs.launcher import Tick, launch, stop_jobs_on_error
 from dyno.jobs.nvml import ROOM, UNKNOWN_B, read_available
 from dyno.store import (
     beside_its_parts,
     cache_dir,
     code_file,
+    find_remembered,
+    find_versions,
     good_record,
-    outside,
+    list_plugin_modules,
     remember,
-    remembered,
     sha256_of,
-    versions,
     worker_code_sha256,
 )
 from dyno.study import commits, input_options
 from dyno.study.commits import keeps_weights, refuse_stand_in, stored_source
-from dyno.study.defaults import form
+from dyno.study.defaults import parse_form
 from dyno.study.interpreters import explain_missing, runtime_of
 from dyno.study.study import Choice, Study, find_libraries, list_names, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.inspection import ATTACHED, Inspection
 from dyno.worker.nets import huggingface
 from dyno.worker.nets.local_code import hash_file, sha256_with_imports
-from dyno.worker.record import Record, regular
+from dyno.worker.record import Record, check_regular
 from dyno.worker.spec import (
     ENDPOINT,
     NETWORK_FILES,
@@ -54,8 +54,8 @@ from dyno.worker.spec import (
     Runtime,
     Trial,
     UserError,
-    absolute,
     digest,
+    make_absolute,
 )
 
 NEAR = 0.75  # similarity at which a name is suggested; among a thousand names something is always half alike
@@ -96,16 +96,16 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         "seed": study.seed,
         "classes": study.classes,
         "channels": study.channels,
-        "preprocess": normalised(Preprocess(), study, len(study.mean) or study.channels),
+        "preprocess": apply_normalisation(Preprocess(), study, len(study.mean) or study.channels),
     }
     if study.weights:
         path = _find_file(study.weights, "weights file")
         if study.pretrained:
             raise UserError("--weights and --pretrained can't be used together")
         if not keeps_weights(source):
-            common |= {"weights": str(absolute(path)), "weights_sha256": sha256_of(path)}
+            common |= {"weights": str(make_absolute(path)), "weights_sha256": sha256_of(path)}
     if registry.format_of(source):
-        sha256 = sha256_of(path := absolute(_find_file(source, "model file")))
+        sha256 = sha256_of(path := make_absolute(_find_file(source, "model file")))
         return ModelSpec(source=f"file:{beside_its_parts(path, sha256)}", source_sha256=sha256, **common)
     prefix, folder = huggingface.split_folder(source)
     if prefix:
@@ -115,7 +115,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         # Dyno's own lie in folders that are named after their content, whatever PyTorch's writer makes of it.
         own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
         sha256 = path.resolve().parent.name if own else sha256_of(path)
-        return ModelSpec(source=f"saved:{absolute(path)}", source_sha256=sha256, **common)
+        return ModelSpec(source=f"saved:{make_absolute(path)}", source_sha256=sha256, **common)
     if ":" not in source:
         raise UserError(_no_model(source))
     return ModelSpec(
@@ -146,7 +146,7 @@ def _no_model(source: str) -> str:
         return f"{source} is a model of {program}, which Dyno doesn't read; {writer}"
     if Path(source).is_dir():
         return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
-    if named := form(source, registry.names()):
+    if named := parse_form(source, registry.list_backends()):
         backend, precision = named
         asked = f" --precision {precision}" if precision else ""
         return f"{source} is a backend, not a model; give it with --backend {backend}{asked}"
@@ -164,7 +164,7 @@ def _no_model(source: str) -> str:
         if registry.format_of(source.lower()):
             return f"{source} ends in capitals; rename it to {Path(source).stem}{Path(source).suffix.lower()}"
         return (
-            f"{source} is not a model file ({', '.join(registry.suffixes())}); weights need their network "
+            f"{source} is not a model file ({', '.join(registry.list_suffixes())}); weights need their network "
             f"(torchvision:resnet50 --weights {source}); a function is given as FILE.py:FUNCTION"
         )
     if "/" in source:
@@ -207,11 +207,12 @@ def no_such(path: str) -> str:
     """Return the error message for a missing path that should be a model or a run."""
     return (
         f"there is no file or folder {path}; give a model such as torchvision:resnet18, a model's file "
-        f"({', '.join(registry.suffixes())}) or FILE.py:FUNCTION, or where a run is meant its folder, such as runs/demo"
+        f"({', '.join(registry.list_suffixes())}) or FILE.py:FUNCTION, or where a run is meant its folder, such as "
+        "runs/demo"
     )
 
 
-def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:
+def apply_normalisation(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:
     """Return the preprocessing with the study's own mean and std, if given.
 
     Raises `UserError` if they don't fit the channels; other values that don't fit become 0.5, so that pixels lie in
@@ -219,7 +220,7 @@ def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preproces
     """
     if study.mean and len(study.mean) != channels:
         raise UserError(
-            f"mean and std are {len(study.mean)} numbers each, but the image has {counting(channels, 'channel')}; "
+            f"mean and std are {len(study.mean)} numbers each, but the image has {format_count(channels, 'channel')}; "
             "give one for each channel"
         )
     if study.mean:
@@ -230,7 +231,7 @@ def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preproces
 
 
 def _find_file(text: str, what: str) -> Path:
-    path = regular(Path(text), what)
+    path = check_regular(Path(text), what)
     if path.is_dir():
         raise UserError(f"{text} is a folder, not a {what}")
     if not path.is_file():
@@ -242,8 +243,12 @@ def _find_file(text: str, what: str) -> Path:
 def _make_absolute(source: str) -> str:
     path, _, function = source.rpartition(":")
     if path in NETWORK_FILES:
-        return f"{path}:{absolute(Path(function))}" if regular(Path(function), "checkpoint").is_file() else source
-    return f"{absolute(_find_file(path, 'Python file'))}:{function}" if path.endswith(".py") else source
+        return (
+            f"{path}:{make_absolute(Path(function))}"
+            if check_regular(Path(function), "checkpoint").is_file()
+            else source
+        )
+    return f"{make_absolute(_find_file(path, 'Python file'))}:{function}" if path.endswith(".py") else source
 
 
 def _source_sha256(source: str, weights: str) -> str:
@@ -273,13 +278,13 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     Returns the model with its own preprocessing, and the inspection's result. Cached. `tick` is as in `launch`.
     """
     if model.source.startswith(("fake:", ENDPOINT)):
-        normalised(model.preprocess, study, study.channels)  # refuses what doesn't fit
+        apply_normalisation(model.preprocess, study, study.channels)  # refuses what doesn't fit
         # A server's says what it takes where it is used.
         size = (8, 8) if model.source.startswith("fake:") else parse_size(study.sizes[0]) if study.sizes else (0, 0)
         return model, Inspection(size=size)
     options = {
         "sizes": [list(parse_size(size)) for size in study.sizes],
-        "overrides": input_options.overrides(study.inputs, study.shapes),
+        "overrides": input_options.parse_overrides(study.inputs, study.shapes),
         "task": study.task,
     }
     file_format = registry.format_of(model.file)
@@ -288,9 +293,15 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     libraries = registry.find(reader).requires if reader else INSPECTION_LIBRARIES
     lasting = replace(runtime, threads=1)  # how many there are makes no difference to what is known after
     attached = Path(model.source.partition(":")[2]).parent / ATTACHED
-    parts = [model, options, lasting, worker_code_sha256(*outside(file_format)), versions(runtime, libraries)]
+    parts = [
+        model,
+        options,
+        lasting,
+        worker_code_sha256(*list_plugin_modules(file_format)),
+        find_versions(runtime, libraries),
+    ]
     key = digest([*parts, sha256_of(attached) if attached.is_file() else ""])[:24]
-    record = good_record(remembered("inspections", key))
+    record = good_record(find_remembered("inspections", key))
     if record is None or (record.inspection and _have_changed(record.inspection.files)):
         with tempfile.TemporaryDirectory() as scratch:
             trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=runtime)
@@ -313,7 +324,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     channels = study.channels if inspection.channels is None else inspection.channels
     return replace(
         model,
-        preprocess=normalised(inspection.preprocess or Preprocess(), study, channels),
+        preprocess=apply_normalisation(inspection.preprocess or Preprocess(), study, channels),
         channels=channels,
         precision=inspection.precision,
         task=inspection.task or model.task,
@@ -349,7 +360,7 @@ def refuse_sizes(study: Study, model: ModelSpec, inspection: Inspection) -> None
         raise UserError(f"{model.name} takes no image, so a size doesn't apply to it; omit it")
 
 
-def sizes(study: Study, inspection: Inspection) -> list[tuple[int, int]]:
+def list_sizes(study: Study, inspection: Inspection) -> list[tuple[int, int]]:
     """Return the (height, width) pairs that the study asks for, or the model's own; (0, 0) if it takes no image.
 
     Raises `UserError` for a size that the model's file can't take.
@@ -366,7 +377,7 @@ def sizes(study: Study, inspection: Inspection) -> list[tuple[int, int]]:
     return requested or [inspection.size]
 
 
-def batches(study: Study, inspection: Inspection) -> tuple[int, ...]:
+def list_batches(study: Study, inspection: Inspection) -> tuple[int, ...]:
     low, best, high = inspection.batches or (1, 1, math.inf)
     outside = [batch for batch in study.batches if not low <= batch <= high]
     if outside and inspection.batch_reason:
@@ -416,7 +427,7 @@ def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> d
         os.sched_setaffinity(0, shares.popleft())
 
     inspected = {}
-    with ThreadPoolExecutor(most, initializer=keep_to_share) as pool, stopping(pool) as tick:
+    with ThreadPoolExecutor(most, initializer=keep_to_share) as pool, stop_jobs_on_error(pool) as tick:
         pending = {key: pool.submit(inspect_model, model, study, tick) for key, model in models.items()}
         for key, future in pending.items():
             with suppress(UserError):

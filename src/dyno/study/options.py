@@ -251,7 +251,7 @@ class RuntimeOptions:
     )
 
 
-def described(kind: type) -> str:
+def describe_fields(kind: type) -> str:
     """Describe each field with its help and its default, in lines for a docstring."""
     fields = [f for f in dataclasses.fields(kind) if "help" in f.metadata]
     return "\n    ".join(f"{f.name}: {f.metadata['help'].rstrip('.')}{_format_default(f)}." for f in fields)

@@ -7,22 +7,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dyno.data import meta
+from dyno.data import read_meta
 from dyno.results import correctness
 from dyno.results.notes import ModelFacts
 from dyno.study.defaults import check_kind, check_threads, check_weights
-from dyno.study.images import check_images, prepared, uncropped
-from dyno.study.interpreters import explain_missing, installed, placed, runtime_of
+from dyno.study.images import check_images, prepare_images, remove_crop
+from dyno.study.interpreters import explain_missing, list_installed, place_recipe, runtime_of
 from dyno.study.model_info import (
     InspectedModel,
     InspectionFailed,
-    batches,
     inspect_models,
+    list_batches,
+    list_sizes,
     model_spec,
     refuse_sizes,
-    sizes,
 )
-from dyno.study.study import Choice, Study, model_name, parse_size, runtimes
+from dyno.study.study import Choice, Study, find_runtime, model_name, parse_size
 from dyno.worker import registry, system, tasks
 from dyno.worker.backend import Backend
 from dyno.worker.extras import install
@@ -98,7 +98,7 @@ def options_of(text: str) -> dict[str, Option]:
     return options
 
 
-def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False) -> list[Choice]:
+def add_routes(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False) -> list[Choice]:
     """Return each backend that reads ONNX by each of the routes (`all`: those that differ most), others unchanged.
 
     For a `file`, which is exported already, only routes without an exporter apply.
@@ -118,7 +118,7 @@ def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False
     return by_route
 
 
-def others(made_by: MakerFacts, folds: bool, program: bool = False) -> tuple[str, ...]:
+def list_other_routes(made_by: MakerFacts, folds: bool, program: bool = False) -> tuple[str, ...]:
     """Return the routes that may give an engine another graph than the one exported first.
 
     `folds` tells whether the engine's usual route fixes and folds the shapes anyway, `program` whether the model is one
@@ -135,7 +135,7 @@ def others(made_by: MakerFacts, folds: bool, program: bool = False) -> tuple[str
 # The two sides of a comparison: their trials, distinguished by side and name, and which of them are pairs.
 
 
-def paired(sides: Mapping[str, Sequence[PlannedTrial]]) -> list[PlannedTrial]:
+def pair_sides(sides: Mapping[str, Sequence[PlannedTrial]]) -> list[PlannedTrial]:
     """Return the trials of both sides, each with its side; two models of the same name are called by their files.
 
     Raises `UserError` if no trial of one side has a counterpart on the other.
@@ -149,12 +149,12 @@ def paired(sides: Mapping[str, Sequence[PlannedTrial]]) -> list[PlannedTrial]:
     for side, planned in sides.items():
         for entry in planned:
             model = entry.trial.model
-            trial = renamed(entry.trial, place_of(model)) if model.name in shared else entry.trial
+            trial = rename_model(entry.trial, place_of(model)) if model.name in shared else entry.trial
             trials.append(replace(entry, trial=replace(trial, side=side)))
     return trials
 
 
-def renamed(trial: Trial, name: str) -> Trial:
+def rename_model(trial: Trial, name: str) -> Trial:
     """Return the trial with its model renamed, in the trial and in the files that it needs."""
 
     def rename_recipe(old: Recipe | None) -> Recipe | None:
@@ -198,7 +198,7 @@ def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:
     for side in study.sides.values():
         check_weights(side, [source for each in study.sides.values() for source in each.models])
     if study.baseline:
-        planned = paired({side: _expand_models(own, own.models) for side, own in study.sides.items()})
+        planned = pair_sides({side: _expand_models(own, own.models) for side, own in study.sides.items()})
     else:
         planned = _expand_models(study, study.models)
     _check_builds(study, planned)
@@ -208,17 +208,17 @@ def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:
 def _expand_models(study: Study, sources: Sequence[str]) -> list[PlannedTrial]:
     check_threads(study)
     # Whose Python is given is meant to run, also where the library isn't in Dyno's own.
-    choices = [Choice.parse(text) for text in study.backends or installed(study.device, study.runtime)]
+    choices = [Choice.parse(text) for text in study.backends or list_installed(study.device, study.runtime)]
     check_kind(study)
     if not choices:
         packages = install("torch", "onnx", "openvino")
         raise UserError(f"no backend that is installed here runs on {study.device}; {packages}, or see `dyno doctor`")
     for choice in choices:
         registry.find(choice.name).check_options(choice.options)
-        runtimes(study, choice)
+        find_runtime(study, choice)
     for name in study.runtime:
         users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
-        check_known("backend of a runtime", name, {*users, *STEPS, *registry.names()})
+        check_known("backend of a runtime", name, {*users, *STEPS, *registry.list_backends()})
     failed = []
     inspected = _inspect_sources(study, sources)
     if len(sources) == len(study.models):
@@ -257,15 +257,15 @@ def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list
         raise inspected
     model, inspection = inspected
     try:
-        pairs, counts = sizes(study, inspection), batches(study, inspection)
+        pairs, counts = list_sizes(study, inspection), list_batches(study, inspection)
     except UserError as e:
         raise UserError(f"{model.name}: {e}") from e
     planned: list[PlannedTrial] = []
     refused: list[PlannedTrial] = []
     whole = model
     for height, width in pairs:
-        model = uncropped(study, whole, inspection, (height, width))
-        data = prepared(study, model, (height, width), inspection.outputs)
+        model = remove_crop(study, whole, inspection, (height, width))
+        data = prepare_images(study, model, (height, width), inspection.outputs)
         check_images(study, model, inspection, data)
         _check_budget(study, model, data, inspection.outputs)
         for batch in counts:
@@ -315,13 +315,13 @@ def _list_configurations(
     if study.adds_precisions and default == ("fp32",):
         on_cpu = study.device.partition(":")[0] == "cpu"
         half = ("bf16",) if on_cpu and system.has_arithmetic("bf16") else () if on_cpu else ("fp16",)
-        calibrated = data is not None and data.folder and meta(data)["splits"].get("calibration")
+        calibrated = data is not None and data.folder and read_meta(data)["splits"].get("calibration")
         default += half + (("int8",) if calibrated else ())
     able = [choice for choice in choices if study.backends or _can_read(choice.name, model)]
     kind = registry.format_of(model.file) if model.file else None
     # Another Python may have the backend that reads the file.
     readers = able or ([Choice(kind.usual(Path(model.file)))] if kind else choices)
-    by_route = routed(readers, study.routes, file=bool(model.file))
+    by_route = add_routes(readers, study.routes, file=bool(model.file))
     return [(choice, precision) for choice in by_route for precision in choice.precisions or default]
 
 
@@ -380,7 +380,7 @@ def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) 
             raise UserError(f"{model.name} is for {model.task}, which has no {metric}; {other}")
         if 0 < outputs < task.least_outputs.get(metric, 0):
             raise UserError(f"{metric} is always met with {outputs} classes; give a budget of {task.metrics[0]}")
-    if study.budget and not meta(data)["classes"]:
+    if study.budget and not read_meta(data)["classes"]:
         raise UserError(f"a budget needs labels, and {study.data} has none; put the images into a folder per class")
 
 
@@ -409,7 +409,7 @@ def _check_trial(study: Study, trial: Trial) -> PlannedTrial:
     if refusal := explain_missing(trial.backend, trial.runtime) or engine.refuse(trial):
         return PlannedTrial(trial, refusal)
     plan = replace(trial.plan, builds=_count_builds(study, engine, trial))
-    return PlannedTrial(replace(trial, recipe=placed(engine.recipe(trial), study), plan=plan))
+    return PlannedTrial(replace(trial, recipe=place_recipe(engine.recipe(trial), study), plan=plan))
 
 
 def _count_builds(study: Study, engine: Backend, trial: Trial) -> int:

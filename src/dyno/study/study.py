@@ -28,14 +28,14 @@ from dyno.study.options import (
     MeasurementOptions,
     ModelOptions,
     RuntimeOptions,
-    described,
+    describe_fields,
     settings,
 )
 from dyno.worker import registry, tasks
 from dyno.worker.jobs.turns import LEAST_BLOCKS
 from dyno.worker.nets import huggingface
 from dyno.worker.option_values import MOST, check_range, check_types, native, several
-from dyno.worker.record import regular
+from dyno.worker.record import check_regular
 from dyno.worker.spec import (
     BOUNDARIES,
     DECIDED,
@@ -202,7 +202,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
         if self.shapes:
             from dyno.study import input_options
 
-            input_options.shapes(self.shapes)
+            input_options.parse_shapes(self.shapes)
 
     def _check_numbers(self) -> None:
         """Raise `UserError` for a number out of its range."""
@@ -264,7 +264,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
         """
         path = Path(path)
         try:
-            table = tomllib.loads(regular(path, "study file").read_text(encoding="utf-8-sig"))
+            table = tomllib.loads(check_regular(path, "study file").read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             raise UserError(f"there is no study file {path}") from None
         except UnicodeDecodeError as e:  # such as UTF-16, which PowerShell writes
@@ -379,7 +379,7 @@ def _take_either_name(initialise: Any) -> Any:
 
 
 Study.__init__ = _take_either_name(Study.__init__)  # type: ignore[method-assign]
-Study.__doc__ = (Study.__doc__ or "").format(fields=described(Study))
+Study.__doc__ = (Study.__doc__ or "").format(fields=describe_fields(Study))
 
 
 def _name_source(model: Any, study: Study) -> Any:
@@ -395,7 +395,9 @@ def _name_source(model: Any, study: Study) -> Any:
         raise UserError("inputs are NAME=LOW..HIGH or FILE.npz; give example inputs beside their module: (net, x)")
     check_types({"shapes": study.shapes, "channels": study.channels}, typing.get_type_hints(type(study)))
     sizes = [parse_size(each) for each in study.sizes or ()]
-    return in_memory.saved(model, input_options.overrides(study.inputs, study.shapes), study.channels, sizes)
+    return in_memory.save_module(
+        model, input_options.parse_overrides(study.inputs, study.shapes), study.channels, sizes
+    )
 
 
 def _name_backend(text: Any) -> Any:
@@ -512,7 +514,7 @@ def _check_runtimes(tables: Mapping[str, Mapping[str, Any]]) -> None:
             raise UserError(f'runtime {name!r} needs a path as python and a table as env, such as {{A = "1"}}')
 
 
-def runtimes(study: Study, choice: Choice) -> Mapping[str, Any]:
+def find_runtime(study: Study, choice: Choice) -> Mapping[str, Any]:
     """Return the `[runtime.…]` table of a backend: the one it names, else the one named like it, else none."""
     if choice.runtime and choice.runtime not in study.runtime:
         raise UserError(f"backend {choice.name!r} asks for runtime {choice.runtime!r}, which the study does not define")

@@ -34,7 +34,7 @@ class TrainingDescription(TypedDict):
     best_epoch: int
 
 
-@options.takes(TrainOptions, "threads runtime weights pretrained channels mean std unreadable")
+@options.accept_options(TrainOptions, "threads runtime weights pretrained channels mean std unreadable")
 def train(
     overrides: options.Overrides,
     data: Folder,

@@ -28,13 +28,13 @@ from dyno.data.folders import scan_folder
 from dyno.jobs.launcher import launch
 from dyno.jobs.progress import stderr_console
 from dyno.runner import device_lock
-from dyno.store import Run, begun, cache_dir, sha256_of
+from dyno.store import Run, cache_dir, guard_start, sha256_of
 from dyno.study.defaults import check_device, check_threads, check_weights
-from dyno.study.images import decoding, prepared, warn_unreadable
-from dyno.study.model_info import inspect_model, model_spec, sizes
+from dyno.study.images import prepare_images, report_decoding, warn_unreadable
+from dyno.study.model_info import inspect_model, list_sizes, model_spec
 from dyno.study.study import Choice, Study, model_name
 from dyno.worker import registry, system
-from dyno.worker.extras import lacking
+from dyno.worker.extras import name_lacking
 from dyno.worker.facts.job import TrainingFacts
 from dyno.worker.option_values import check_types, native
 from dyno.worker.record import DamagedRecord, Record, read_record, write_json
@@ -150,7 +150,7 @@ def decode_split(
     are read together with them, so that all unreadable images are named together.
     """
     if study.data == "digits":
-        test = prepared(study, model, size, console=console)
+        test = prepare_images(study, model, size, console=console)
         return replace(test, split="train"), test
     larger, preprocess, channels = size, model.preprocess, model.channels
     if options.augment in CROPPING:
@@ -159,18 +159,18 @@ def decode_split(
         preprocess = replace(preprocess, resize=1.0 if preprocess.resize else 0.0)
     on_unreadable: dyno_data.OnUnreadable = "skip" if study.unreadable == "skip" else "refuse"
     images, cache = Path(study.data), cache_dir() / "datasets"
-    with decoding(console) as progress:
+    with report_decoding(console) as progress:
         data = dyno_data.load(images, cache, larger, preprocess, 0, on_unreadable, progress, channels, train=True)
-    warn_unreadable(dyno_data.meta(data), console)
-    training = replace(data, split="train", count=dyno_data.meta(data)["splits"].get("train", 0))
+    warn_unreadable(dyno_data.read_meta(data), console)
+    training = replace(data, split="train", count=dyno_data.read_meta(data)["splits"].get("train", 0))
     if not training.count:
         raise UserError(f"every training image in {study.data} is also a test image; give other images")
-    return training, prepared(study, model, size, console=console)
+    return training, prepare_images(study, model, size, console=console)
 
 
 def list_classes(training: DataSpec) -> list[str]:
     """Return the names of the classes; raise `UserError` if there is only one."""
-    names: list[str] = dyno_data.meta(training)["classes"]
+    names: list[str] = dyno_data.read_meta(training)["classes"]
     if len(names) < 2:
         raise UserError(f"there is a single class, {names[0]!r}; a classifier needs two or more")
     return names
@@ -275,7 +275,7 @@ def format_epoch(row: Row, epochs: int) -> str:
 
 def draw_curves(rows: tuple[Row, ...], path: Path) -> None:
     """Draw losses, top-1 and learning rate over the epochs, as PNG."""
-    from dyno.report.style import COLORS, WIDTH, save, styled
+    from dyno.report.style import COLORS, WIDTH, apply_style, save
 
     epochs = [row["epoch"] for row in rows]
     panels = (
@@ -283,7 +283,7 @@ def draw_curves(rows: tuple[Row, ...], path: Path) -> None:
         ("top-1, %", (("top1", "test", "onnxruntime"),)),
         ("learning rate", (("lr", "at the end of the epoch", "openvino"),)),
     )
-    with styled() as figure_of:
+    with apply_style() as figure_of:
         figure = figure_of(figsize=(WIDTH, 2.9), layout="constrained")
         for axes, (title, lines) in zip(figure.subplots(1, 3), panels, strict=True):
             for name, label, color in lines:
@@ -378,7 +378,7 @@ def train(
     if resume and not (folder / "state.pt").is_file():
         raise UserError(f"there is no training to resume in {folder}; omit --resume to start one")
     view = TrainingView(folder, chosen.epochs, quiet=quiet)
-    with begun(folder), Run(folder).locked():
+    with guard_start(folder), Run(folder).locked():
         plan = _plan_training(study, chosen, holdout, folder, view)
         record, now = _run_job(plan, folder, view)
     found = record.facts.training
@@ -401,7 +401,7 @@ def _plan_training(
     requested = model_spec(study, source)
     unweighted = replace(requested, weights="", weights_sha256="", pretrained=False)
     inspected, seen = inspect_model(unweighted, study)
-    size = sizes(study, seen)[0]
+    size = list_sizes(study, seen)[0]
     model = replace(requested, preprocess=inspected.preprocess)
     training, test = decode_split(study, model, size, chosen, view.console)
     names = list_classes(training)
@@ -421,13 +421,13 @@ def _run_job(plan: TrainingPlan, folder: Path, view: TrainingView) -> tuple[Reco
         return stored, False
     begun = datetime.now(UTC).isoformat(timespec="seconds")
     _write_description(plan, folder, {"status": "running", "started": begun})
-    with device_lock.held(job.runtime, view.waiting), view.running(opening):
+    with device_lock.hold_device(job.runtime, view.waiting), view.running(opening):
         record = launch(job, folder, math.inf, view.tick)
     if rows := show_history(folder):
         try:
             draw_curves(rows, folder / CURVES)
         except ModuleNotFoundError as e:
-            view.say(f"no {CURVES}: {lacking([e.name or 'matplotlib'])}")
+            view.say(f"no {CURVES}: {name_lacking([e.name or 'matplotlib'])}")
     about = {"status": record.status, "reason": record.reason, "started": begun}
     _write_description(plan, folder, {**about, "result": to_json(record.facts.training), "system": record.system})
     if record.status != "ok":
@@ -453,9 +453,9 @@ def _find_record(job: Job, folder: Path) -> Record | None:
 
 
 def _count_images(data: DataSpec) -> int:
-    from dyno.data import meta
+    from dyno.data import read_meta
 
-    return int(meta(data)["splits"][data.split])
+    return int(read_meta(data)["splits"][data.split])
 
 
 def _write_description(plan: TrainingPlan, folder: Path, about: dict[str, Any]) -> None:
@@ -488,11 +488,11 @@ def _print_outcome(
     plan: TrainingPlan, facts: TrainingFacts, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
 ) -> None:
     from dyno.formatting import show
-    from dyno.results.stats import wilson
+    from dyno.results.stats import compute_wilson
 
     for note in facts.notes:
         view.say(f"note: {note}")
-    share = wilson(facts.hits, facts.count)
+    share = compute_wilson(facts.hits, facts.count)
     five = f", top-5 {result.top5:.2f} %" if len(plan.classes) > 5 else ""
     took = f", trained in {show(facts.seconds, 'duration')}" if now else ""
     view.say(

@@ -18,7 +18,7 @@ from dyno.jobs.telemetry import Telemetry
 from dyno.results import stats, timeline
 from dyno.results.rounds import GPU, HOST
 from dyno.results.trial_result import TrialResult
-from dyno.runner.device_lock import held
+from dyno.runner.device_lock import hold_device
 from dyno.trtexec import command, log
 from dyno.trtexec.log import TrtexecReport, has_defaults_of_11
 from dyno.worker.spec import Runtime, UserError
@@ -105,14 +105,14 @@ def find_clock(trace: timeline.Trace | None, window: timeline.Window | None) -> 
     return None if math.isnan(clock) else clock
 
 
-def ms(seconds: float) -> str:
+def format_ms(seconds: float) -> str:
     """Format seconds as milliseconds to a microsecond, or finer where the number is small."""
     return f"{1e3 * seconds:.3f} ms" if abs(seconds) >= 1e-5 else f"{1e3 * seconds:.4f} ms"
 
 
 def signed_ms(seconds: float) -> str:
-    """Format seconds as `ms` does, with a sign."""
-    return ("+" if seconds >= 0 else "−") + ms(abs(seconds))
+    """Format seconds as `format_ms` does, with a sign."""
+    return ("+" if seconds >= 0 else "−") + format_ms(abs(seconds))
 
 
 def explain_terms(trial: TrialResult) -> list[str]:
@@ -136,7 +136,7 @@ def _explain_terms(measured: TrialMedians) -> Iterator[str]:
         "D2H Latency": measured.d2h,
         "Latency (H2D + GPU Compute + D2H)": measured.latency,
     }
-    listed = ", ".join(f"{name} {ms(value)}" for name, value in values.items() if value is not None)
+    listed = ", ".join(f"{name} {format_ms(value)}" for name, value in values.items() if value is not None)
     if listed:
         yield f"In trtexec's terms (medians): {listed}."
     else:
@@ -147,9 +147,13 @@ def _explain_model(measured: TrialMedians, flag: str) -> Iterator[str]:
     if measured.model is None:
         return
     like = f"--noDataTransfers {flag}" if measured.graph else "--noDataTransfers"
-    text = f"latency/model, {ms(measured.model)} by the GPU's clock, is what trtexec calls GPU Compute Time with {like}"
+    text = (
+        f"latency/model, {format_ms(measured.model)} by the GPU's clock, is what trtexec calls GPU Compute Time with "
+    )
+    text += like
     if measured.waiting is not None:
-        text += f"; the host's clock adds {ms(measured.waiting)} of launching and waiting, which trtexec doesn't count"
+        waiting = format_ms(measured.waiting)
+        text += f"; the host's clock adds {waiting} of launching and waiting, which trtexec doesn't count"
     yield text + "."
     if measured.enqueue is not None and measured.enqueue > BOUND * measured.model:
         advice = "" if measured.graph else f"; a CUDA graph ({flag}) would help"
@@ -165,8 +169,8 @@ def _explain_whole(measured: TrialMedians) -> Iterator[str]:
     else:
         than, why = "less", "copies and launches overlap, and trtexec adds them up"
     yield (
-        f"latency/all, {ms(measured.whole)} by the host's clock, is {ms(abs(rest))} {than} than trtexec's Latency "
-        f"would be: {why}."
+        f"latency/all, {format_ms(measured.whole)} by the host's clock, is {format_ms(abs(rest))} {than} than "
+        f"trtexec's Latency would be: {why}."
     )
 
 
@@ -228,7 +232,8 @@ class Gap:
 
     def __str__(self) -> str:
         share = f"{100 * self.seconds / self.theirs:+.1f} %".replace("-", "−") if self.theirs else "no ratio"
-        head = f"{self.what}: Dyno {ms(self.ours)}, trtexec {ms(self.theirs)}: {signed_ms(self.seconds)} ({share})"
+        ours, theirs = format_ms(self.ours), format_ms(self.theirs)
+        head = f"{self.what}: Dyno {ours}, trtexec {theirs}: {signed_ms(self.seconds)} ({share})"
         if self.agree:
             return f"{head}; they agree within {100 * CLOSE:g} %."
         causes = [str(part) for part in self.parts if abs(part.seconds) >= NOTHING or part.name == GRAPH]
@@ -442,7 +447,7 @@ def measure(trial: TrialResult, boundary: str = "model") -> log.TrtexecReport:
         print(f"trtexec is waiting for process {owner}, another dyno on this GPU", file=sys.stderr)
 
     measuring_s = trial.spec.plan.warmup_s + trial.spec.plan.seconds
-    with held(Runtime(device=trial.device), print_waiting), tempfile.TemporaryDirectory() as scratch:
+    with hold_device(Runtime(device=trial.device), print_waiting), tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         arguments = command.read_timing(trial, boundary, str(folder / command.TIMES))
         telemetry = Telemetry(trial.device)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.record import regular
+from dyno.worker.record import check_regular
 from dyno.worker.spec import UserError
 
 UTF16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE  # how PowerShell redirects
@@ -84,7 +84,7 @@ class TrtexecReport:
 def read_log(path: Path) -> TrtexecReport:
     """Read the log or the exported times in the file; UserError for any other."""
     try:
-        data = regular(path, "log").read_bytes()
+        data = check_regular(path, "log").read_bytes()
         text = data.decode("utf-16" if data.startswith(UTF16) else "utf-8-sig")
     except OSError as e:
         raise UserError(f"{path} can't be read ({e.strerror}); {HELP}") from e

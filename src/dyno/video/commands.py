@@ -20,7 +20,7 @@ LOAD = f"{options.CONFIGURATION} {options.MODEL} calibration unreadable build_ti
 SOURCE = "A video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input."
 
 
-@options.takes(
+@options.accept_options(
     VideoOptions, f"{LOAD} {options.EFFORTS} equivalent",
     backends="the one for this kind of model", rounds="1, or 3 where engines are compared", seconds=1.0, warmup=0.5,
 )  # fmt: skip

@@ -256,7 +256,7 @@ def list_speedups(runs: Sequence[Run], rule: Rule) -> list[Speedup | None]:
     """Return how many times faster each is than the reference, with a verdict; None for the reference."""
     first = find_reference(runs)
     others = [each for each in runs if each is not first]
-    decided = iter(stats.decide_family([stats.unpaired(each.seconds, first.seconds) for each in others], rule))
+    decided = iter(stats.decide_family([stats.collect_evidence(each.seconds, first.seconds) for each in others], rule))
     return [None if each is first else next(decided) for each in runs]
 
 
@@ -275,7 +275,7 @@ class VideoRun(LoadRun):
     @cached_property
     def rate(self) -> Interval:
         """Frames per second end to end: the geometric mean of the rounds with its 95 % interval."""
-        return stats.center([video.rate for video in self.videos])
+        return stats.find_center([video.rate for video in self.videos])
 
     @property
     def seconds(self) -> list[float]:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from dyno.api import Result
 from dyno.jobs.launcher import Interrupted, launch
 from dyno.jobs.progress import Progress
-from dyno.runner.device_lock import held
+from dyno.runner.device_lock import hold_device
 from dyno.runner.execute import execute
-from dyno.runner.run_folder import measured
-from dyno.store import Run, begun, check_writable
+from dyno.runner.run_folder import is_measured
+from dyno.store import Run, check_writable, guard_start
 from dyno.study.defaults import folder_for, study_of_own_jobs
 from dyno.study.study import Study
 from dyno.worker.option_values import check_types
@@ -95,7 +95,7 @@ class VideoJobSpec:
         pipe = own.options["source"]
         inherited = [int(pipe.removeprefix("pipe:"))] if pipe.startswith("pipe:") else []
         try:
-            with held(own.runtime, progress.waiting):
+            with hold_device(own.runtime, progress.waiting):
                 return launch(own, folder, math.inf, progress.tick, share_processors(own), inherited=inherited,
                               patience_s=PATIENCE_S)  # fmt: skip
         except Interrupted as e:
@@ -126,7 +126,7 @@ class LoadResult(Result):
     def _leading(self) -> tuple[list[Table], list[str]]:
         from dyno.report import tables
 
-        return tables.leading(self.data)
+        return tables.make_leading(self.data)
 
     @property
     def tables(self) -> list[Table]:
@@ -194,7 +194,7 @@ def bench_video(
     folder = folder_for(out, "video", [name])
     stopped = False
     try:
-        with begun(folder):
+        with guard_start(folder):
             store_about(folder, ABOUT, job_spec.settings(), "of another video, or of other settings", "without a video")
             execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=job_spec.launch)
     except KeyboardInterrupt:
@@ -267,7 +267,7 @@ def store_about(folder: Path, name: str, about: Mapping[str, Any], other: str, l
     """
     path = folder / name
     stored = read_json(path) if path.is_file() else {}
-    if any(stored.get(key, value) != value for key, value in about.items()) and measured(folder):
+    if any(stored.get(key, value) != value for key, value in about.items()) and is_measured(folder):
         raise UserError(f"{folder} is {other}; give another --out")
     if (folder / "study.toml").is_file() and not path.is_file():
         raise UserError(f"{folder} is of a run {lacking}; give another --out")

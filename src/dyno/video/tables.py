@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dyno.formatting import counting, plain, ratio, show, significant, takes
-from dyno.report.style import COLORS, FAINT, WIDTH, Chart, styled, tip
+from dyno.formatting import clean_text, describe_time, format_count, format_number, format_ratio, show
+from dyno.report.style import COLORS, FAINT, WIDTH, Chart, add_tooltip, apply_style
 from dyno.report.tables import TableKind
 from dyno.results import stats
 from dyno.results.run_data import RunData
@@ -25,9 +25,9 @@ from dyno.table import (
     Row,
     Table,
     compare_cells,
-    duration,
-    limited,
-    printed,
+    duration_column,
+    keep_printed,
+    limit_cells,
     with_limits,
 )
 from dyno.video import figures, words
@@ -44,7 +44,7 @@ def _make_video_table(run: RunData) -> Table | None:
     if len(runs) > 1:
         gains = figures.list_speedups(runs, run.rule)
         rows = [row | compare_cells(gain, gain is None) for row, gain in zip(rows, gains, strict=True)]
-    return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_write_notes(runs)), printed=printed(VIDEO_COLUMNS))
+    return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_write_notes(runs)), printed=keep_printed(VIDEO_COLUMNS))
 
 
 def _make_row(run: VideoRun) -> Row:
@@ -56,7 +56,7 @@ def _make_row(run: VideoRun) -> Row:
         "dropped": video.facts.dropped if video.facts.live else None,
         "objects": sum(video.facts.objects.values()) if video.facts.tracker else None,
         "inference_fps": video.inference_rate, "beside_fps": video.inference_beside,
-        **limited("fps", run.rate), "bound_fps": video.bound.rate, "bound_by": video.bound.name,
+        **limit_cells("fps", run.rate), "bound_fps": video.bound.rate, "bound_by": video.bound.name,
         "reached": 100 * video.bound.share(video.rate),
         **{f"p{100 * q:g}_s": video.find_percentile(q) for q in PERCENTILES},
     }  # fmt: skip
@@ -80,8 +80,8 @@ def _make_stages_table(run: RunData) -> Table | None:
     rows: list[Row] = [
         {
             "label": each.trial.label, "trial": each.trial.id, "stage": stage.name,
-            **limited("alone_s", stage.alone), "alone_fps": 1 / stage.alone.value,
-            **limited("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.cpu_under_load,
+            **limit_cells("alone_s", stage.alone), "alone_fps": 1 / stage.alone.value,
+            **limit_cells("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.cpu_under_load,
             "working": 100 * stage.working, "starved": 100 * stage.starved, "blocked": 100 * stage.blocked,
             "queue": stage.queue,
         }
@@ -89,7 +89,7 @@ def _make_stages_table(run: RunData) -> Table | None:
     ]  # fmt: skip
     if not rows:
         return None
-    shown = printed(STAGE_COLUMNS)
+    shown = keep_printed(STAGE_COLUMNS)
     return STAGES.of(STAGE_COLUMNS, rows, group=("label",), below=lambda part: [note], printed=shown)
 
 
@@ -100,7 +100,7 @@ def _make_streams_table(run: RunData) -> Table | None:
     if not rows:
         return None
     return STREAM_TABLE.of(
-        STREAM_COLUMNS, rows, group=("label",), printed=printed(STREAM_COLUMNS),
+        STREAM_COLUMNS, rows, group=("label",), printed=keep_printed(STREAM_COLUMNS),
         below=lambda part: describe_streams(videos[part[0]["label"]].typical, part),
     )  # fmt: skip
 
@@ -123,14 +123,14 @@ def describe_streams(video: Video, rows: list[Row]) -> list[str]:
     off = next(row["error"] for row in rows if row["streams"] == video.facts.streams) / 100
     sentences = [
         "Predicted from the stages alone, with one engine for all streams and videos that are read as fast as they are "
-        f"taken. For {counting(video.facts.streams, 'stream')}, which ran, it is {show(abs(off), 'percentage')} "
+        f"taken. For {format_count(video.facts.streams, 'stream')}, which ran, it is {show(abs(off), 'percentage')} "
         f"{'above' if off >= 0 else 'below'} what was reached."
     ]
     if video.facts.rate > 0:
         fit = figures.count_fitting(video, video.facts.rate)
         most = f"{fit} or more" if fit == figures.MOST_STREAMS else str(fit)
         sentences.append(
-            f"Streams that fit at this video's own {significant(video.facts.rate)} frames/s, by the bounds: {most}."
+            f"Streams that fit at this video's own {format_number(video.facts.rate)} frames/s, by the bounds: {most}."
         )
     return sentences
 
@@ -149,7 +149,7 @@ VIDEO_COLUMNS = (
     Column("bound_fps", "what the stages allow at most", "1/s", title="bound, fps", rank=4),
     Column("bound_by", "the stage that bounds the whole, or the processors", kind=TEXT, title="bound by", rank=2),
     Column("reached", "share of the bound", "%", rank=4),
-    *(duration(f"p{100 * q:g}_s", "from a frame's reading to its boxes", rank=6) for q in PERCENTILES),
+    *(duration_column(f"p{100 * q:g}_s", "from a frame's reading to its boxes", rank=6) for q in PERCENTILES),
     *with_limits(Column("speedup", "fps over the reference's", kind=RATIO, rank=1)),
     Column("verdict", "end to end, against the reference", kind=TEXT, rank=1),
 )
@@ -157,11 +157,11 @@ STAGE_COLUMNS = (
     LABEL,
     TRIAL,
     Column("stage", "of the pipeline, in its order", kind=TEXT),
-    *with_limits(duration("alone_s", "per frame, with nothing beside it")),
+    *with_limits(duration_column("alone_s", "per frame, with nothing beside it")),
     Column("alone_fps", "what it allows", "1/s", title="alone, fps", rank=3),
-    *with_limits(duration("beside_s", "per frame, in the pipeline", "in the pipeline")),
-    duration("cpu_s", "processor time per frame, alone, of all threads", "processor time", rank=2),
-    duration("crowded_s", "the same with every processor at work", "processor time, all busy", rank=3),
+    *with_limits(duration_column("beside_s", "per frame, in the pipeline", "in the pipeline")),
+    duration_column("cpu_s", "processor time per frame, alone, of all threads", "processor time", rank=2),
+    duration_column("crowded_s", "the same with every processor at work", "processor time, all busy", rank=3),
     Column("working", "share of the pipeline's time in which it worked", "%"),
     Column("starved", "share in which it had nothing to do", "%", rank=1),
     Column("blocked", "share in which the next queue was full", "%", rank=1),
@@ -173,11 +173,11 @@ STREAM_COLUMNS = (
     Column("streams", "at once, each like this one, through one engine", kind=COUNT),
     Column("fps", "of all together, predicted", "1/s", title="fps in all"),
     Column("each_fps", "of one of them, predicted", "1/s", title="fps of each"),
-    duration("p99_s", "from a frame's reading to its boxes, predicted"),
+    duration_column("p99_s", "from a frame's reading to its boxes, predicted"),
     Column("bound_by", "what bounds them", kind=TEXT, title="bound by"),
     Column("reached_fps", "of all together, where that many ran", "1/s", title="reached, fps"),
     Column("error", "how far the predicted fps is above what was reached", "%"),
-    duration("reached_p99_s", "from a frame's reading to its boxes, where that many ran", "reached, p99"),
+    duration_column("reached_p99_s", "from a frame's reading to its boxes, where that many ran", "reached, p99"),
 )
 VIDEO = TableKind(
     "video", "Video", "Frames per second of a video end to end and of inference, what bounds it, and latency.",
@@ -210,7 +210,7 @@ def draw_timeline(run: RunData) -> Any:
     if not runs:
         return None
     rows = [len(each.typical.stages) for each in runs]
-    with styled() as figure_class:
+    with apply_style() as figure_class:
         figure = figure_class(figsize=(WIDTH, 0.8 * len(runs) + 0.3 * sum(rows)), layout="constrained")
         places = figure.subplots(len(runs), 1, squeeze=False, height_ratios=rows)[:, 0]
         for axes, each in zip(places, runs, strict=True):
@@ -229,7 +229,9 @@ def _draw_panel(axes: Any, run: VideoRun) -> None:
             at = [1e3 * (times[k] - begin) for times in (found.began, found.ended, found.handed)]
             axes.barh(row, at[2] - at[1], HEIGHT, at[1], color=FAINT)
             (bar,) = axes.barh(row, at[1] - at[0], HEIGHT, at[0], color=PALETTE[k % len(PALETTE)])
-            tip(bar, f"{stage.name} {k}: {at[1] - at[0]:.3g} ms, then {at[2] - at[1]:.3g} ms without room behind it")
+            add_tooltip(
+                bar, f"{stage.name} {k}: {at[1] - at[0]:.3g} ms, then {at[2] - at[1]:.3g} ms without room behind it"
+            )
     axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(video.stages) - 0.5, -0.5))
     axes.set_yticks(range(len(video.stages)), [stage.name for stage in video.stages])
     axes.grid(axis="y", visible=False)
@@ -389,7 +391,7 @@ def make_comparison_table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> 
     rows += [{"label": b.trial.label, "part": WHOLE, "verdict": OTHER_VIDEO} for a, b in pairs if (a, b) not in same]
     order = [b.trial.label for _, b in pairs]
     rows.sort(key=lambda row: order.index(row["label"]))
-    notes, shown = tuple(_write_sentences(rows)), printed(COMPARISON_COLUMNS)
+    notes, shown = tuple(_write_sentences(rows)), keep_printed(COMPARISON_COLUMNS)
     return COMPARED.of(COMPARISON_COLUMNS, rows, notes=notes, group=("label",), printed=shown)
 
 
@@ -409,11 +411,11 @@ def _iter_stages(pair: Pair) -> Iterator[tuple[Pair, str, list[float], list[floa
 
 def _judge_parts(parts: Sequence[tuple[Pair, str, list[float], list[float]]]) -> list[Row]:
     """Return a row for each part, all judged as one family."""
-    decided = stats.decide_family([stats.unpaired(b, a) for _, _, a, b in parts])
+    decided = stats.decide_family([stats.collect_evidence(b, a) for _, _, a, b in parts])
     return [
         {
-            "label": pair[1].trial.label, "part": name, "a_ms": 1e3 * stats.center(a).value,
-            "b_ms": 1e3 * stats.center(b).value, "ratio": 1 / speedup.value, "ratio_low": 1 / speedup.high,
+            "label": pair[1].trial.label, "part": name, "a_ms": 1e3 * stats.find_center(a).value,
+            "b_ms": 1e3 * stats.find_center(b).value, "ratio": 1 / speedup.value, "ratio_low": 1 / speedup.high,
             "ratio_high": 1 / speedup.low, "verdict": speedup.verdict, "rounds_a": len(a), "rounds_b": len(b),
         }
         for (pair, name, a, b), speedup in zip(parts, decided, strict=True)
@@ -423,6 +425,6 @@ def _judge_parts(parts: Sequence[tuple[Pair, str, list[float], list[float]]]) ->
 def _write_sentences(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         if row["part"] == WHOLE and "ratio" in row:
-            shown = ratio(row["ratio"], row["ratio_low"], row["ratio_high"])
-            yield f"{plain(row['label'])} end to end: {takes(shown, 'time per frame')}: {row['verdict']}."
+            shown = format_ratio(row["ratio"], row["ratio_low"], row["ratio_high"])
+            yield f"{clean_text(row['label'])} end to end: {describe_time(shown, 'time per frame')}: {row['verdict']}."
     yield "A stage's time is that in the pipeline. The gate's conditions are on inference alone."

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from dyno.formatting import counting, show, significant
+from dyno.formatting import format_count, format_number, show
 from dyno.report import export
 from dyno.report.export import Event
 from dyno.video.figures import PERCENTILES, PROCESSORS, Bound, Run, Video, VideoRun
@@ -51,7 +51,7 @@ def _describe_rates(video: Video) -> str:
     realtime = f" ({each}{video.rate / facts.streams / facts.rate:.2f} times its own speed)" if facts.rate else ""
     several = f"{facts.streams} streams at once, the first of " if facts.streams > 1 else ""
     return (
-        f"{several}{counting(facts.frames, 'frame')} of {facts.width} x {facts.height} in "
+        f"{several}{format_count(facts.frames, 'frame')} of {facts.width} x {facts.height} in "
         f"{show(facts.seconds, 'duration')}{ended}: {_format_rate(video.rate)} end to end{realtime}; inference alone "
         f"{_format_rate(video.inference_rate)}, and {_format_rate(video.inference_beside)} beside the other stages."
     )
@@ -61,7 +61,7 @@ def _describe_set_up(video: Video) -> Iterator[str]:
     """Describe an unusual set-up: threads, and the source of frames."""
     facts = video.facts
     if facts.prepared == DEVICE:
-        copying = counting(facts.lanes, "thread")
+        copying = format_count(facts.lanes, "thread")
         yield (
             "Frames become the network's input where it computes, and of its predictions only those above the least "
             f"score come back; {copying} {'copies' if facts.lanes == 1 else 'copy'} frames, and as many post-process."
@@ -70,7 +70,7 @@ def _describe_set_up(video: Video) -> Iterator[str]:
         yield f"{facts.lanes} threads prepare frames, and as many post-process them."
     if facts.preloaded:
         yield (
-            f"{counting(facts.preloaded, 'frame')} at most were decoded before and answered again and again: what "
+            f"{format_count(facts.preloaded, 'frame')} at most were decoded before and answered again and again: what "
             "decoding takes is in no figure."
         )
 
@@ -127,7 +127,7 @@ def _explain_loss(video: Video) -> str:
     more = facts.cpu_whole / video.cpu_under_load if video.cpu_under_load else 1.0
     why = []
     if video.others > (1 - REACHED) * facts.processors:
-        why.append(f"other programs kept {significant(video.others)} of {_format_processors(video)} busy")
+        why.append(f"other programs kept {format_number(video.others)} of {_format_processors(video)} busy")
     if more > 1 + (1 - REACHED):
         why.append(f"a frame took {more:.2f} times the processor time that the bound counts on")
     if video.bound.name == PROCESSORS and video.utilization < REACHED:
@@ -147,12 +147,12 @@ def _describe_objects(video: Video) -> Iterator[str]:
     facts = video.facts
     if facts.tracker:
         each = ", ".join(f"{count} of class {kind}" for kind, count in facts.objects.items())
-        total = counting(sum(facts.objects.values()), "object")
+        total = format_count(sum(facts.objects.values()), "object")
         yield f"{facts.tracker} followed {total}{f': {each}' if len(facts.objects) > 1 else ''}."
 
 
 def _format_rate(value: float) -> str:
-    return f"{significant(value)} frames/s"
+    return f"{format_number(value)} frames/s"
 
 
 def _format_share(bound: Bound, video: Video) -> str:
@@ -160,7 +160,7 @@ def _format_share(bound: Bound, video: Video) -> str:
 
 
 def _format_processors(video: Video) -> str:
-    return counting(video.facts.processors, "processor")
+    return format_count(video.facts.processors, "processor")
 
 
 # A video's pipeline as a trace for Perfetto: a track for each stage, and one for each frame.

@@ -257,7 +257,7 @@ class Maker(ABC):
     def describe(self, recipe: Recipe) -> MakerFacts:
         """Return what is known before the file is made: maker, options, and versions of the libraries."""
         return MakerFacts(
-            backend=self.name, options=dict(recipe.options), versions=system.versions(self.requires)
+            backend=self.name, options=dict(recipe.options), versions=system.find_versions(self.requires)
         )  # fmt: skip
 
     @abstractmethod
@@ -345,7 +345,7 @@ def artifact_of(
     return Artifact(format, str(path), sha256, len(content), precision, *ends, seconds, parent_sha256, made_by)
 
 
-def derived(parent: Artifact, path: Path, precision: str, made_by: MakerFacts, began: float) -> Artifact:
+def make_derived(parent: Artifact, path: Path, precision: str, made_by: MakerFacts, began: float) -> Artifact:
     """Return the artifact of the file at `path`, made from `parent` since `began`.
 
     It is a single file, with the parent's format, inputs and outputs.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.spec import Unavailable
-from dyno.worker.system import versions
+from dyno.worker.system import find_versions
 
 EXTRAS = {
     **dict.fromkeys(("torch", "torchvision", "timm", "safetensors"), "torch"),
@@ -66,7 +66,7 @@ def load_library(module: str, user: str = "", error: type[Exception] = Unavailab
     try:
         return importlib.import_module(module)
     except (ImportError, OSError, AttributeError, RuntimeError) as e:  # the last three: a library that is broken here
-        name = distribution(module)
+        name = find_distribution(module)
         is_absent = isinstance(e, ModuleNotFoundError) and f"{module}.".startswith(f"{e.name}.")
         first, *_ = str(e).splitlines() or [type(e).__name__]
         reason = "is not installed in this Python" if is_absent else f"can't be imported ({first})"
@@ -79,10 +79,10 @@ def install(*libraries: str) -> str:
 
     It replaces no engine: it takes what fits the PyTorch and the build of ONNX Runtime that are installed.
     """
-    names = [distribution(library) for library in libraries]
+    names = [find_distribution(library) for library in libraries]
     extras = {EXTRAS[name] for name in names if name in EXTRAS}
     alone = [name for name in dict.fromkeys(names) if name not in EXTRAS]
-    present = versions(("torch", ONNX_RUNTIME_BUILDS))
+    present = find_versions(("torch", ONNX_RUNTIME_BUILDS))
     alone = [_fit_torchao(present.get("torch", "")) if name == "torchao" else name for name in alone]
     if "torch" in present and NEED_TORCH & {*extras, *alone}:
         alone.append(f"torch=={present['torch'].partition('+')[0]}")
@@ -111,14 +111,14 @@ def _find_install_command() -> str:
     return "pip install"
 
 
-def distribution(library: str) -> str:
+def find_distribution(library: str) -> str:
     """Return the distribution that contains a library, given its distribution name or its import name."""
     name = IMPORTED.get(library.partition(".")[0], library.partition(".")[0])
     return name if name in EXTRAS or name.replace("_", "-") not in EXTRAS else name.replace("_", "-")
 
 
-def lacking(names: Iterable[str], also: Iterable[str] = ()) -> str:
+def name_lacking(names: Iterable[str], also: Iterable[str] = ()) -> str:
     """Return one line on missing libraries, with the command to install them and the useful ones in `also`."""
-    named = [distribution(name) for name in names]
+    named = [find_distribution(name) for name in names]
     listed = ", ".join(named[:-1]) + " and " * (len(named) > 1) + named[-1]
     return f"this needs {listed}, not installed here; {install(*named, *also)}"

@@ -75,7 +75,7 @@ class Journal:
         self.add(*measurements)
 
     def queued(self, seconds: np.ndarray) -> None:
-        """Store the GPU's seconds of runs that were queued behind another (see `measure.queued`)."""
+        """Store the GPU's seconds of runs that were queued behind another (see `measure.measure_queued`)."""
         self.samples["queued"] = seconds
         save_arrays(self.folder / "samples.npz", self.samples)
         self.add(Measurement("queued", "s", "duration", None, "queued", "model", "gpu"))

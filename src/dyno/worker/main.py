@@ -42,11 +42,11 @@ from dyno.worker.facts.engine import ORIGIN
 from dyno.worker.facts.files import MakerFacts, MakerStep
 from dyno.worker.facts.job import Turns
 from dyno.worker.jobs.run_trial import run_trial
-from dyno.worker.jobs.turns import Uninterleaved, conductor
+from dyno.worker.jobs.turns import Uninterleaved, find_conductor
 from dyno.worker.journal import Journal, end_at_next_sample
 from dyno.worker.record import Measurement, Record, one_line, read_json, save_arrays, write_record
 from dyno.worker.registry import find
-from dyno.worker.registry import maker as find_maker
+from dyno.worker.registry import get_maker as find_maker
 from dyno.worker.spec import CUT, SCHEMA, Artifact, DataSpec, Job, NoRoute, Unavailable, UserError, from_json
 
 AS_THEY_ARE = ("probe", "cold_start")  # jobs that say what byte code the user's own processes find
@@ -99,7 +99,7 @@ def probe(job: Job, journal: Journal) -> None:
     journal.stage("probe")
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     journal.facts(probe=backend.probe())
-    modules, uncompiled = system.compiled()
+    modules, uncompiled = system.count_compiled()
     about = {**journal.record.system, "modules": modules, "uncompiled": uncompiled}
     journal.record = replace(journal.record, system=about)
 
@@ -244,7 +244,7 @@ def main(folder: Path) -> int:
         system.keep_byte_code()
     if job.kind != "cold_start":
         system.keep_probes()
-    journal, turns = Journal(folder, job), conductor()
+    journal, turns = Journal(folder, job), find_conductor()
     os.register_at_fork(after_in_child=end_at_next_sample)
     try:
         record = perform(job, journal, turns)

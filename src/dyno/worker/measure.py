@@ -57,11 +57,11 @@ class Sampling:
     windows: tuple[tuple[float, float], ...] = ()
 
 
-def step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | None = None) -> Callable[[], None]:
+def make_step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | None = None) -> Callable[[], None]:
     """Return a function that runs one inference within the boundary.
 
     The boundary is `model` (inputs bound before) or `all` (host memory to host memory). `watch` times the model's work
-    on the GPU as well; it is read by `latency`.
+    on the GPU as well; it is read by `measure_latency`.
     """
     run, wait = session.run, session.wait
     if boundary == "model":
@@ -107,8 +107,8 @@ def watch(session: Session, boundary: str, warn: Callable[[str], None]) -> Stopw
         return None
 
 
-def restoring(session: Session, feeds: Feeds, warn: Callable[[str], None]) -> Restore:
-    """Return a function that restores the inputs of `step`'s `model` before each run, with a warning.
+def find_restore(session: Session, feeds: Feeds, warn: Callable[[str], None]) -> Restore:
+    """Return a function that restores the inputs of `make_step`'s `model` before each run, with a warning.
 
     Return None if its first run didn't change them.
     """
@@ -143,7 +143,7 @@ def _time_window(once: Callable[[], None], length_ns: int, restore: Restore) -> 
     return times
 
 
-def latency(
+def measure_latency(
     once: Callable[[], None],
     plan: Plan,
     watch: Stopwatch | None = None,
@@ -253,7 +253,7 @@ def _block_fields(numbers: list[int], windows: list[tuple[float, float]]) -> dic
     return {"block": np.asarray(numbers, np.int32), "windows": tuple(windows), "window": window}
 
 
-def queued(session: Session, watch: Stopwatch, plan: Plan) -> np.ndarray | None:
+def measure_queued(session: Session, watch: Stopwatch, plan: Plan) -> np.ndarray | None:
     """Return the GPU's seconds of runs that were queued behind another, so that no launch is in them.
 
     A run by itself begins on an idle stream, whose first event passes before the host has launched the work: the launch
@@ -284,7 +284,7 @@ def queued(session: Session, watch: Stopwatch, plan: Plan) -> np.ndarray | None:
     return np.asarray(samples)
 
 
-def parts(session: Session, feeds: Feeds, plan: Plan) -> dict[str, np.ndarray]:
+def measure_parts(session: Session, feeds: Feeds, plan: Plan) -> dict[str, np.ndarray]:
     """Return the raw seconds of each part of one inference from host to host, if the session measures parts."""
     samples: dict[str, list[float]] = {}
     deadline, turn = now() + int(plan.seconds * PARTS_SHARE * 1e9), 0
@@ -311,7 +311,9 @@ def half_width(times: Sequence[float]) -> float:
     return float(max(high - median, median - low)) / median if median else math.inf
 
 
-def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: Iterable[int] | None = None) -> Sampling:
+def measure_throughput(
+    session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: Iterable[int] | None = None
+) -> Sampling:
     """Measure images per second from host memory to host memory with every slot of the session in flight.
 
     `value` is all images over all time, filling and draining included; the samples are rates over windows of 0.1 s or
@@ -357,7 +359,7 @@ def throughput_in_lanes(
 ) -> Sampling:
     """Measure throughput with `lanes` worker threads, each of which answers one batch after another.
 
-    `answer` returns when its batch is done. See `throughput` for the value and the samples.
+    `answer` returns when its batch is done. See `measure_throughput` for the value and the samples.
     """
     most, turns = -(-plan.max_samples // lanes), itertools.cycle(feeds)
 

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 Declared = TypeVar("Declared")
 
 
-def declared(
+def list_declared(
     places: ModuleType | tuple[ModuleType | str, ...], kind: type[Declared], group: str = ""
 ) -> dict[str, Declared]:
     """Return objects by name: instances of `kind` at the top of modules, then the entry points of a group, if any.
 
     A place is a package, of which every module counts, or the name of a module. What a place declares wins over an
     entry point of the same name. An entry point that can't be loaded, or that gives another kind of object, is left out
-    here and named by `broken`.
+    here and named by `list_broken`.
     """
     own: dict[str, Declared] = {}
     for place in places if isinstance(places, tuple) else (places,):
@@ -38,7 +38,7 @@ def _import_modules(package: ModuleType) -> list[ModuleType]:
     ]
 
 
-def broken(group: str, kind: type) -> dict[str, str]:
+def list_broken(group: str, kind: type) -> dict[str, str]:
     """Return the entry points that give no object of `kind`, each with the reason in one line."""
     return {
         name: value if isinstance(value, str) else f"is {type(value).__name__}, not {kind.__name__}"

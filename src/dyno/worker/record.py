@@ -80,7 +80,7 @@ class Record:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replace_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing; at the end of the block flush it to disk and rename it into place.
 
     A reader sees the whole new file or nothing of it; an error keeps the previous file. A link of that name is
@@ -168,18 +168,18 @@ def _is_at(opened: IO[str], path: Path) -> bool:
 
 
 def write_bytes(path: Path, content: bytes | memoryview) -> None:
-    """Store the bytes; see `replacing`."""
-    with replacing(path) as f:
+    """Store the bytes; see `replace_file`."""
+    with replace_file(path) as f:
         f.write(content)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Store the text as UTF-8, what has no place in it as an escape; see `replacing`."""
+    """Store the text as UTF-8, what has no place in it as an escape; see `replace_file`."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Store the value as JSON; see `replacing`."""
+    """Store the value as JSON; see `replace_file`."""
     write_bytes(path, json.dumps(value, indent=1).encode())
 
 
@@ -209,7 +209,7 @@ def read_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def regular(path: Path, what: str) -> Path:
+def check_regular(path: Path, what: str) -> Path:
     """Return the path; raise a `UserError` if it is a pipe, a socket or a device, which would block."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{what} {path} is not a regular file; give a file")
@@ -229,10 +229,10 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Store arrays by name as an npz file; see `replacing`."""
+    """Store arrays by name as an npz file; see `replace_file`."""
     import numpy as np  # a third of the start of `dyno --help`, which imports this file too
 
-    with replacing(path) as f:
+    with replace_file(path) as f:
         np.savez(f, **arrays)
 
 

@@ -24,16 +24,16 @@ def find(name: str) -> Backend:
     if ":" in name:
         return _import_object(name, Backend, "backend")  # type: ignore[type-abstract]
     if name not in _load_backends():
-        check_known("backend", name, names())
+        check_known("backend", name, list_backends())
     return _load_backends()[name]
 
 
-def names() -> list[str]:
+def list_backends() -> list[str]:
     """Return the names of the backends that are offered, in alphabetical order."""
     return sorted(name for name, backend in _load_backends().items() if backend.offered)
 
 
-def maker(name: str) -> Maker:
+def get_maker(name: str) -> Maker:
     """Return the maker of that name, or the one at `module:NAME`."""
     if ":" in name:
         return _import_object(name, Maker, "maker")  # type: ignore[type-abstract]
@@ -42,31 +42,31 @@ def maker(name: str) -> Maker:
 
 
 @cache
-def formats() -> dict[str, FileFormat]:
+def list_formats() -> dict[str, FileFormat]:
     """Return all file formats by name."""
-    return plugins.declared(ROOMS, FileFormat, "dyno.formats")  # type: ignore[type-abstract]
+    return plugins.list_declared(ROOMS, FileFormat, "dyno.formats")  # type: ignore[type-abstract]
 
 
 def format_of(path: str | PurePath) -> FileFormat | None:
     """Return the format of the model file, by its suffix and, where that isn't enough, its content; else None."""
-    kinds = () if str(path).startswith("saved:") else formats().values()
+    kinds = () if str(path).startswith("saved:") else list_formats().values()
     named = (kind for kind in kinds if str(path).endswith(kind.suffixes))
     return next((kind for kind in named if kind.fits(Path(path))), None)
 
 
-def suffixes() -> tuple[str, ...]:
+def list_suffixes() -> tuple[str, ...]:
     """Return the suffixes of model files."""
-    return tuple(suffix for kind in formats().values() for suffix in kind.suffixes)
+    return tuple(suffix for kind in list_formats().values() for suffix in kind.suffixes)
 
 
 @cache
 def _load_backends() -> dict[str, Backend]:
-    return plugins.declared(ROOMS, Backend, "dyno.backends")  # type: ignore[type-abstract]
+    return plugins.list_declared(ROOMS, Backend, "dyno.backends")  # type: ignore[type-abstract]
 
 
 @cache
 def _load_makers() -> dict[str, Maker]:
-    return plugins.declared(ROOMS, Maker, "dyno.makers")  # type: ignore[type-abstract]
+    return plugins.list_declared(ROOMS, Maker, "dyno.makers")  # type: ignore[type-abstract]
 
 
 def _import_object(name: str, kind: type[Kind], noun: str) -> Kind:

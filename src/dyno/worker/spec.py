@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union
 
 from dyno.worker.facts.files import MakerFacts
-from dyno.worker.facts.json_values import Misfit, Sparse, reader
+from dyno.worker.facts.json_values import Misfit, Sparse, make_reader
 
 SCHEMA = 2
 BATCH = "batch"  # name of the axis of a shape that has the inputs of a batch
@@ -99,7 +99,7 @@ def check_known(what: str, name: str, known: Iterable[str], where: str = "") -> 
         raise UserError(f"unknown {what} {name!r}{where}; {hint}")
 
 
-def plain(text: object) -> str:
+def clean_text(text: object) -> str:
     """Return the text for one line of a terminal: control characters (escape sequences, line ends) become spaces."""
     return "".join(c if c.isprintable() else " " for c in str(text)).strip()
 
@@ -120,12 +120,12 @@ def shorten(text: object, most: int = 300) -> str:
     return f"{sentence} ({line[:half].rstrip()} {CUT})"
 
 
-def numbered(count: int, noun: str, many: str = "") -> str:
+def add_noun(count: int, noun: str, many: str = "") -> str:
     """Return `1 image`, `2 images`; `many` is for a plural that takes more than an s."""
     return f"{count} {noun if count == 1 else many or f'{noun}s'}"
 
 
-def absolute(path: Path) -> Path:
+def make_absolute(path: Path) -> Path:
     """Return the absolute path with its links kept: a link's target may have another name and no suffix."""
     plain = Path(os.path.abspath(path))  # noqa: PTH100 - Path has nothing that leaves links alone
     # Behind a link to a folder `..` is another folder than the text says.
@@ -192,7 +192,7 @@ class ModelSpec:
     """A network and its weights.
 
     `source` is `torchvision:NAME`, `timm:NAME`, `hf:FOLDER`, `MODULE:FUNCTION`, `FILE.py:FUNCTION`, `saved:PATH` (a
-    module that PyTorch stored: .pt2, .torchscript) or `file:PATH` (a model file; see `registry.formats`).
+    module that PyTorch stored: .pt2, .torchscript) or `file:PATH` (a model file; see `registry.list_formats`).
     `weights` is a checkpoint's path and `weights_sha256` its content; without either, `pretrained` decides between the
     library's published weights and random ones drawn from `seed`. `source_sha256` is the content of a file source, and
     `precision` what a file's graph is in already ("" for a module). `task` is what it is for (see `tasks`), `classes`
@@ -489,6 +489,6 @@ def from_json(cls: type[T], data: Any) -> T:
     `UserError` that names it. What a `Sparse` one doesn't know is kept in `other`."""
     kind: Any = cls
     try:
-        return typing.cast(T, reader(kind)(data))
+        return typing.cast(T, make_reader(kind)(data))
     except Misfit as e:
         raise UserError(f"{cls.__name__}{e.place}{e.what}") from e

@@ -78,7 +78,7 @@ def missing_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return missing if home.is_dir() and os.access(home, os.W_OK) else {**missing, "HOME": str(temporary_home())}
 
 
-def compiled() -> tuple[int, int]:
+def count_compiled() -> tuple[int, int]:
     """Return the number of imported library modules in Python, and the number of those without stored byte-code.
 
     The latter are compiled anew by each process, which takes two to three times as long as an import with byte-code.
@@ -130,7 +130,7 @@ def _hash_packages() -> str:
     return hashlib.sha256("\n".join([sys.version, *found]).encode()).hexdigest()[:16]
 
 
-def cores() -> list[int]:
+def list_cores() -> list[int]:
     """Return the logical processors this process may use: one of each physical core first, of these the fastest."""
     allowed = sorted(os.sched_getaffinity(0))
     first = [cpu for cpu in allowed if cpu == min(_find_siblings(cpu, allowed))]
@@ -242,7 +242,7 @@ def _find_siblings(cpu: int, allowed: Container[int]) -> list[int]:
 
 def pin(threads: int) -> list[int]:
     """Pin this process to as many processors as it has threads; returns which."""
-    chosen = cores()[: max(1, threads)]
+    chosen = list_cores()[: max(1, threads)]
     os.sched_setaffinity(0, chosen)
     return chosen
 
@@ -421,7 +421,7 @@ def _launcher_seconds() -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
 
 
-def memory() -> int:
+def read_memory() -> int:
     """Return the resident set size of this process now, in bytes; 0 where unknown."""
     pages = _first_line("/proc/self/statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
@@ -436,7 +436,7 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def versions(distributions: Iterable[str]) -> dict[str, str]:
+def find_versions(distributions: Iterable[str]) -> dict[str, str]:
     """Return the installed version of each distribution (`a|b`: of either); absent ones are left out."""
     installed = {}
     for name in (one for either in distributions for one in either.split("|")):
@@ -460,7 +460,7 @@ def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
         "governor": _first_line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": versions(distributions),
+        "versions": find_versions(distributions),
     }
 
 

@@ -45,7 +45,7 @@ def test_the_demo_has_every_chart_but_sizes(run: RunData) -> None:
 def test_on_a_dark_page_no_area_of_a_chart_is_white(run: RunData) -> None:
     """What has no colour of the page's is a colour in the middle, which is seen on white and on dark, or is text."""
     for name, figure in printed.drawn(run).items():
-        areas = set(re.findall(r'<path [^>]*style="fill: (#[0-9a-f]{6})', style.svg(figure, "x")))
+        areas = set(re.findall(r'<path [^>]*style="fill: (#[0-9a-f]{6})', style.render_svg(figure, "x")))
         assert not [c for c in areas if sum(int(c[k : k + 2], 16) for k in (1, 3, 5)) > 3 * 0xD0], name
 
 
@@ -103,8 +103,8 @@ def test_many_trials_stay_a_picture_of_bounded_size(tmp_path: Path) -> None:
 
 
 def test_one_backend_one_colour_one_precision_one_marker() -> None:
-    assert len({style.color(b) for b in style.COLORS}) == len(style.COLORS)
-    assert style.color("my_engine") == style.color("my_engine")
+    assert len({style.choose_color(b) for b in style.COLORS}) == len(style.COLORS)
+    assert style.choose_color("my_engine") == style.choose_color("my_engine")
     assert len(set(style.MARKERS.values())) == len(set(style.HATCHES.values())) == len(PRECISIONS)
 
 
@@ -130,7 +130,7 @@ def test_png_and_svg(run: RunData, tmp_path: Path) -> None:
     with Image.open(tmp_path / "x.png") as image:
         assert image.width > 800
         assert len(image.convert("RGB").getcolors(1 << 20)) > 20
-    text = style.svg(figure, "p1")
+    text = style.render_svg(figure, "p1")
     root = ElementTree.fromstring(text)
     assert root.get("viewBox")
     assert root.get("width") is None
@@ -138,7 +138,7 @@ def test_png_and_svg(run: RunData, tmp_path: Path) -> None:
     assert ids and all(i.startswith("p1-") for i in ids)
     assert {h[1:] for h in re.findall(r'href="(#[^"]*)"', text)} <= set(ids)
     assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
-    assert style.svg(charts.draw_speedup(run), "p1") == text
+    assert style.render_svg(charts.draw_speedup(run), "p1") == text
 
 
 def test_a_figure_that_is_laid_out_once_looks_as_if_each_file_did_it(run: RunData, tmp_path: Path) -> None:
@@ -149,13 +149,13 @@ def test_a_figure_that_is_laid_out_once_looks_as_if_each_file_did_it(run: RunDat
         with Image.open(tmp_path / "own.png") as own, Image.open(tmp_path / "once.png") as once:
             assert own.size == once.size and own.tobytes() == once.tobytes()
             width, height = (round(pixels / style.DPI * 72) for pixels in own.size)
-        box = ElementTree.fromstring(style.svg(figures[name], "p", style.laid_out(figures[name]))).get("viewBox")
+        box = ElementTree.fromstring(style.render_svg(figures[name], "p", style.laid_out(figures[name]))).get("viewBox")
         assert [round(float(x)) for x in box.split()] == pytest.approx([0, 0, width, height], abs=1)
 
 
 def test_hostile_names_are_text_in_the_drawing(hostile_names: Results) -> None:
     for figure in printed.drawn(trial_table.read_trials(hostile_names)).values():
-        text = style.svg(figure, "x")
+        text = style.render_svg(figure, "x")
         assert "<script" not in text
         assert any("<script>" in (e.text or "") for e in ElementTree.fromstring(text).iter())
 

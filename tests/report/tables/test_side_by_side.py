@@ -15,7 +15,7 @@ from dyno.report.tables import trial_table
 from dyno.results.metrics import precision
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, load_run
-from dyno.table import KINDS, Table, missing
+from dyno.table import KINDS, Table, is_missing
 from dyno.worker.record import write_json
 from dyno.worker.spec import SCHEMA
 from refusals import refuses
@@ -111,7 +111,7 @@ def test_without_a_peak_the_table_says_why(status: str, words: str, tmp_path: Pa
     folder = study(tmp_path / "run", ("one",))
     run = trial_table.read_trials(with_peak(folder, status) if status else folder)
     assert words in precision.explain_missing_work(run.records)
-    (flops,) = tables.named(run, "flops")
+    (flops,) = tables.make_tables(run, "flops")
     assert words in flops.notes[-1]
     assert "peak TFLOPS" not in export([flops])
 
@@ -130,9 +130,9 @@ def test_the_best_batch_and_size_are_named(every: dict[str, Table]) -> None:
 def test_without_images_the_best_batch_has_no_size_and_no_pixels(tmp_path: Path) -> None:
     ways = [synthetic.Way("pytorch", seconds=s, batch=n, size=0) for n, s in ((1, 0.010), (8, 0.020))]
     run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways)))
-    (best,) = tables.named(run, "best")
+    (best,) = tables.make_tables(run, "best")
     (row,) = best.rows
-    assert missing(row["megapixels_per_s"]), "they were 0"
+    assert is_missing(row["megapixels_per_s"]), "they were 0"
     (note,) = best.notes
     assert note.startswith("digits: most inputs/s, ") and note.endswith("at batch 1, with pytorch fp32.")
 
@@ -142,7 +142,7 @@ def test_a_size_that_is_none_is_empty_beside_others(tmp_path: Path) -> None:
             for model, size in (("vectors", 0), ("images", 64)) for n in (1, 8)]  # fmt: skip
     run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways)))
     for name in ("best", "saturation", "sizes"):
-        (table,) = tables.named(run, name)
+        (table,) = tables.make_tables(run, name)
         (part,) = table.parts()
         (size,) = (column for column in part.columns if column.name == "size")
         assert {(row["model"], size.text(row)) for row in part.rows} == {("vectors", ""), ("images", "64")}
@@ -165,12 +165,12 @@ def test_every_table_is_exported_in_every_format(every: dict[str, Table]) -> Non
 
 
 def test_an_unknown_table_is_told_what_may_have_been_meant(run: RunData) -> None:
-    refuses("unknown table 'latency-modl'; did you mean 'latency-model'", tables.named, run, "latency-modl")
-    refuses("is not of a run; `dyno compare A B` prints it", tables.named, run, "compare")
+    refuses("unknown table 'latency-modl'; did you mean 'latency-model'", tables.make_tables, run, "latency-modl")
+    refuses("is not of a run; `dyno compare A B` prints it", tables.make_tables, run, "compare")
 
 
 def test_every_declared_table_is_listed_with_a_sentence() -> None:
-    listed = {row["name"]: row for row in tables.listed().rows}
+    listed = {row["name"]: row for row in tables.list_tables().rows}
     assert {"trials", "frontier", "break-even", "latency-model", "compare", "builds", "stress"} <= set(listed)
     assert all(row["holds"].endswith(".") and row["command"] for row in listed.values())
 
@@ -185,7 +185,7 @@ def test_the_report_writes_and_shows_them(tmp_path: Path) -> None:
 
 
 def test_names_that_want_to_break_markdown_stay_text(hostile_names: Results) -> None:
-    assert "<script>" not in export(tables.named(trial_table.read_trials(hostile_names), "all"), "markdown")
+    assert "<script>" not in export(tables.make_tables(trial_table.read_trials(hostile_names), "all"), "markdown")
 
 
 def test_a_run_in_which_nothing_ran_has_its_trials_alone(tmp_path: Path) -> None:

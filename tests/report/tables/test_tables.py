@@ -16,13 +16,13 @@ import detected
 import printed
 import synthetic
 from detected import Arrays
-from dyno.formatting import UNLIMITED, images_tested, width, wrapped
+from dyno.formatting import UNLIMITED, find_width, images_tested, wrap_text
 from dyno.report import tables
 from dyno.report.charts import charts
 from dyno.report.export import export
 from dyno.report.tables import accuracy_tables, frontier_table, trial_table, variance_tables
 from dyno.results.trial_result import Results, load_run
-from dyno.table import EVERY, TEXT, Column, Table, missing
+from dyno.table import EVERY, TEXT, Column, Table, is_missing
 from dyno.worker.record import read_json, write_json
 from dyno.worker.spec import UserError
 from synthetic import Way
@@ -145,7 +145,7 @@ def test_images_whose_detections_differ_are_listed_and_drawn(tmp_path: Path) -> 
 
 def test_a_table_that_was_pickled_prints_the_same(root: Path) -> None:
     """In text every column is printed, those of closures too, and the notes below each part."""
-    every = tables.named(trial_table.read_trials(root / "tests/golden/run"), "all")
+    every = tables.make_tables(trial_table.read_trials(root / "tests/golden/run"), "all")
     assert any(table.below for table in every) and any(c.cell for table in every for c in table.columns)
     for table in every:
         again = pickle.loads(pickle.dumps(table))
@@ -157,13 +157,13 @@ def test_a_table_that_was_pickled_prints_the_same(root: Path) -> None:
 
 def test_every_table_is_a_frame_with_the_numbers_of_its_rows(root: Path) -> None:
     """File sizes in MB stand in one column with whole numbers of layers."""
-    for table in tables.named(trial_table.read_trials(root / "tests/golden/run"), "all"):
+    for table in tables.make_tables(trial_table.read_trials(root / "tests/golden/run"), "all"):
         frame = table.to_pandas()
         assert repr(table) == f"Table({table.name!r}, {len(table.rows)} rows)"
         assert table._repr_html_().count("<tr") == 1 + len(table.rows), "what a notebook shows"
         for column in table.columns:
-            values = [None if missing(row.get(column.name)) else row[column.name] for row in table.rows]
-            assert [None if missing(value) else value for value in frame[column.name]] == values, table.name
+            values = [None if is_missing(row.get(column.name)) else row[column.name] for row in table.rows]
+            assert [None if is_missing(value) else value for value in frame[column.name]] == values, table.name
 
 
 def made(path: Path, *ways: Way) -> pd.DataFrame:
@@ -224,29 +224,29 @@ def builds(*medians: list[float], layers: tuple[int, ...] = ()) -> list[Any]:
 
 
 def test_builds_that_differ() -> None:
-    found = variance_tables.spread(builds([0.475, 0.476, 0.474], [0.577, 0.576, 0.578]))
+    found = variance_tables.analyse_spread(builds([0.475, 0.476, 0.474], [0.577, 0.576, 0.578]))
     assert found is not None and found.real
     assert found.ratio == pytest.approx(0.577 / 0.475, rel=1e-3)
 
 
 def test_builds_within_the_noise_of_their_processes() -> None:
-    found = variance_tables.spread(builds([0.50, 0.53, 0.47], [0.51, 0.48, 0.54], [0.49, 0.52, 0.50]))
+    found = variance_tables.analyse_spread(builds([0.50, 0.53, 0.47], [0.51, 0.48, 0.54], [0.49, 0.52, 0.50]))
     assert found is not None and not found.real
 
 
 def test_too_little_to_say() -> None:
-    assert variance_tables.spread(builds([0.5], [0.6])) is None
-    assert "could be timed" in variance_tables.sentences(builds([0.5, 0.5]))[0]  # type: ignore[arg-type]
-    assert "two processes or more" in variance_tables.sentences(builds([0.5], [0.6]))[-1]  # type: ignore[arg-type]
+    assert variance_tables.analyse_spread(builds([0.5], [0.6])) is None
+    assert "could be timed" in variance_tables.describe_builds(builds([0.5, 0.5]))[0]  # type: ignore[arg-type]
+    assert "two processes or more" in variance_tables.describe_builds(builds([0.5], [0.6]))[-1]  # type: ignore[arg-type]
 
 
 def test_the_sentences_and_the_fastest() -> None:
     four = builds([0.60, 0.61], [0.50, 0.51], [0.60, 0.59], [0.62, 0.61], layers=(191, 221, 197, 185))
-    said = variance_tables.sentences(four)  # type: ignore[arg-type]
+    said = variance_tables.describe_builds(four)  # type: ignore[arg-type]
     assert said[0] == "layers differ: 191, 221, 197, 185"
     assert said[1] == "parameters: not reported by these engines"
     assert "beyond noise" in said[2] and "p = " in said[2]
-    assert variance_tables.fastest(four).options == {"build": 2}  # type: ignore[arg-type,union-attr]
+    assert variance_tables.find_fastest(four).options == {"build": 2}  # type: ignore[arg-type,union-attr]
 
 
 def in_turns(folder: Path, rounds: float, blocks: float, both: float) -> list[dict[str, Any]]:
@@ -263,7 +263,7 @@ def in_turns(folder: Path, rounds: float, blocks: float, both: float) -> list[di
             np.savez(place / "samples.npz", latency_model=taken.ravel(), latency_model_block=numbers)
             record = read_json(place / "record.json")
             write_json(place / "record.json", {**record, "facts": {**record["facts"], "turns": {"set": f"s{number}"}}})
-    (table,) = tables.named(trial_table.read_trials(folder), "variance")
+    (table,) = tables.make_tables(trial_table.read_trials(folder), "variance")
     return [row for row in table.rows if "a fp32" in row["label"]]
 
 
@@ -286,7 +286,7 @@ def test_a_round_without_blocks_is_cut_into_stretches(tmp_path: Path) -> None:
     run = trial_table.read_trials(
         synthetic.write_run(tmp_path / "run", [Way("pytorch", spread=0.1), Way("a", statuses=("ok",))])
     )
-    (row,) = tables.named(run, "variance")[0].rows
+    (row,) = tables.make_tables(run, "variance")[0].rows
     assert (row["rounds"], row["blocks"], row["of"]) == (3, 10, "latency") and row["rounds_share"] > 90
 
 
@@ -305,12 +305,12 @@ def test_a_table_is_as_wide_as_the_terminal(tmp_path: Path, columns: int) -> Non
 def test_sentences_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     sentence = "the fastest is onnxruntime int8 " * 6
     monkeypatch.setenv("COLUMNS", "50")
-    assert width() == 50 and max(map(len, wrapped(sentence).splitlines())) <= 50
-    assert wrapped(sentence).split() == sentence.split()
+    assert find_width() == 50 and max(map(len, wrap_text(sentence).splitlines())) <= 50
+    assert wrap_text(sentence).split() == sentence.split()
     command = "dyno export runs/two fe71c819a607"
-    assert wrapped(f"next: the same command goes on; take it: {command}").splitlines()[-1].strip() == command
+    assert wrap_text(f"next: the same command goes on; take it: {command}").splitlines()[-1].strip() == command
     monkeypatch.delenv("COLUMNS")
-    assert width() == UNLIMITED and "\n" not in wrapped(sentence)
+    assert find_width() == UNLIMITED and "\n" not in wrap_text(sentence)
 
 
 def test_a_name_of_any_length_leaves_the_other_columns_whole(monkeypatch: pytest.MonkeyPatch) -> None:

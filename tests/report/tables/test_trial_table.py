@@ -13,12 +13,12 @@ import pytest
 
 import printed
 import synthetic
-from dyno.formatting import markdown, plain, points, show, significant
+from dyno.formatting import clean_text, escape_markdown, format_number, format_points, show
 from dyno.report import tables
 from dyno.report.export import export
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
-from dyno.results.metrics.precision import truth
+from dyno.results.metrics.precision import read_truth
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import SCHEMA, UserError
@@ -207,7 +207,7 @@ def test_operations_and_not_layers_tell_how_much_ran_as_requested(tmp_path: Path
     assert (few["ran_as"], few["asked_share"], few["precision_ok"]) == ("2 int8 (94%), 19 fp32 (6%)", 0.94, "yes")
     assert (many["ran_as"], many["asked_share"], many["precision_ok"]) == ("2 fp32 (94%), 19 int8 (6%)", 0.06, "no")
     assert "int8 (6% int8)" in printed.trials(found) and "int8 (94% int8)" not in printed.trials(found)
-    words = {t.backend: ran.words for t in found.trials.values() if (ran := truth(t))}
+    words = {t.backend: ran.words for t in found.trials.values() if (ran := read_truth(t))}
     assert words["openvino"] == "ran mostly in the requested type (94% of its arithmetic)"
     assert words["onnxruntime"] == "did not run in the requested type (6% of its arithmetic)"
 
@@ -291,11 +291,11 @@ def test_text_fits_hides_what_is_empty_and_names_failures(whole: RunData) -> Non
     assert max(map(len, piped.splitlines())) <= 120 and len(re.split(" {2,}", piped.splitlines()[2])) == 8
     assert piped.count("more columns: dyno show --columns all") == 1
     assert "change, points" not in piped
-    every = export([tables.named(whole, "trials")[0]], only="all")
+    every = export([tables.make_tables(whole, "trials")[0]], only="all")
     assert "change, points" in every.splitlines()[2] and "more columns" not in every
-    chosen = export([tables.named(whole, "trials")[0]], only="backend, latency_ms").splitlines()[2]
+    chosen = export([tables.make_tables(whole, "trials")[0]], only="backend, latency_ms").splitlines()[2]
     assert chosen.split() == ["backend", "latency", "ms"]
-    refuses("there is no column 'latency'", export, [tables.named(whole, "trials")[0]], only="latency")
+    refuses("there is no column 'latency'", export, [tables.make_tables(whole, "trials")[0]], only="latency")
 
 
 def test_rows_are_printed_by_speed_and_the_first_is_bold(whole: RunData, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +331,7 @@ def test_rows_are_printed_by_speed_and_the_first_is_bold(whole: RunData, monkeyp
     ],
 )
 def test_a_row_s_outcome_is_a_few_letters(row: dict[str, object], text: str) -> None:
-    assert trial_table.outcome({"status": "ok", **row}) == text
+    assert trial_table.format_outcome({"status": "ok", **row}) == text
 
 
 def test_grouping(whole: RunData) -> None:
@@ -376,8 +376,8 @@ def test_hostile_names_stay_text(hostile_names: Results) -> None:
 
 
 def test_terminal_text_has_no_control_characters() -> None:
-    assert plain("a\x1b[31mb\nc\td") == "a [31mb c d"
-    assert markdown("snake_case _x_ `a|b` <i> [l](u)") == r"snake_case \_x\_ \`a\|b\` &lt;i&gt; \[l\](u)"
+    assert clean_text("a\x1b[31mb\nc\td") == "a [31mb c d"
+    assert escape_markdown("snake_case _x_ `a|b` <i> [l](u)") == r"snake_case \_x\_ \`a\|b\` &lt;i&gt; \[l\](u)"
 
 
 @pytest.mark.parametrize(
@@ -392,10 +392,10 @@ def test_one_formatter_by_hint(value: float | None, hint: str, shown: str) -> No
 
 
 def test_significant_digits() -> None:
-    assert [significant(v) for v in (0.8126, 18.84, 1020.4, 9.996, 0.0123, -2.5)] == [
+    assert [format_number(v) for v in (0.8126, 18.84, 1020.4, 9.996, 0.0123, -2.5)] == [
         "0.813", "18.8", "1,020", "10.0", "0.0123", "-2.50"]  # fmt: skip
-    assert [significant(v, 2) for v in (4.6e34, 99_900_000_000, -1e12)] == ["4.6e+34", "100,000,000,000", "-1.0e+12"]
-    assert [points(v) for v in (-0.0028, 0.0, 0.00001, 0.0106)] == ["-0.28", "0.00", "0.00", "+1.06"]
+    assert [format_number(v, 2) for v in (4.6e34, 99_900_000_000, -1e12)] == ["4.6e+34", "100,000,000,000", "-1.0e+12"]
+    assert [format_points(v) for v in (-0.0028, 0.0, 0.00001, 0.0106)] == ["-0.28", "0.00", "0.00", "+1.06"]
 
 
 def test_a_percentile_of_few_samples_stands_in_parentheses(tmp_path: Path) -> None:
@@ -411,5 +411,5 @@ def test_a_percentile_of_few_samples_stands_in_parentheses(tmp_path: Path) -> No
         for name in ("p90", "p95", "p99"):
             ends = [row[f"latency_model_ms_{name}{end}"] for end in ("_low", "", "_high")]
             assert ends[0] < ends[1] < ends[2]
-    latencies = export(tables.named(few, "latency-model"), "text")
+    latencies = export(tables.make_tables(few, "latency-model"), "text")
     assert latencies.count("in parentheses") == 2, "of p95 and p99, not of p90"

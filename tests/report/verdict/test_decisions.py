@@ -42,7 +42,7 @@ def test_a_winner_is_told_with_what_is_real_right_and_next(tmp_path: Path) -> No
 def test_decisions_are_data_too(tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), FAST, Way("b", seconds=0.0051, spread=0.1)])
     run = trial_table.read_trials(load_run(folder))
-    (latency,) = verdict.about(run)["decisions"]
+    (latency,) = verdict.describe_run(run)["decisions"]
     names = {t.id: t.configuration for t in run.records}
     assert {names[id] for id in latency["candidates"]} == {"a fp32", "b fp32"} and latency["by"] == "latency"
     assert latency["certainty"] != "decided" and {"real", "right", "next"} <= latency["answers"].keys()

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import synthetic
-from dyno.formatting import ratio
+from dyno.formatting import format_ratio
 from dyno.report.export import export
-from dyno.report.tables import named, trial_table
+from dyno.report.tables import make_tables, trial_table
 from dyno.report.verdict import verdict
 from dyno.results.ranking import estimate_speedup
 from dyno.results.run_data import RunData
@@ -188,9 +188,9 @@ def test_what_a_row_says_of_a_precision_is_what_the_sentence_says(tmp_path: Path
     ]
     run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways, samples=50)))
     (row,) = (r for r in run.frame.to_dict("records") if r["precision"] == "int8")
-    shown = ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
+    shown = format_ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
     alone = estimate_speedup(run.trials[row["trial"]], run.references[row["trial"]], "model")
-    assert ratio(alone.value, alone.low, alone.high) != shown, "by itself the pair has a narrower interval"
+    assert format_ratio(alone.value, alone.low, alone.high) != shown, "by itself the pair has a narrower interval"
     assert f"than onnxruntime fp32 (batch 1: {shown})" in "\n".join(verdict.list_sentences(run))
 
 
@@ -208,7 +208,7 @@ def test_a_network_without_images_has_no_size_in_any_sentence(tmp_path: Path) ->
     assert "one: a bf16 is slower than a fp32" in text
     assert "size 0" not in text
     assert "one: most inputs per second with a fp32 at batch 8" in text and "most images" not in text
-    every = export(named(trial_table.read_trials(load_run(tmp_path / "run")), "all"))
+    every = export(make_tables(trial_table.read_trials(load_run(tmp_path / "run")), "all"))
     assert "inputs/s" in every and "µs/input" in every and "images/s" not in every
 
 

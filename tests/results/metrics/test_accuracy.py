@@ -19,9 +19,9 @@ from dyno.results.metrics.accuracy import (
     Budget,
     BudgetDecision,
     PairedChange,
-    correct,
     decide_accuracy,
     make_budgets,
+    mark_correct,
 )
 from dyno.results.stats import paired_difference
 from dyno.results.trial_result import Results, TrialResult, load_run
@@ -37,15 +37,15 @@ def pair(gained: int, lost: int, count: int) -> PairedChange:
 def test_top1_and_top5_count_the_first_answers() -> None:
     index = np.array([[1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4]], np.int32)
     answers = {"topk_index": index, "label": np.array([1, 4, 4])}
-    assert correct(answers, 1).tolist() == [True, False, False]
-    assert correct(answers, 5).tolist() == [True, True, False]
-    assert correct(answers, 7) is None
-    assert correct({"topk_index": index}, 1) is None
+    assert mark_correct(answers, 1).tolist() == [True, False, False]
+    assert mark_correct(answers, 5).tolist() == [True, True, False]
+    assert mark_correct(answers, 7) is None
+    assert mark_correct({"topk_index": index}, 1) is None
 
 
 def test_accuracy_of_a_stored_trial(demo: Results) -> None:
     found, five = TOP1.of(demo.trials[0]), TOP5.of(demo.trials[0])
-    hits = correct(demo.trials[0].answers, 1)
+    hits = mark_correct(demo.trials[0].answers, 1)
     assert found.images == 360
     assert found.interval.value == hits.mean()
     assert found.interval.low < found.interval.value < found.interval.high
@@ -69,7 +69,7 @@ def test_pairs_are_matched_by_image() -> None:
 def test_paired_counts_are_those_of_the_answers(demo: Results) -> None:
     reference = demo.trials[0]
     int8 = next(t for t in demo if t.configuration == "onnxruntime int8")
-    a, b = correct(int8.answers, 1), correct(reference.answers, 1)
+    a, b = mark_correct(int8.answers, 1), mark_correct(reference.answers, 1)
     found = TOP1.change(int8, reference)
     assert (found.gained, found.lost) == (int((a & ~b).sum()), int((b & ~a).sum()))
     assert found.difference.value == pytest.approx(a.mean() - b.mean())
@@ -224,7 +224,7 @@ def test_each_class_with_its_interval_the_worst_first(trial: TrialResult) -> Non
     assert found is not None
     classes = found.per_class()
     assert classes["class"].tolist() == ["cat", "dog", "лиса"] and classes["images"].tolist() == [3, 2, 1]
-    cat, share = classes.iloc[0], stats.wilson(1, 3)
+    cat, share = classes.iloc[0], stats.compute_wilson(1, 3)
     assert (cat["top1"], cat["top1_low"], cat["top1_high"]) == tuple(
         100 * v for v in (share.value, share.low, share.high)
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 from dyno.results import stats
-from dyno.results.stats.decisions import more_rounds, share
+from dyno.results.stats.decisions import more_rounds, share_error
 
 MEDIANS = st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=6)
 DRIFT, PROCESS = 0.06, 0.02  # standard deviations of logs: of the machine between jobs, and of a process
@@ -37,7 +37,7 @@ def share_of(verdicts: list[str], *which: str) -> float:
 
 @given(MEDIANS, MEDIANS)
 def test_speedup_is_welchs_interval(own: list[float], reference: list[float]) -> None:
-    found = stats.speedup(own, reference)
+    found = stats.decide_apart(own, reference)
     a, b = np.log(own), np.log(reference)
     assume(a.var(ddof=1) > 1e-9 and b.var(ddof=1) > 1e-9)
     assume(not found.rejected)
@@ -52,12 +52,14 @@ def test_speedup_is_welchs_interval(own: list[float], reference: list[float]) ->
 
 def test_a_disturbed_round_of_trials_that_measured_apart_is_left_out() -> None:
     own, reference = [1.0, 1.01, 0.99, 1.02, 0.98], [2.0, 2.02, 1.98, 2.03, 30.0]
-    found, undisturbed = stats.speedup(own, reference), stats.speedup(own, reference[:4])
+    found, undisturbed = stats.decide_apart(own, reference), stats.decide_apart(own, reference[:4])
     assert found.rejected == 1 and found.verdict == stats.FASTER
     assert found.value == pytest.approx(undisturbed.value)
     assert found.unfiltered == pytest.approx(np.exp(np.log(reference).mean() - np.log(own).mean()))
     assert found.low < undisturbed.low < undisturbed.high < found.high, "what was left out is uncertain too"
-    assert stats.speedup(own, [2.0, 2.02, 1.98]).rejected == 0, "three rounds don't tell which is far from the others"
+    assert stats.decide_apart(own, [2.0, 2.02, 1.98]).rejected == 0, (
+        "three rounds don't tell which is far from the others"
+    )
 
 
 @pytest.mark.parametrize(("rounds", "disturbed"), [((4, 4), 0.0), ((5, 5), 0.1), ((7, 5), 0.1), ((10, 10), 0.1)])
@@ -68,7 +70,7 @@ def test_equal_trials_that_measured_apart_rarely_get_a_direction(rounds: tuple[i
         one, two = (
             0.02 * rng.standard_normal(n) + (rng.random(n) < disturbed) * rng.exponential(0.8, n) for n in rounds
         )
-        found = stats.speedup(np.exp(one).tolist(), np.exp(two).tolist())
+        found = stats.decide_apart(np.exp(one).tolist(), np.exp(two).tolist())
         wrong += found.verdict in DIFFERENT
         assert (found.p <= 0.05) == (found.verdict in DIFFERENT)
         widths.append(math.log(found.high / found.low))
@@ -80,7 +82,7 @@ def test_equal_trials_that_measured_apart_rarely_get_a_direction(rounds: tuple[i
 
 @given(MEDIANS, MEDIANS)
 def test_speedup_turned_round_is_the_inverse(a: list[float], b: list[float]) -> None:
-    there, back = stats.speedup(a, b), stats.speedup(b, a)
+    there, back = stats.decide_apart(a, b), stats.decide_apart(b, a)
     assert there.value * back.value == pytest.approx(1)
     assert there.low * back.high == pytest.approx(1)
     opposite = {stats.FASTER: stats.SLOWER, stats.SLOWER: stats.FASTER}
@@ -89,18 +91,18 @@ def test_speedup_turned_round_is_the_inverse(a: list[float], b: list[float]) -> 
 
 def test_verdicts() -> None:
     slow, fast, noisy = [0.010, 0.0101, 0.0099], [0.005, 0.0051, 0.0049], [0.005, 0.010, 0.020]
-    assert stats.speedup(fast, slow).verdict == "faster"
-    assert stats.speedup(slow, fast).verdict == "slower"
-    found = stats.speedup(noisy, slow)
+    assert stats.decide_apart(fast, slow).verdict == "faster"
+    assert stats.decide_apart(slow, fast).verdict == "slower"
+    found = stats.decide_apart(noisy, slow)
     assert (found.verdict, found.more) == ("undecided", stats.MOST_ROUNDS + 1)
     alike = stats.paired_speedup([0.001, -0.002, 0.002])
     assert (alike.verdict, alike.more) == ("equivalent", None)
     assert stats.paired_speedup([0.001, -0.002, 0.002], stats.Rule(margin=0.001)).verdict == "undecided"
-    one = stats.speedup([0.005], slow)
+    one = stats.decide_apart([0.005], slow)
     assert one.verdict == stats.paired_speedup([0.5]).verdict == "one round only"
     assert one.value == pytest.approx(2, rel=0.01)
     assert math.isnan(one.low)
-    assert stats.speedup([], slow).verdict == stats.paired_speedup([]).verdict == ""
+    assert stats.decide_apart([], slow).verdict == stats.paired_speedup([]).verdict == ""
     same = stats.paired_speedup([0.1, 0.1])
     assert (same.verdict, same.measured, same.value) == (stats.FASTER, stats.TURNS, pytest.approx(np.exp(0.1)))
     assert stats.paired_speedup([0.0, 0.0]).verdict == stats.EQUIVALENT
@@ -114,7 +116,7 @@ LOGS = st.floats(-0.2, 0.2).map(lambda log: round(log, 15))  # not 5e-210: no tw
     st.sampled_from([RULE, stats.Rule(0.05, first=2)]),
 )
 def test_no_verdict_contradicts_its_interval(family: list[list[float]], rule: stats.Rule) -> None:
-    found = stats.decide_family([stats.paired(logs) for logs in family], rule)
+    found = stats.decide_family([stats.pair_evidence(logs) for logs in family], rule)
     for logs, s in zip(family, found, strict=True):
         if len(logs) < 2:
             assert s.verdict == stats.ONE_ROUND
@@ -125,17 +127,17 @@ def test_no_verdict_contradicts_its_interval(family: list[list[float]], rule: st
         expected = stats.FASTER if above else stats.SLOWER if below else stats.EQUIVALENT if within else stats.UNDECIDED
         assert s.verdict == expected
         assert (s.p <= stats.ALPHA) == (above or below)
-        alone = stats.decide(stats.paired(logs), rule)
+        alone = stats.decide(stats.pair_evidence(logs), rule)
         assert s.low <= alone.low * (1 + 1e-12) and s.high >= alone.high * (1 - 1e-12), "never narrower than alone"
 
 
 def test_holm_is_statsmodels_and_costs_a_clear_row_nothing() -> None:
     clear, close = [0.5, 0.51, 0.49], [0.02, 0.01, 0.015]
     alone = stats.paired_speedup(close)
-    first, second = stats.decide_family([stats.paired(clear), stats.paired(close)])
+    first, second = stats.decide_family([stats.pair_evidence(clear), stats.pair_evidence(close)])
     assert second == alone, "the last step has the whole error"
     assert first.p == pytest.approx(2 * stats.paired_speedup(clear).p)
-    missing = stats.decide_family([None, stats.paired([0.1]), stats.paired(close)])
+    missing = stats.decide_family([None, stats.pair_evidence([0.1]), stats.pair_evidence(close)])
     assert [s.verdict for s in missing] == ["", stats.ONE_ROUND, alone.verdict] and missing[2] == alone
 
 
@@ -144,7 +146,7 @@ def test_intervals_cover_what_they_should() -> None:
     found = [stats.paired_speedup(each) for each in logs]
     assert 0.93 < np.mean([s.low < 1.03 < s.high for s in found]) < 0.97
     family = in_turns(1, STUDIES, 4, 1.0, 1.01, 1.04, 1.1)
-    rows = [stats.decide_family([stats.paired(row) for row in study]) for study in family]
+    rows = [stats.decide_family([stats.pair_evidence(row) for row in study]) for study in family]
     for place, truth in enumerate((1.0, 1.01, 1.04, 1.1)):
         assert np.mean([row[place].low < truth < row[place].high for row in rows]) > 0.95 - NOISE
 
@@ -153,17 +155,17 @@ def test_equal_trials_of_a_table_are_seldom_called_different() -> None:
     """Over a family of eight, two of them really faster: any false claim at all."""
     truths = (1.0,) * 6 + (1.2, 1.5)
     studies = in_turns(2, STUDIES, 5, *truths)
-    rows = [[s.verdict for s in stats.decide_family([stats.paired(row) for row in study])] for study in studies]
+    rows = [[s.verdict for s in stats.decide_family([stats.pair_evidence(row) for row in study])] for study in studies]
     assert np.mean([any(v in DIFFERENT for v in row[:6]) for row in rows]) <= 0.05 + NOISE
     assert np.mean([row[7] == stats.FASTER for row in rows]) > 0.99
     apart = np.exp(np.random.default_rng(3).normal(-5, 0.06, (STUDIES, 2, 3)))
-    assert share_of([stats.speedup(a, b).verdict for a, b in apart], *DIFFERENT) <= 0.05 + NOISE
+    assert share_of([stats.decide_apart(a, b).verdict for a, b in apart], *DIFFERENT) <= 0.05 + NOISE
 
 
 @pytest.mark.parametrize("process", [0.004, 0.008, 0.02])
 def test_trials_at_the_margin_are_seldom_called_equivalent(process: float) -> None:
     studies = in_turns(4, STUDIES, 6, 1.02, 1 / 1.02, 1.02, process=process)
-    rows = [[s.verdict for s in stats.decide_family([stats.paired(row) for row in study])] for study in studies]
+    rows = [[s.verdict for s in stats.decide_family([stats.pair_evidence(row) for row in study])] for study in studies]
     assert np.mean([stats.EQUIVALENT in row for row in rows]) <= 0.05 + NOISE
     alone = [stats.paired_speedup(study[0]).verdict for study in studies]
     assert share_of(alone, stats.EQUIVALENT) <= 0.05 + NOISE
@@ -199,7 +201,9 @@ def test_twenty_looks_keep_the_error_of_an_equivalence_and_of_a_family() -> None
     for study in in_turns(7, 300, 15, 1.0, 1.0, 1.0, 1.1, process=0.01):
         left, rounds = [True] * 4, [3] * 4  # a decided one stops, the others go on
         while any(left) and max(rounds) < 15:
-            rows = stats.decide_family([stats.paired(row[:n]) for row, n in zip(study, rounds, strict=True)], rule)
+            rows = stats.decide_family(
+                [stats.pair_evidence(row[:n]) for row, n in zip(study, rounds, strict=True)], rule
+            )
             assert all(s.decided for s, on in zip(rows, left, strict=True) if not on), "what is decided stays so"
             left = [not s.decided for s in rows]
             rounds = [n + on for n, on in zip(rounds, left, strict=True)]
@@ -216,7 +220,7 @@ def test_all_looks_together_spend_most_of_the_error_and_no_more(first: int, leve
     for n in range(first, first + 61):
         t, limit = (
             scipy_stats.ttest_1samp(rounds[:, :n], 0, axis=1).statistic,
-            scipy_stats.t.isf(level * share(n, first) / 2, n - 1),
+            scipy_stats.t.isf(level * share_error(n, first) / 2, n - 1),
         )
         crossed |= np.abs(t) > limit
     noise = 3 * math.sqrt(level / len(rounds))
@@ -224,8 +228,8 @@ def test_all_looks_together_spend_most_of_the_error_and_no_more(first: int, leve
 
 
 def test_the_first_look_spends_half_of_the_error_and_a_single_one_all() -> None:
-    assert [share(n, 0) for n in (1, 9)] == [1, 1] and share(1, 3) == share(3, 3) == 0.5
-    later = [share(n, 3) for n in range(3, 100)]
+    assert [share_error(n, 0) for n in (1, 9)] == [1, 1] and share_error(1, 3) == share_error(3, 3) == 0.5
+    later = [share_error(n, 3) for n in range(3, 100)]
     assert later == sorted(later, reverse=True)
 
 
@@ -258,7 +262,7 @@ def power_of(count: int, effect: float, studies: int = 200) -> tuple[float, floa
     rng = np.random.default_rng(count)
     process, drift = (s * rng.standard_normal((2, studies, count)) for s in (PROCESS, DRIFT))
     own, reference = np.exp(process + drift - [[[effect]], [[0.0]]])
-    welch = [stats.speedup(a, b).verdict == stats.FASTER for a, b in zip(own, reference, strict=True)]
+    welch = [stats.decide_apart(a, b).verdict == stats.FASTER for a, b in zip(own, reference, strict=True)]
     turns = [stats.paired_speedup(r).verdict == stats.FASTER for r in process[1] - process[0] + effect]
     return float(np.mean(welch)), float(np.mean(turns))
 
@@ -284,16 +288,16 @@ def test_two_sessions_of_one_speed_rarely_get_a_direction(sessions: int) -> None
         a, b = np.exp(measure(2, 5))
         spread = float(measure(sessions, 10).mean(axis=1).std(ddof=1))
         for found, own in ((by_sessions, a), (larger, a * 1.15)):
-            evidence = stats.between_sessions(stats.unpaired(own, b), sessions, spread)
+            evidence = stats.between_sessions(stats.collect_evidence(own, b), sessions, spread)
             found.append(stats.decide(evidence).verdict)
-        by_rounds.append(stats.speedup(a, b).verdict)
+        by_rounds.append(stats.decide_apart(a, b).verdict)
     assert share_of(by_rounds, *DIFFERENT) > 0.5, "rounds don't know what differs between sessions"
     assert share_of(by_sessions, *DIFFERENT) <= 0.05 + NOISE
     assert share_of(larger, stats.SLOWER) > 0.9 and stats.FASTER not in larger
 
 
 def test_fewer_than_three_sessions_tell_nothing() -> None:
-    evidence = stats.unpaired([1.0, 1.01], [2.0, 2.01])
+    evidence = stats.collect_evidence([1.0, 1.01], [2.0, 2.01])
     assert evidence is not None
     for sessions, spread in ((0, 0.0), (2, 0.01), (3, 0.0)):
         assert stats.between_sessions(evidence, sessions, spread).single
@@ -304,7 +308,7 @@ def test_fewer_than_three_sessions_tell_nothing() -> None:
 def test_few_undisturbed_rounds_of_equal_engines_are_rarely_called_different(rounds: int, spread: float) -> None:
     """Two or three rounds are also tested with a usual spread, at most as often wrongly as promised."""
     studies = np.random.default_rng(3).normal(0, spread, (4000, rounds))
-    found = [replace(stats.paired(logs), undisturbed=True).p_value for logs in studies]  # type: ignore[type-var]
+    found = [replace(stats.pair_evidence(logs), undisturbed=True).p_value for logs in studies]  # type: ignore[type-var]
     for level in (0.05, 0.01):
         assert np.mean(np.array(found) < level) <= level + 3 * np.sqrt(level / len(studies))
 
@@ -312,7 +316,7 @@ def test_few_undisturbed_rounds_of_equal_engines_are_rarely_called_different(rou
 def test_a_large_difference_shows_after_two_undisturbed_rounds() -> None:
     """14-fold, as eager PyTorch beside a compiler: with Student's t of two rounds alone there is no bound."""
     logs = [2.56, 2.71]
-    alone = stats.paired(logs)
+    alone = stats.pair_evidence(logs)
     assert alone is not None
     both = replace(alone, undisturbed=True)
     deviation = np.sqrt((np.var(logs, ddof=1) + 2 * 0.2**2) / 3)
@@ -324,7 +328,7 @@ def test_a_large_difference_shows_after_two_undisturbed_rounds() -> None:
     widths = (scipy_stats.t.isf(level / 4, 3) * deviation, scipy_stats.t.isf(level / 4, 1) * np.std(logs, ddof=1))
     assert both.half_width(level) == pytest.approx(min(widths) / np.sqrt(2))
     assert both.half_width(level) < alone.half_width(level) / 5
-    four = stats.paired([2.56, 2.71, 2.6, 2.65])
+    four = stats.pair_evidence([2.56, 2.71, 2.6, 2.65])
     assert four is not None and replace(four, undisturbed=True).p_value == four.p_value, (
         "more rounds speak for themselves"
     )

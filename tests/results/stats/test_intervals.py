@@ -20,7 +20,7 @@ Z = scipy_stats.norm.ppf(0.975)
 
 @given(SAMPLES)
 def test_summary_is_numpys_and_scipys(x: np.ndarray) -> None:
-    s = stats.summary(x)
+    s = stats.summarise(x)
     assert s.count == len(x)
     assert s.mean == pytest.approx(x.mean())
     assert s.max == x.max()
@@ -39,13 +39,13 @@ def test_every_round_counts_the_same_however_many_samples_it_took() -> None:
 @given(st.lists(SAMPLES, min_size=1, max_size=4))
 def test_the_median_over_rounds_is_what_speed_ups_are_ratios_of(rounds: list[np.ndarray]) -> None:
     s = stats.over_rounds(rounds)
-    assert s.median == pytest.approx(stats.center([float(np.median(x)) for x in rounds]).value)
+    assert s.median == pytest.approx(stats.find_center([float(np.median(x)) for x in rounds]).value)
     assert s.median <= s.p90 <= s.p95 <= s.p99 <= s.max * (1 + 1e-12)
-    assert stats.over_rounds(rounds[:1]) == stats.summary(rounds[0])
+    assert stats.over_rounds(rounds[:1]) == stats.summarise(rounds[0])
 
 
 def test_trimmed_values_lack_a_tenth_at_each_end() -> None:
-    s = stats.summary(np.array([0.0, *[1.0, 2.0] * 4, 100.0]))
+    s = stats.summarise(np.array([0.0, *[1.0, 2.0] * 4, 100.0]))
     assert s.trimmed == 1.5
     assert s.trimmed_std == pytest.approx(np.std([1.0, 2.0] * 4, ddof=1))
     assert s.std > 10
@@ -53,7 +53,7 @@ def test_trimmed_values_lack_a_tenth_at_each_end() -> None:
 
 def test_summary_of_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="no samples"):
-        stats.summary(np.empty(0))
+        stats.summarise(np.empty(0))
 
 
 @pytest.mark.parametrize("n", [25, 60, 201])
@@ -115,7 +115,7 @@ def test_too_few_samples_bound_no_percentile() -> None:
 def test_wilson_is_scipys(counts: tuple[int, int]) -> None:
     hits, n = counts
     expected = scipy_stats.binomtest(hits, n).proportion_ci(method="wilson")
-    found = stats.wilson(hits, n)
+    found = stats.compute_wilson(hits, n)
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-9)
     assert found.low <= found.value <= found.high
     assert found.high > found.low
@@ -124,7 +124,7 @@ def test_wilson_is_scipys(counts: tuple[int, int]) -> None:
 def test_a_disturbed_round_moves_no_latency() -> None:
     """Eager PyTorch took 1.5 ms in six rounds and 15.8 ms in the one in which other programs had the processors."""
     medians = [1.52e-3, 1.50e-3, 15.8e-3, 1.53e-3, 1.51e-3, 1.49e-3, 1.52e-3]
-    found = stats.center(medians)
+    found = stats.find_center(medians)
     assert found.value == pytest.approx(statistics.geometric_mean(m for m in medians if m < 0.01))
     assert 1.45e-3 < found.low < found.value < found.high < 1.57e-3
     rounds = [median * np.array([0.9, 1.0, 1.2]) for median in medians]
@@ -135,9 +135,9 @@ def test_a_disturbed_round_moves_no_latency() -> None:
 
 def test_center_covers_the_true_latency() -> None:
     rng = np.random.default_rng(5)
-    found = [stats.center(list(np.exp(rng.normal(math.log(0.004), 0.03, 3)))) for _ in range(500)]
+    found = [stats.find_center(list(np.exp(rng.normal(math.log(0.004), 0.03, 3)))) for _ in range(500)]
     assert 0.91 < sum(i.low <= 0.004 <= i.high for i in found) / len(found) < 0.99
-    assert math.isnan(stats.center([0.004]).low)
+    assert math.isnan(stats.find_center([0.004]).low)
 
 
 def score(gained: int, lost: int, n: int, d: float) -> float:
@@ -200,7 +200,7 @@ def simulate(studies: int, rounds: int, chance: float, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("family", [1, 13])
 def test_one_disturbed_round_of_seven_does_not_undo_six(family: int) -> None:
     """At the third look and beside twelve more pairs."""
-    evidence = [stats.paired(np.log(OPENVINO))] * family
+    evidence = [stats.pair_evidence(np.log(OPENVINO))] * family
     for speedup in stats.decide_family(evidence, stats.Rule(first=5)):
         assert speedup.verdict == stats.FASTER and speedup.rejected == 1
         assert 11 < speedup.low < speedup.value < speedup.high < 15.2
@@ -227,7 +227,7 @@ def test_without_a_far_round_it_is_students_t_at_nine_tenths_of_the_error() -> N
 def test_false_alarms_keep_their_level(rounds: int, level: float, chance: float) -> None:
     studies, alarms = 2000, 0
     for study in simulate(studies, rounds, chance, seed=rounds):
-        found = stats.paired(study)
+        found = stats.pair_evidence(study)
         assert found is not None
         alarms += found.p_value <= level
     assert scipy_stats.binomtest(alarms, studies, level, "greater").pvalue > 0.001, alarms / studies
@@ -262,7 +262,7 @@ def test_many_studies_are_judged_as_each_one_is(rounds: int) -> None:
     rng = np.random.default_rng(rounds)
     logs = rng.normal(0.02, 0.01, (200, rounds)) + (rng.random((200, rounds)) < 0.1) * rng.exponential(0.8)
     means, halves = stats.judge_studies(logs, 0.01)
-    each = [stats.paired(study) for study in logs]
+    each = [stats.pair_evidence(study) for study in logs]
     assert len({one.rejected for one in each if one}) == 1 + rejection.most_rejected(rounds)
     assert means == pytest.approx([one.difference for one in each if one])
     assert halves == pytest.approx([one.half_width(0.01) for one in each if one])

@@ -23,7 +23,7 @@ def nested(rng: np.random.Generator, rounds: int, blocks: int, samples: int) -> 
 
 def test_components_are_found_again() -> None:
     rng = np.random.default_rng(0)
-    found = [stats.levels(nested(rng, 5, 8, 20)) for _ in range(300)]
+    found = [stats.estimate_levels(nested(rng, 5, 8, 20)) for _ in range(300)]
     for name, deviation in zip(("rounds", "blocks", "samples"), TRUTH, strict=True):
         assert np.mean([getattr(f, name) for f in found]) == pytest.approx(deviation**2, rel=0.12)
     assert found[0] is not None and found[0].counts[:2] == (5, 8)
@@ -38,18 +38,18 @@ def test_builds_are_a_level_where_each_has_rounds() -> None:
         logs = [
             [block + of_build[k] for block in each] for k, each in zip(builds, nested(rng, rounds, 4, 20), strict=True)
         ]
-        found.append(stats.levels(logs, builds))
+        found.append(stats.estimate_levels(logs, builds))
     assert np.mean([f.builds for f in found]) == pytest.approx(drawn**2, rel=0.12)
     assert np.mean([f.rounds for f in found]) == pytest.approx(TRUTH[0] ** 2, rel=0.12)
     assert found[0].parts[0] == found[0].builds
-    assert stats.levels(logs, range(rounds)).builds is None and stats.levels(logs).builds is None
+    assert stats.estimate_levels(logs, range(rounds)).builds is None and stats.estimate_levels(logs).builds is None
 
 
 def test_one_block_a_round_has_nothing_between_blocks() -> None:
     rng = np.random.default_rng(1)
-    found = stats.levels([[rng.standard_normal(50)] for _ in range(4)])
+    found = stats.estimate_levels([[rng.standard_normal(50)] for _ in range(4)])
     assert found is not None and found.blocks == 0 and found.samples == pytest.approx(1, rel=0.3)
-    assert stats.levels([[rng.standard_normal(50)]]) is None and stats.levels([[], []]) is None
+    assert stats.estimate_levels([[rng.standard_normal(50)]]) is None and stats.estimate_levels([[], []]) is None
 
 
 def test_the_best_length_of_a_round_is_the_best() -> None:
@@ -82,7 +82,7 @@ def studies(seed: int, builds: int, rounds: int, speedup: float = 1.0, build: fl
 
 def over_builds(logs: Sequence[float], builds: int) -> stats.Evidence:
     """What the rounds say, as `ranking.gather_evidence` has it: a build is one observation."""
-    found = stats.paired(stats.over_units([(number % builds, log) for number, log in enumerate(logs)]))
+    found = stats.pair_evidence(stats.over_units([(number % builds, log) for number, log in enumerate(logs)]))
     assert found is not None
     return replace(found, seen=len(logs), builds=builds)
 

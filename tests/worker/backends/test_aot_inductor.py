@@ -161,7 +161,7 @@ def test_a_given_package_has_one_precision_one_device_and_one_backend(
     for name in ("pytorch", "compile", "onnxruntime", "openvino"):
         reason = registry.find(name).refuse(replace(trial, backend=name))
         assert reason and "\n" not in reason
-    artifact = registry.maker("aoti").make(AOTI.recipe(trial), None, tmp_path)
+    artifact = registry.get_maker("aoti").make(AOTI.recipe(trial), None, tmp_path)
     assert (Path(artifact.path), artifact.seconds) == (path, 0.0)
     with pytest.raises(UserError, match="compiled for batches 2 to 15, not 16; give static=true"):
         AOTI.load(replace(trial, dims=Dims(16, 8, 9)), artifact)
@@ -201,7 +201,7 @@ def test_without_a_compiler_nothing_is_made(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(torch_support.shutil, "which", lambda name: None)
     recipe = AOTI.recipe(Trial(MODEL, "aoti", "fp32", Dims(1, 8, 8)))
     assert recipe is not None
-    for step in (AOTI.probe, lambda: registry.maker("aoti").make(recipe, None, tmp_path)):
+    for step in (AOTI.probe, lambda: registry.get_maker("aoti").make(recipe, None, tmp_path)):
         with pytest.raises(Unavailable, match=r"^AOTInductor needs a C\+\+ compiler .*apt-get install g\+\+"):
             step()
 
@@ -226,7 +226,7 @@ def test_another_program_s_package_runs(other: Path) -> None:
     x, *expected = torch.load(other / "expected.pt")
     for batch in (2, 3):
         trial = Trial(model, "aoti", "fp32", Dims(batch, 16, 16))
-        artifact = registry.maker("aoti").make(AOTI.recipe(trial), None, other)
+        artifact = registry.get_maker("aoti").make(AOTI.recipe(trial), None, other)
         session: Any = AOTI.load(trial, artifact)
         session.bind({"input": np.resize(x.numpy(), (batch, 3, 16, 16))})
         session.run()
@@ -252,7 +252,7 @@ def test_a_package_for_a_gpu_gives_what_eager_gives(precision: str, tmp_path: Pa
         pytest.skip("PyTorch sees no GPU here")
     model = ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1)
     trial = Trial(model, "aoti", precision, Dims(2, 32, 32), runtime=Runtime(device="cuda:0"))
-    artifact = registry.maker("aoti").make(AOTI.recipe(trial), None, tmp_path)
+    artifact = registry.get_maker("aoti").make(AOTI.recipe(trial), None, tmp_path)
     session: Any = AOTI.load(trial, artifact)
     eager: Any = registry.find("pytorch").load(replace(trial, backend="pytorch"), None)
     for slot in range(session.slots):  # all in flight at once, each with its own runner

@@ -128,9 +128,9 @@ def test_on_a_gpu_a_run_behind_another_has_no_launch_in_it(trial: Any) -> None:
     session: Any = find("pytorch").load(replace(trial(device="cuda:0"), dims=Dims(16, 224, 224)), None)
     watch, plan = Stopwatch(session.stream), Plan(warmup_s=0.5, seconds=1.0, interval=1e-9)
     feeds = [{"input": np.random.default_rng(0).standard_normal((16, 3, 224, 224), np.float32)}]
-    once = measure.step(session, "model", feeds, watch)
+    once = measure.make_step(session, "model", feeds, watch)
     measure.warm_up(once, plan)
-    alone, queued = measure.latency(once, plan, watch).gpu, measure.queued(session, watch, plan)
+    alone, queued = measure.measure_latency(once, plan, watch).gpu, measure.measure_queued(session, watch, plan)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     stream = torch.cuda.ExternalStream(session.stream)
     session.run()

@@ -91,7 +91,7 @@ def trial_of(path: str, precision: str = "fp32", own: str = "fp32", batch: int =
 def load(trial: Trial, folder: Path) -> Any:
     recipe = LITERT.recipe(trial)
     assert recipe is not None
-    return LITERT.load(trial, registry.maker(recipe.maker).make(recipe, None, folder))
+    return LITERT.load(trial, registry.get_maker(recipe.maker).make(recipe, None, folder))
 
 
 def test_one_of_several_signatures_is_named(library: Any, call: Any, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_metadata_behind_the_file_is_read(library: Any, tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "a") as archive:
         about = {"task": "classify", "names": {"0": "cat", "1": "dog"}, "imgsz": [8, 8], "end2end": False}
         archive.writestr("metadata.json", json.dumps(about))
-    contents = registry.formats()["tflite"].read(path, trial_of(path))
+    contents = registry.list_formats()["tflite"].read(path, trial_of(path))
     assert contents.task == Purpose(task="classify", classes=2, class_names=("cat", "dog"))
     assert contents.image == {"imgsz": [8, 8]}
 
@@ -163,7 +163,7 @@ def test_metadata_behind_the_file_is_read(library: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("xnnpack", [True, False])
 def test_quantised_inputs_and_outputs_are_floats_outside(library: Any, tmp_path: Path, xnnpack: bool) -> None:
     path = tflite(library, tmp_path / "net.tflite", "int8", "int8")
-    contents = registry.formats()["tflite"].read(path, trial_of(path))
+    contents = registry.list_formats()["tflite"].read(path, trial_of(path))
     assert contents.precision == "int8"
     assert [(t.name, t.dtype, t.shape) for t in contents.inputs] == [("x", "float32", (3, 4))]
     session = load(trial_of(path, "int8", "int8", xnnpack=xnnpack), tmp_path)
@@ -177,13 +177,13 @@ def test_quantised_inputs_and_outputs_are_floats_outside(library: Any, tmp_path:
 
 def test_float_activations_and_int8_weights_run_in_int8(library: Any, tmp_path: Path) -> None:
     path = tflite(library, tmp_path / "net.tflite", "float32", "int8")
-    assert registry.formats()["tflite"].read(path, trial_of(path)).precision == "int8"
+    assert registry.list_formats()["tflite"].read(path, trial_of(path)).precision == "int8"
     assert load(trial_of(path, "int8", "int8"), tmp_path).facts().layers_by_type == {"int8": 1}
 
 
 def test_a_file_with_weights_in_fp16_is_called_so(library: Any, tmp_path: Path) -> None:
     path = tflite(library, tmp_path / "net.tflite", "float32", "float16")
-    assert registry.formats()["tflite"].read(path, trial_of(path)).precision == "fp16"
+    assert registry.list_formats()["tflite"].read(path, trial_of(path)).precision == "fp16"
     truth = load(trial_of(path, "fp16", "fp16"), tmp_path).facts().precision_truth
     assert truth.refuted and "1 have weights stored in float16" in truth.sentence
     for other in ("fp32", "int8"):
@@ -193,7 +193,7 @@ def test_a_file_with_weights_in_fp16_is_called_so(library: Any, tmp_path: Path) 
 def test_a_file_that_mixes_types_ran_in_its_own(library: Any, tmp_path: Path) -> None:
     """A float file of which fewer than half of the layers have weights in int8 (here its only one)."""
     trial = trial_of(tflite(library, tmp_path / "net.tflite", "float32", "int8"), "int8", "int8")
-    made = registry.maker("litert").make(LITERT.recipe(trial), None, tmp_path)
+    made = registry.get_maker("litert").make(LITERT.recipe(trial), None, tmp_path)
     truth = LITERT.load(replace(trial, precision="fp32", model=replace(trial.model, precision="fp32")), made).facts()
     assert truth.precision_truth.ok and not truth.precision_truth.refuted
     assert truth.precision_truth.sentence == "the file mixes types, and they were kept: 1 in int8"

@@ -99,7 +99,7 @@ def trial_of_module(nets: Path, name: str, batch: int) -> Trial:
 @pytest.mark.parametrize(("kind", "precision", "type_"), [(FLOATS, "fp32", "float32"), (INT8, "int8", "int8")])
 def test_a_graph_answers_as_numpy_does(tmp_path: Path, batch: int, kind: int, precision: str, type_: str) -> None:
     trial = trial_of(write_graph(tmp_path, kind), precision, precision, batch)
-    made = registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path / "unused")
+    made = registry.get_maker("ncnn").make(NCNN.recipe(trial), None, tmp_path / "unused")
     assert (made.precision, made.inputs[0].shape, made.outputs[0].shape) == (precision, ("batch", 4), ("batch", 2))
     session = NCNN.load(trial, made)
     (found,) = answer_feeds(session, {"data": X[:batch]}).items()
@@ -147,8 +147,8 @@ def test_damaged_graphs_are_refused_in_one_line(refused: Any, tmp_path: Path) ->
 def test_an_image_s_channels_follow_from_the_first_convolution(nets: Path, tmp_path: Path, batch: int) -> None:
     trial = trial_of_module(nets, "small", batch)
     (tmp_path / "made").mkdir()
-    made = Path(registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path / "made").path)
-    contents = registry.formats()["ncnn"].read(str(made), replace(trial_of(made), dims=Dims(1, 8, 8)))
+    made = Path(registry.get_maker("ncnn").make(NCNN.recipe(trial), None, tmp_path / "made").path)
+    contents = registry.list_formats()["ncnn"].read(str(made), replace(trial_of(made), dims=Dims(1, 8, 8)))
     assert contents.inputs[0].shape == ("batch", 3, "height", "width")
     assert contents.outputs[0].shape == ("batch", 5)
 
@@ -164,7 +164,7 @@ def test_a_module_answers_as_in_pytorch(nets: Path, tmp_path: Path, batch: int, 
     study = Study(models=(f"{nets}:net",))
     model, _ = inspect_model(model_spec(study, study.models[0]), study)
     trial = Trial(model, "ncnn", precision, Dims(batch, 8, 8), runtime=Runtime(threads=1))
-    made = registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path)
+    made = registry.get_maker("ncnn").make(NCNN.recipe(trial), None, tmp_path)
     session = NCNN.load(trial, made)
     image = np.random.default_rng(0).standard_normal((batch, 3, 8, 8), np.float32)
     ids = np.arange(6 * batch).reshape(batch, 6) % 9
@@ -218,7 +218,7 @@ def test_what_would_be_converted_wrongly_is_refused(
         pytest.skip("this version of ncnn has no batches that could be mixed")
     trial = trial_of_module(nets, source, batch)
     with pytest.raises((UserError, Unavailable), match=reason):
-        registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path)
+        registry.get_maker("ncnn").make(NCNN.recipe(trial), None, tmp_path)
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
@@ -246,7 +246,7 @@ def test_a_library_without_batches_runs_one_image(
 
     path = write_graph(tmp_path)
     trial = trial_of(path, batch=1)
-    made = registry.maker("ncnn").make(NCNN.recipe(trial), None, tmp_path)
+    made = registry.get_maker("ncnn").make(NCNN.recipe(trial), None, tmp_path)
     monkeypatch.setattr(library, "Mat", Mat)
     (found,) = answer_feeds(NCNN.load(trial, made), {"data": X[:1]}).values()
     np.testing.assert_allclose(found, X[:1] @ WEIGHTS.T + BIAS, rtol=1e-6)

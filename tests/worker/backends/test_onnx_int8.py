@@ -12,8 +12,8 @@ import onnx_text
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.makers.precision import OnnxPrecision
 from dyno.worker.onnx_graph import check
-from dyno.worker.onnx_graph.file import artifact
-from dyno.worker.registry import find, maker
+from dyno.worker.onnx_graph.file import make_artifact
+from dyno.worker.registry import find, get_maker
 from dyno.worker.spec import Artifact, Dims, Recipe
 from refusals import refuses
 
@@ -65,7 +65,7 @@ def test_weights_in_constant_nodes_and_unfused_batch_norms_become_int8(
     assert "BatchNormalization" not in makers.values()
     assert made.made_by.warnings == ()
     feeds = {"input": digits.images()[0][:100]}
-    (before,), (after,) = (check.outputs(file.path, feeds)[0] for file in (parent, made))
+    (before,), (after,) = (check.compute_outputs(file.path, feeds)[0] for file in (parent, made))
     assert np.abs(after - before).mean() < 0.1 * np.abs(before).mean()
 
 
@@ -78,7 +78,7 @@ def test_such_a_file_runs_in_int8(digits: Any, tmp_path: Path, backend: str) -> 
     if backend == "openvino":
         (tmp_path / "ir").mkdir()
         step = Recipe(backend, backend, "int8", digits.model, Dims(0, 8, 8))
-        made = maker(step.maker).make(step, made, tmp_path / "ir")
+        made = get_maker(step.maker).make(step, made, tmp_path / "ir")
     assert engine.load(digits.trial(backend, "int8"), made).facts().precision_truth.share == {"int8": 1.0}
 
 
@@ -100,7 +100,7 @@ def test_a_file_in_half_precision_becomes_fp32_and_then_int8(digits: Any, tmp_pa
     from onnxconverter_common import float16
 
     onnx.save(float16.convert_float_to_float16(onnx.load(digits.artifact.path)), tmp_path / "half.onnx")
-    parent = replace(artifact(str(tmp_path / "half.onnx"), 0.0, MakerFacts()), precision="fp16")
+    parent = replace(make_artifact(str(tmp_path / "half.onnx"), 0.0, MakerFacts()), precision="fp16")
     assert parent.inputs[0].dtype == "float16"
     (tmp_path / "single").mkdir()
     up = Recipe("onnx_precision", "onnx", "fp32", digits.model, Dims(0, 8, 8))
@@ -112,7 +112,7 @@ def test_a_file_in_half_precision_becomes_fp32_and_then_int8(digits: Any, tmp_pa
     made = quantised(digits, single, tmp_path / "made", "onnxruntime")
     images = digits.images()[0][:100]
     (exact,), (up_cast,), (low,) = (
-        check.outputs(file.path, {"input": images})[0] for file in (digits.artifact, single, made)
+        check.compute_outputs(file.path, {"input": images})[0] for file in (digits.artifact, single, made)
     )
     assert np.abs(up_cast - exact).max() < 0.01 * np.abs(exact).max()
     assert np.abs(low - exact).mean() < 0.1 * np.abs(exact).mean()

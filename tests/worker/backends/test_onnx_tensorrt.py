@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import pytest
 
-from dyno.worker.makers.precision import converted
-from dyno.worker.registry import find, maker
+from dyno.worker.makers.precision import convert_recipe
+from dyno.worker.registry import find, get_maker
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, digest
 from refusals import refuses
 
@@ -27,7 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         assert recipe is not None
         if (key := digest(recipe)) not in kept:
             parent = make(recipe.parent) if recipe.parent else None
-            kept[key] = maker(recipe.maker).make(recipe, parent, tmp_path_factory.mktemp("made"))
+            kept[key] = get_maker(recipe.maker).make(recipe, parent, tmp_path_factory.mktemp("made"))
         return kept[key]
 
     return make
@@ -87,7 +87,7 @@ def grown(data: DataSpec, size: int, folder: Path) -> DataSpec:
 @pytest.mark.parametrize("source", ["timm:test_resnet", "timm:test_efficientnet"])
 def test_networks_come_in_the_opset_that_8_6_reads(noise: DataSpec, made: Any, source: str, exporter: str) -> None:
     model = ModelSpec(source.rpartition(":")[2], source)
-    file = made(converted(trial(model, "fp32", 64, noise, exporter=exporter), "tensorrt"))
+    file = made(convert_recipe(trial(model, "fp32", 64, noise, exporter=exporter), "tensorrt"))
     assert (file.made_by.exporter, file.made_by.opset) == (exporter, 17)
     onnx.checker.check_model(file.path, full_check=True)
 
@@ -110,5 +110,5 @@ def test_calibration_data_that_is_not_there_or_does_not_fit(
         np.save(tmp_path / "labels.npy", np.arange(4))
         np.save(tmp_path / "calibration.npy", np.arange(calibration))
     data = DataSpec("nines", str(tmp_path), "9")
-    step = converted(replace(digits.trial("tensorrt", precision), data=data), "tensorrt")
-    refuses(said, maker(step.maker).make, step, digits.artifact, tmp_path)
+    step = convert_recipe(replace(digits.trial("tensorrt", precision), data=data), "tensorrt")
+    refuses(said, get_maker(step.maker).make, step, digits.artifact, tmp_path)

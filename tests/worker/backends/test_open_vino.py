@@ -221,7 +221,7 @@ def test_a_path_with_commas_is_one_path(static_file: Path, tmp_path: Path) -> No
     path = tmp_path / "lr=0.1,bs=32/net,v2.onnx"
     path.parent.mkdir()
     shutil.copy(static_file, path)
-    assert len(open_vino.read_model(open_vino.library(), str(path)).inputs) == 1
+    assert len(open_vino.read_model(open_vino.import_library(), str(path)).inputs) == 1
 
 
 def test_bad_files_are_one_line(digits: Any, fp32: Artifact, tmp_path: Path) -> None:

@@ -295,8 +295,8 @@ def test_a_missing_compiler_is_unavailable(monkeypatch):
 
 def test_slow_types_are_explained(monkeypatch):
     monkeypatch.setattr(torch_support.system, "cpu_flags", lambda: {"avx2", "avx512_bf16"})
-    assert torch_support.notes(trial(precision="bf16")) == []
-    assert "no fp16 arithmetic" in torch_support.notes(trial(precision="fp16"))[0]
+    assert torch_support.list_notes(trial(precision="bf16")) == []
+    assert "no fp16 arithmetic" in torch_support.list_notes(trial(precision="fp16"))[0]
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.study.interpreters import missing
+from dyno.study.interpreters import find_missing
 from dyno.worker import extras, registry
 from dyno.worker.backends import torch_ao
 from dyno.worker.nets import models
@@ -136,7 +136,7 @@ def test_a_group_has_a_number_of_weights_that_kernels_know(asked: Any) -> None:
 def test_torchao_gets_what_the_options_say(
     precision: str, options: dict[str, Option], expected: tuple[str, dict[str, Any]], asked: Any
 ) -> None:
-    if lacks := missing("torchao"):
+    if lacks := find_missing("torchao"):
         pytest.skip(f"{lacks} is not installed")
     trial = replace(asked(**options), precision=precision, runtime=Runtime(device="cuda:0"))
     assert torch_ao.config_of(trial, TORCHAO.checked(trial)) == expected  # type: ignore[attr-defined]
@@ -167,7 +167,7 @@ def test_the_static_scheme_alone_needs_a_file(asked: Any) -> None:
 def test_the_version_that_fits_the_torch_at_hand_is_named(
     torch_version: str, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extras, "versions", lambda names: {"torch": torch_version})
+    monkeypatch.setattr(extras, "find_versions", lambda names: {"torch": torch_version})
     assert extras.install("torchao") == f"pip install {wanted}"
 
 
@@ -203,11 +203,11 @@ def test_kernels_of_a_gpu_are_counted_by_their_names() -> None:
 
 @pytest.mark.parametrize(("scheme", "kinds"), [("static", {"int8"}), ("weights", {"float32"})])
 def test_what_ran_in_int8_is_seen(scheme: str, kinds: set[str], asked: Any, tmp_path: Path) -> None:
-    if lacks := missing("torchao"):
+    if lacks := find_missing("torchao"):
         pytest.skip(f"{lacks} is not installed")
     trial = asked(scheme=scheme)
     recipe = TORCHAO.recipe(trial)
-    artifact = registry.maker("torchao").make(recipe, None, tmp_path) if recipe else None
+    artifact = registry.get_maker("torchao").make(recipe, None, tmp_path) if recipe else None
     session: Any = TORCHAO.load(trial, artifact)
     eager: Any = registry.find("pytorch").load(replace(trial, backend="pytorch", precision="fp32", options={}), None)
     x = np.random.default_rng(0).standard_normal((2, 3, 32, 32), np.float32)
@@ -229,10 +229,10 @@ def test_what_ran_in_int8_is_seen(scheme: str, kinds: set[str], asked: Any, tmp_
 
 @pytest.mark.parametrize("net", ["ordered", "fields", "scalars"])
 def test_networks_are_quantised_whatever_they_return(net: str, asked: Any, tmp_path: Path) -> None:
-    if lacks := missing("torchao"):
+    if lacks := find_missing("torchao"):
         pytest.skip(f"{lacks} is not installed")
     trial, x = asked(net, samples=4), np.random.default_rng(0).uniform(-1, 1, (2, 3, 32, 32)).astype(np.float32)
-    made = registry.maker("torchao").make(TORCHAO.recipe(trial), None, tmp_path)  # type: ignore[arg-type]
+    made = registry.get_maker("torchao").make(TORCHAO.recipe(trial), None, tmp_path)  # type: ignore[arg-type]
     program = torch.export.load(made.path)
     with torch.no_grad():
         first, second = program.module()(torch.from_numpy(x))
@@ -243,10 +243,10 @@ def test_networks_are_quantised_whatever_they_return(net: str, asked: Any, tmp_p
 
 
 def test_sums_with_a_number_are_left_unquantised(asked: Any, tmp_path: Path) -> None:
-    if lacks := missing("torchao"):
+    if lacks := find_missing("torchao"):
         pytest.skip(f"{lacks} is not installed")
     trial, x = asked("sums", samples=4), torch.rand(2, 3, 32, 32) * 2 - 1
-    made = registry.maker("torchao").make(TORCHAO.recipe(trial), None, tmp_path)  # type: ignore[arg-type]
+    made = registry.get_maker("torchao").make(TORCHAO.recipe(trial), None, tmp_path)  # type: ignore[arg-type]
     program = torch.export.load(made.path)
     with torch.no_grad():
         (found,), right = program.module()(x), models.load(trial.model, trial.dims)(x)
@@ -255,7 +255,7 @@ def test_sums_with_a_number_are_left_unquantised(asked: Any, tmp_path: Path) -> 
 
 
 def test_what_the_quantiser_refuses_is_one_line(asked: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if lacks := missing("torchao"):
+    if lacks := find_missing("torchao"):
         pytest.skip(f"{lacks} is not installed")
 
     def refuse(*args: Any) -> None:
@@ -263,11 +263,11 @@ def test_what_the_quantiser_refuses_is_one_line(asked: Any, monkeypatch: pytest.
 
     monkeypatch.setattr(torch_ao.import_torchao(".pt2e.quantize_pt2e"), "prepare_pt2e", refuse)
     with pytest.raises(UserError, match=r"^torchao can't quantise convolutions: AssertionError; give scheme=dynamic$"):
-        registry.maker("torchao").make(TORCHAO.recipe(asked("convolutions")), None, tmp_path)  # type: ignore[arg-type]
+        registry.get_maker("torchao").make(TORCHAO.recipe(asked("convolutions")), None, tmp_path)  # type: ignore[arg-type]
 
 
 def test_what_torchao_leaves_unquantised_is_named(asked: Any) -> None:
-    if lacks := missing("torchao"):
+    if lacks := find_missing("torchao"):
         pytest.skip(f"{lacks} is not installed")
     facts = TORCHAO.load(asked("attends", scheme="weights"), None).facts()
     assert facts.notes[0] == "torchao left 1 of 2 linear layers unquantised: 1 of 32 x 32"
@@ -276,7 +276,7 @@ def test_what_torchao_leaves_unquantised_is_named(asked: Any) -> None:
 
 @pytest.mark.slow
 def test_a_network_without_linear_layers_is_refused(asked: Any) -> None:
-    if lacks := missing("torchao"):
+    if lacks := find_missing("torchao"):
         pytest.skip(f"{lacks} is not installed")
     with pytest.raises(UserError, match="convolutions has no linear layer, which scheme=dynamic quantises"):
         TORCHAO.load(asked("convolutions", scheme="dynamic"), None)
@@ -291,7 +291,7 @@ def test_a_network_without_linear_layers_is_refused(asked: Any) -> None:
 def test_what_ran_on_a_gpu_is_seen(
     precision: str, options: dict[str, Option], kind: str, left: str, asked: Any
 ) -> None:
-    if not torch.cuda.is_available() or missing("torchao"):
+    if not torch.cuda.is_available() or find_missing("torchao"):
         pytest.skip("PyTorch sees no GPU here, or torchao is not installed")
     trial = replace(asked(**options), precision=precision, runtime=Runtime(device="cuda:0"), data=DataSpec())
     session: Any = TORCHAO.load(trial, None)

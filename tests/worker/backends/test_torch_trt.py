@@ -21,9 +21,9 @@ import torch._dynamo  # before a stand-in for tensorrt is there, which it would 
 
 from dyno.worker import main
 from dyno.worker.backends import torch_trt
-from dyno.worker.backends.torch_trt import attributes, engines, left_in_pytorch
+from dyno.worker.backends.torch_trt import left_in_pytorch, list_attributes, list_engines
 from dyno.worker.extras import load_library
-from dyno.worker.inputs.input_data import batches
+from dyno.worker.inputs.input_data import read_batches
 from dyno.worker.nets import models
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.registry import find
@@ -164,7 +164,7 @@ def test_each_version_is_asked_in_its_own_words(tensorrt: Any, monkeypatch: pyte
     dynamo = {"ir": "dynamo", "profile": "static", "workspace_mb": 64, "optimization": 2, "min_block_size": 1}
 
     old = Library(new=False)
-    torch_trt.compiled(old, module, x, "fp32", dynamo)
+    torch_trt.compile_module(old, module, x, "fp32", dynamo)
     assert old.asked["enabled_precisions"] == {torch.float32} and old.asked["disable_tf32"] is True
     assert (old.asked["workspace_size"], old.asked["optimization_level"], old.asked["min_block_size"]) == (
         1 << 26,
@@ -178,20 +178,28 @@ def test_each_version_is_asked_in_its_own_words(tensorrt: Any, monkeypatch: pyte
     assert config.profiling_verbosity == "names"  # as it was before
 
     new = Library(new=True)
-    torch_trt.compiled(new, module, x, "tf32", {**dynamo, "profile": "1:2:4"})
+    torch_trt.compile_module(new, module, x, "tf32", {**dynamo, "profile": "1:2:4"})
     assert "enabled_precisions" not in new.asked and new.asked["use_explicit_typing"] is True
     assert new.asked["disable_tf32"] is False and new.asked["timing_cache_path"].startswith(str(tmp_path))
     shapes = {"min_shape": (1, 1, 8, 8), "opt_shape": (2, 1, 8, 8), "max_shape": (4, 1, 8, 8)}
     assert new.asked["inputs"] == [{**shapes, "dtype": torch.float32, "name": "input"}]
 
-    torch_trt.compiled(new, module, x, "fp32", {"ir": "ts", "profile": "static"})
-    torch_trt.compiled(new, module, x, "fp32", {"ir": "ts", "profile": "1:2:4"})
+    torch_trt.compile_module(new, module, x, "fp32", {"ir": "ts", "profile": "static"})
+    torch_trt.compile_module(new, module, x, "fp32", {"ir": "ts", "profile": "1:2:4"})
     (given,) = new.asked["inputs"]
     assert given["min_shape"][0] == 1 and given["name"] == "input", "read before the module is traced"
     assert isinstance(new.asked["module"], torch.jit.ScriptModule)
     assert new.asked["enabled_precisions"] == {torch.float32}
     del new.ts
-    refuses("built without its ts route", torch_trt.compiled, new, module, x, "fp32", {"ir": "ts", "profile": "static"})
+    refuses(
+        "built without its ts route",
+        torch_trt.compile_module,
+        new,
+        module,
+        x,
+        "fp32",
+        {"ir": "ts", "profile": "static"},
+    )
 
 
 @pytest.mark.slow
@@ -202,7 +210,7 @@ def test_a_branch_on_values_is_not_traced(tensorrt: Any) -> None:
 
     library, options = Library(new=False), {"ir": "ts", "profile": "static"}
     with pytest.raises(UserError, match=r"x\.mean\(\) > 0\.3.*depends on values"):
-        torch_trt.compiled(library, Branches(), torch.zeros(1, 3, 8, 8), "fp32", options)
+        torch_trt.compile_module(library, Branches(), torch.zeros(1, 3, 8, 8), "fp32", options)
 
 
 def test_operators_left_in_pytorch_are_counted_in_either_kind_of_program() -> None:
@@ -212,8 +220,8 @@ def test_operators_left_in_pytorch_are_counted_in_either_kind_of_program() -> No
     for found in (left_in_pytorch(scripted), left_in_pytorch(exported), left_in_pytorch(exported.module())):
         assert next(n for name, n in found.items() if "conv" in name) == 20
         assert all(name.startswith("aten::") for name in found)
-    assert engines(scripted) == engines(exported) == []
-    assert attributes(torch.jit.trace(torch.nn.Linear(2, 3), torch.randn(1, 2)), "Tensor") == ["bias", "weight"]
+    assert list_engines(scripted) == list_engines(exported) == []
+    assert list_attributes(torch.jit.trace(torch.nn.Linear(2, 3), torch.randn(1, 2)), "Tensor") == ["bias", "weight"]
 
 
 def test_engines_are_found_as_attributes_and_in_the_graph_itself() -> None:
@@ -228,11 +236,11 @@ def test_engines_are_found_as_attributes_and_in_the_graph_itself() -> None:
     x = graph.placeholder("x")
     graph.output(graph.call_module("part", (x,)))
     program = torch.fx.GraphModule({"part": part}, graph)
-    assert engines(program) == [inside]
+    assert list_engines(program) == [inside]
     with program.graph.inserting_after(x):  # as 2.2 writes it into an exported program
         program.graph.create_node("call_function", print, ((x,), written))
     exported = types.SimpleNamespace(graph_module=program)
-    assert {id(found) for found in engines(exported)} == {id(inside), id(written)}
+    assert {id(found) for found in list_engines(exported)} == {id(inside), id(written)}
     assert left_in_pytorch(exported) == {}
 
 
@@ -271,7 +279,7 @@ def worst(folder: Path, asked: Trial) -> float:
     """Largest difference from float64, as a share of the largest value."""
     shape = (2, asked.model.channels, asked.dims.height, asked.dims.width)
     tensors = (Tensor("input", "float32", shape),)
-    fed = list(batches(asked.data, asked.model.preprocess, tensors, asked.dims, 2))
+    fed = list(read_batches(asked.data, asked.model.preprocess, tensors, asked.dims, 2))
     x = np.concatenate([feed["input"] for feed in fed])
     with torch.inference_mode():
         want = models.load(asked.model).double()(torch.from_numpy(x).double()).numpy()

@@ -12,8 +12,8 @@ import onnx_text
 from dyno.results import remarks
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import CalibrationInputs
-from dyno.worker.makers.precision import OnnxPrecision, converted
-from dyno.worker.onnx_graph.file import artifact
+from dyno.worker.makers.precision import OnnxPrecision, convert_recipe
+from dyno.worker.onnx_graph.file import make_artifact
 from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, DataSpec, Dims, InputSpec, ModelSpec, Recipe, Trial, UserError
 
@@ -39,8 +39,8 @@ def trial(file: Path, *specs: InputSpec, backend: str = "onnxruntime", **options
 
 def quantised(asked: Trial, folder: Path) -> tuple[Artifact, float]:
     """The file, and the width of the range that x was found to have."""
-    recipe = converted(asked, asked.backend)
-    made = OnnxPrecision().make(recipe, artifact(asked.model.file, 0.0, MakerFacts()), folder)
+    recipe = convert_recipe(asked, asked.backend)
+    made = OnnxPrecision().make(recipe, make_artifact(asked.model.file, 0.0, MakerFacts()), folder)
     graph = onnx.load(made.path).graph
     (node,) = [n for n in graph.node if n.op_type == "QuantizeLinear" and n.input[0] == "x"]
     (scale,) = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name == node.input[1]]
@@ -71,9 +71,9 @@ def test_the_rows_of_an_array_are_what_is_seen_and_no_more_than_there_are(file: 
 
 
 def test_what_calibrates_is_not_what_is_compared_and_the_same_each_time(file: Path) -> None:
-    recipe = converted(trial(file, X), "onnxruntime")
+    recipe = convert_recipe(trial(file, X), "onnxruntime")
     assert recipe.data is not None and recipe.data.seed != DataSpec().seed
-    seen = CalibrationInputs(replace(recipe, dims=Dims(0, 0, 0)), only_x(artifact(str(file), 0.0, MakerFacts())))
+    seen = CalibrationInputs(replace(recipe, dims=Dims(0, 0, 0)), only_x(make_artifact(str(file), 0.0, MakerFacts())))
     whole = list(seen.feeds(0, 4))
     np.testing.assert_array_equal(next(seen.feeds(3, 4))["x"], whole[3]["x"])
     assert len({feed["x"].tobytes() for feed in whole}) == 4
@@ -90,10 +90,10 @@ def test_without_values_or_for_one_bare_image_it_is_still_refused(file: Path, ba
         asked = trial(file, *specs, backend=backend)
         assert "--calibration" in find(backend).refuse(asked) and "--input" in find(backend).refuse(asked)
         with pytest.raises(UserError, match="--calibration"):
-            converted(asked, backend)
+            convert_recipe(asked, backend)
     for specs in ((X,), (replace(image, low=0.0, high=1.0),), (image, X)):
         assert find(backend).refuse(trial(file, *specs, backend=backend)) == ""
-    recipe: Recipe = converted(trial(file, X), backend)
+    recipe: Recipe = convert_recipe(trial(file, X), backend)
     assert recipe.data is not None and not recipe.data.folder
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dyno.worker.inputs.input_data import Images, batches, fingerprint
+from dyno.worker.inputs.input_data import Images, hash_feeds, read_batches
 from dyno.worker.spec import DataSpec, Dims, Preprocess, Tensor
 from refusals import refuses
 
@@ -38,7 +38,7 @@ def test_pixels_become_what_the_model_was_trained_on(data: DataSpec) -> None:
 def test_batches_wrap_around(data: DataSpec) -> None:
     images = Images(data, PREPROCESS)
     np.testing.assert_array_equal(images.batch(2, 4), images.batch(0, 4)[[2, 3, 0, 1]])
-    fed = [feed["input"] for feed in batches(data, PREPROCESS, [IMAGE], DIMS, 3)]
+    fed = [feed["input"] for feed in read_batches(data, PREPROCESS, [IMAGE], DIMS, 3)]
     np.testing.assert_array_equal(np.concatenate(fed), images.batch(0, 9))
 
 
@@ -49,39 +49,39 @@ def test_one_value_of_mean_serves_every_channel(data: DataSpec) -> None:
 
 def test_random_inputs_are_never_zeros_and_always_the_same() -> None:
     def fed(seed: int) -> list[dict[str, np.ndarray]]:
-        return list(batches(DataSpec(seed=seed), PREPROCESS, [IMAGE], DIMS, 4))
+        return list(read_batches(DataSpec(seed=seed), PREPROCESS, [IMAGE], DIMS, 4))
 
     first, again, other = fed(0), fed(0), fed(1)
     assert all(feed["input"].shape == (3, 3, 4, 4) and feed["input"].dtype == np.float32 for feed in first)
     assert 0.5 < np.std([f["input"] for f in first]) < 2
     assert not np.array_equal(first[0]["input"], first[1]["input"]), "the rotation needs different batches"
-    assert fingerprint(first) == fingerprint(again) != fingerprint(other)
+    assert hash_feeds(first) == hash_feeds(again) != hash_feeds(other)
 
 
 def test_an_int8_input_gets_every_value_unless_it_is_a_mask() -> None:
     tensors = [Tensor(name, "int8", (1, 5000)) for name in ("x", "mask")]
-    (fed,) = batches(DataSpec(), PREPROCESS, tensors, DIMS, 1)
+    (fed,) = read_batches(DataSpec(), PREPROCESS, tensors, DIMS, 1)
     assert [(int(v.min()), int(v.max())) for v in (fed["x"], fed["mask"])] == [(-128, 127), (0, 1)]
 
 
 def test_a_float_and_a_uint8_input_see_the_same_random_picture() -> None:
-    raw = list(batches(DataSpec(), PREPROCESS, [replace(IMAGE, dtype="uint8")], DIMS, 2))
-    ready = list(batches(DataSpec(), PREPROCESS, [IMAGE], DIMS, 2))
+    raw = list(read_batches(DataSpec(), PREPROCESS, [replace(IMAGE, dtype="uint8")], DIMS, 2))
+    ready = list(read_batches(DataSpec(), PREPROCESS, [IMAGE], DIMS, 2))
     assert {feed["input"].dtype.name for feed in raw} == {"uint8"}
     mean, std = (np.float32(v).reshape(1, 3, 1, 1) for v in (PREPROCESS.mean, PREPROCESS.std))
     for pixels, image in zip(raw, ready, strict=True):
         np.testing.assert_allclose((pixels["input"] / 255.0 - mean) / std, image["input"], rtol=1e-5, atol=1e-6)
-    assert fingerprint(raw, PREPROCESS) == fingerprint(ready, PREPROCESS) == fingerprint(ready) != fingerprint(raw)
+    assert hash_feeds(raw, PREPROCESS) == hash_feeds(ready, PREPROCESS) == hash_feeds(ready) != hash_feeds(raw)
 
 
 def test_a_uint8_input_gets_the_pixels_of_the_data_themselves(data: DataSpec) -> None:
-    raw = next(batches(data, PREPROCESS, [replace(IMAGE, dtype="uint8")], DIMS, 1))["input"]
+    raw = next(read_batches(data, PREPROCESS, [replace(IMAGE, dtype="uint8")], DIMS, 1))["input"]
     assert raw.dtype == np.uint8
     np.testing.assert_array_equal(raw, np.load(Path(data.folder) / "images.npy")[[8, 2, 5]])
 
 
 def test_a_feature_map_is_no_picture() -> None:
-    (feed,) = batches(DataSpec(), PREPROCESS, [Tensor("map", "float32", ("batch", 64, 4, 4))], Dims(8, 4, 4), 1)
+    (feed,) = read_batches(DataSpec(), PREPROCESS, [Tensor("map", "float32", ("batch", 64, 4, 4))], Dims(8, 4, 4), 1)
     assert abs(feed["map"].mean()) < 0.1 and 0.9 < feed["map"].std() < 1.1
 
 
@@ -98,7 +98,7 @@ def test_a_feature_map_is_no_picture() -> None:
 )
 def test_random_numbers_fit_the_type(dtype: str, low: int, high: int, made: str) -> None:
     tensor = Tensor("ids", dtype, ("batch", 64))
-    (feed,) = batches(DataSpec(), PREPROCESS, [tensor], Dims(8, 1, 1, {"ids": (8, 64)}), 1)
+    (feed,) = read_batches(DataSpec(), PREPROCESS, [tensor], Dims(8, 1, 1, {"ids": (8, 64)}), 1)
     array = feed["ids"]
     assert (array.shape, array.dtype.name) == ((8, 64), made)
     assert low <= array.min() < array.max() <= high
@@ -107,7 +107,7 @@ def test_random_numbers_fit_the_type(dtype: str, low: int, high: int, made: str)
 
 def test_several_inputs_are_all_fed() -> None:
     mask = Tensor("mask", "float32", (3, 2))
-    (feed,) = batches(DataSpec(), PREPROCESS, [IMAGE, mask], DIMS, 1)
+    (feed,) = read_batches(DataSpec(), PREPROCESS, [IMAGE, mask], DIMS, 1)
     assert {name: a.shape for name, a in feed.items()} == {"input": (3, 3, 4, 4), "mask": (3, 2)}
 
 
@@ -120,7 +120,7 @@ def test_several_inputs_are_all_fed() -> None:
     ],
 )
 def test_images_that_do_not_fit(data: DataSpec, tensors: list[Tensor], dims: Dims, message: str) -> None:
-    refuses(message, next, batches(data, PREPROCESS, tensors, dims, 1))
+    refuses(message, next, read_batches(data, PREPROCESS, tensors, dims, 1))
 
 
 def test_a_damaged_data_set_is_named(data: DataSpec) -> None:
@@ -133,7 +133,7 @@ def test_a_damaged_data_set_is_named(data: DataSpec) -> None:
 
 def test_the_fingerprint_is_of_names_and_bytes() -> None:
     a, b = np.arange(4, dtype=np.float32), np.arange(4, dtype=np.float32)[::-1]
-    assert fingerprint([{"x": a, "y": b}]) == fingerprint([{"y": np.ascontiguousarray(b), "x": a}])
-    assert fingerprint([{"x": a, "y": b}]) != fingerprint([{"x": a, "z": b}])
-    assert fingerprint([{"x": a}]) == fingerprint([{"y": a}])  # files name their only input as they like
-    assert fingerprint([{"x": a}]) != fingerprint([{"x": b}])
+    assert hash_feeds([{"x": a, "y": b}]) == hash_feeds([{"y": np.ascontiguousarray(b), "x": a}])
+    assert hash_feeds([{"x": a, "y": b}]) != hash_feeds([{"x": a, "z": b}])
+    assert hash_feeds([{"x": a}]) == hash_feeds([{"y": a}])  # files name their only input as they like
+    assert hash_feeds([{"x": a}]) != hash_feeds([{"x": b}])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from dyno.worker.inputs.input_data import batches, fingerprint
+from dyno.worker.inputs.input_data import hash_feeds, read_batches
 from dyno.worker.inputs.modules import ModuleInputs, describe_inputs, signature_of, verify_inputs
-from dyno.worker.inputs.specs import arguments
+from dyno.worker.inputs.specs import make_arguments
 from dyno.worker.jobs.inspect_model import inspect_model
 from dyno.worker.spec import DataSpec, Dims, InputSpec, ModelSpec, Preprocess, Tensor, Trial, UserError
 from refusals import refuses
@@ -40,7 +40,7 @@ def described(module: nn.Module, examples: Any, asked: Any = None) -> ModuleInpu
 
 def fed(specs: tuple[InputSpec, ...], batch: int = 8, count: int = 4) -> list[dict[str, np.ndarray]]:
     dims = Dims(batch, 0, 0)
-    return list(batches(DataSpec(), Preprocess(), (), dims, count, specs))
+    return list(read_batches(DataSpec(), Preprocess(), (), dims, count, specs))
 
 
 def test_ids_reach_the_whole_embedding_and_masks_end_with_zeros() -> None:
@@ -74,8 +74,8 @@ def test_offsets_of_an_embedding_bag_are_not_drawn() -> None:
 def test_every_engine_is_fed_the_same_whatever_it_reads() -> None:
     specs = (InputSpec("a", "float32", ("batch", 3)), InputSpec("b", "int64", ("batch", 2), 0, 9))
     one = fed(specs)
-    dropped = list(batches(DataSpec(), Preprocess(), (Tensor("b", "int64", (8, 2)),), Dims(8, 0, 0), 4, specs))
-    assert fingerprint(one) == fingerprint(dropped)
+    dropped = list(read_batches(DataSpec(), Preprocess(), (Tensor("b", "int64", (8, 2)),), Dims(8, 0, 0), 4, specs))
+    assert hash_feeds(one) == hash_feeds(dropped)
     assert not np.array_equal(one[0]["a"], one[1]["a"])
 
 
@@ -83,7 +83,7 @@ def test_a_constant_keyword_reaches_forward() -> None:
     module = Words()
     examples = {"ids": torch.zeros(1, 4, dtype=torch.int64), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
     found = described(module, examples, {"scale": {"value": 2.0, "low": 2.0, "high": 2.0}})
-    args, keywords = arguments(found.inputs, examples)
+    args, keywords = make_arguments(found.inputs, examples)
     assert args == [] and keywords["scale"] == 2.0
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dyno.worker.inputs.input_data import Images, batches, fingerprint
-from dyno.worker.inputs.specs import axes, channels_first, channels_last, fitted, image_of, static_shapes
+from dyno.worker.inputs.input_data import Images, hash_feeds, read_batches
+from dyno.worker.inputs.specs import channels_first, channels_last, find_axes, fit_feed, image_of, static_shapes
 from dyno.worker.jobs.inspect_model import batch_axes, described_shapes, fixed_batch
 from dyno.worker.spec import DataSpec, Dims, Preprocess, Tensor, UserError
 from refusals import refuses
@@ -43,17 +43,17 @@ def test_a_fixed_vector_beside_the_image_need_not_have_the_batch() -> None:
 
 def test_a_fitting_feed_is_not_copied() -> None:
     feed = np.ones((2, 3), np.float32)
-    assert fitted({"x": feed}, Tensor("x", "float32", (2, 3)), (2, 3)) is feed
+    assert fit_feed({"x": feed}, Tensor("x", "float32", (2, 3)), (2, 3)) is feed
 
 
 def test_type_and_order_are_fitted_and_a_wrong_shape_refused() -> None:
     feed = np.arange(6, dtype=np.float32).reshape(3, 2).T
-    made = fitted({"x": feed}, Tensor("x", "int64", (2, 3)), (2, 3))
+    made = fit_feed({"x": feed}, Tensor("x", "int64", (2, 3)), (2, 3))
     assert made.dtype == np.int64
     assert made.flags.c_contiguous
     np.testing.assert_array_equal(made, feed)
-    refuses("'x' wants 2x3, but got 3x2", fitted, {"x": feed.T}, Tensor("x", "float32", (2, 3)), (2, 3))
-    refuses("input 'x' was not fed, only y", fitted, {"y": feed}, Tensor("x", "float32", (2, 3)), (2, 3))
+    refuses("'x' wants 2x3, but got 3x2", fit_feed, {"x": feed.T}, Tensor("x", "float32", (2, 3)), (2, 3))
+    refuses("input 'x' was not fed, only y", fit_feed, {"y": feed}, Tensor("x", "float32", (2, 3)), (2, 3))
 
 
 def test_a_second_image_has_a_size_of_its_own() -> None:
@@ -192,7 +192,7 @@ PREPROCESS = Preprocess()
 )
 def test_few_channels_at_the_end_and_longer_sides(shape: tuple[int | str, ...], last: bool) -> None:
     assert channels_last(shape) is last
-    assert axes(shape) == ((3, 1, 2) if last else (1, 2, 3))
+    assert find_axes(shape) == ((3, 1, 2) if last else (1, 2, 3))
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def data(tmp_path: Path) -> DataSpec:
 
 def fed(data: DataSpec, last: bool, dtype: str) -> np.ndarray:
     shape = ("n", "h", "w", 3) if last else ("n", 3, "h", "w")
-    (feed,) = batches(data, PREPROCESS, [Tensor("x", dtype, shape)], DIMS, 1)
+    (feed,) = read_batches(data, PREPROCESS, [Tensor("x", dtype, shape)], DIMS, 1)
     return feed["x"]
 
 
@@ -229,7 +229,7 @@ def test_a_pipeline_reads_them_into_its_own_memory(data: DataSpec, dtype: type) 
 
 def test_pixels_count_as_what_their_normalisation_makes_of_them(data: DataSpec) -> None:
     raw, usual = ([{"x": fed(data, True, dtype)}] for dtype in ("uint8", "float32"))
-    assert fingerprint(raw, PREPROCESS) == fingerprint(usual, PREPROCESS)
+    assert hash_feeds(raw, PREPROCESS) == hash_feeds(usual, PREPROCESS)
 
 
 @pytest.mark.parametrize(

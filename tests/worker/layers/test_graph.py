@@ -233,13 +233,13 @@ def test_operators_of_libraries_are_looked_for(tmp_path: Path) -> None:
 
 
 def test_parts_that_give_other_outputs_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, read = saved(Net(), tmp_path / "net.pt2"), saved_modules.unflattened
+    model, read = saved(Net(), tmp_path / "net.pt2"), saved_modules.load_unflattened
 
     def other(path: str) -> Any:
         found = read(path)
         found.fc.bias.data += 1
         return found
 
-    monkeypatch.setattr(saved_modules, "unflattened", other)
+    monkeypatch.setattr(saved_modules, "load_unflattened", other)
     assert graph.list_program_parts(model, DIMS) is None
     assert graph.list_program_parts(ModelSpec("net", "torchvision:resnet18"), DIMS) is None

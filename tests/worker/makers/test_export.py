@@ -16,12 +16,12 @@ import onnx_text
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.evaluate import evaluate
 from dyno.worker.inputs import input_data
-from dyno.worker.makers.export import exported, unwrap
+from dyno.worker.makers.export import export_recipe, unwrap
 from dyno.worker.makers.onnx_format import ONNX
-from dyno.worker.makers.precision import OnnxInput, OnnxPrecision, converted, reading_pixels
+from dyno.worker.makers.precision import OnnxInput, OnnxPrecision, convert_recipe, reading_pixels
 from dyno.worker.nets import models
 from dyno.worker.onnx_graph.file import read_io
-from dyno.worker.registry import find, maker, names
+from dyno.worker.registry import find, get_maker, list_backends
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, UserError, digest, to_json
 from refusals import refuses
 
@@ -111,7 +111,7 @@ def nets(tmp_path) -> Path:
 
 
 def make(folder: Path, model: ModelSpec = DIGITS, dims: Dims = FREE, **options: Any) -> Artifact:
-    return maker("onnx_export").make(exported(model, dims, Runtime(threads=2), options), None, folder)
+    return get_maker("onnx_export").make(export_recipe(model, dims, Runtime(threads=2), options), None, folder)
 
 
 def same(artifact: Artifact, model: ModelSpec, batch: int, size: int) -> None:
@@ -124,11 +124,11 @@ def same(artifact: Artifact, model: ModelSpec, batch: int, size: int) -> None:
 
 
 def test_the_recipe_is_pure_and_keeps_only_what_shapes_the_file():
-    recipe = exported(DIGITS, FREE, Runtime(device="cuda:0"), {"opset": 17, "channels_last": True})
+    recipe = export_recipe(DIGITS, FREE, Runtime(device="cuda:0"), {"opset": 17, "channels_last": True})
     assert (recipe.maker, recipe.format, recipe.precision) == ("onnx_export", "onnx", "fp32")
     assert recipe.options == {"opset": 17}
-    assert digest(recipe) == digest(exported(DIGITS, FREE, Runtime(), {"opset": 17}))
-    assert "onnx_export" not in names()
+    assert digest(recipe) == digest(export_recipe(DIGITS, FREE, Runtime(), {"opset": 17}))
+    assert "onnx_export" not in list_backends()
 
 
 def test_a_free_batch_serves_every_batch(tmp_path, capfd):
@@ -362,9 +362,11 @@ def test_every_class_is_the_same_on_real_digits_fed_as_a_quarter_of_the_bytes(
     np.testing.assert_array_equal(before["topk_index"][:, 0], after["topk_index"][:, 0])
     np.testing.assert_allclose(before["output:output"], after["output:output"], rtol=1e-3, atol=1e-3)
     assert (after["topk_index"][:, 0] == after["label"]).mean() > 0.9
-    fed = [next(input_data.batches(trial.data, trial.model.preprocess, s.inputs, trial.dims, 1)) for s in (plain, raw)]
+    fed = [
+        next(input_data.read_batches(trial.data, trial.model.preprocess, s.inputs, trial.dims, 1)) for s in (plain, raw)
+    ]
     assert fed[0]["input"].nbytes == 4 * fed[1]["input"].nbytes
-    assert len({input_data.fingerprint([feed], trial.model.preprocess) for feed in fed}) == 1
+    assert len({input_data.hash_feeds([feed], trial.model.preprocess) for feed in fed}) == 1
 
 
 def session(digits: Any, backend: str, artifact: Artifact, folder: Path) -> Session:
@@ -372,7 +374,7 @@ def session(digits: Any, backend: str, artifact: Artifact, folder: Path) -> Sess
     engine = find(backend)
     folder.mkdir()
     if backend == "openvino":
-        artifact = maker("openvino").make(
+        artifact = get_maker("openvino").make(
             Recipe("openvino", "openvino", "fp32", digits.model, Dims(0, 8, 8)), artifact, folder
         )
     return engine.load(trial, artifact)
@@ -397,12 +399,12 @@ def test_normalisation_is_done_in_float32_before_the_graphs_own_type(digits: Any
 
 
 def test_the_step_comes_last_and_only_when_it_is_asked_for(digits: Any) -> None:
-    plain = converted(digits.trial("tensorrt", "fp16"), "tensorrt")
-    raw = converted(digits.trial("tensorrt", "fp16", input="uint8"), "tensorrt")
+    plain = convert_recipe(digits.trial("tensorrt", "fp16"), "tensorrt")
+    raw = convert_recipe(digits.trial("tensorrt", "fp16", input="uint8"), "tensorrt")
     assert (raw.maker, raw.precision, raw.options, raw.parent) == ("onnx_input", "fp16", {"input": "uint8"}, plain)
-    assert converted(digits.trial("tensorrt", "fp16", input="float32"), "tensorrt") == plain
+    assert convert_recipe(digits.trial("tensorrt", "fp16", input="float32"), "tensorrt") == plain
     with pytest.raises(UserError, match="unknown input 'int8'; did you mean 'uint8'"):
-        converted(digits.trial("tensorrt", "fp16", input="int8"), "tensorrt")
+        convert_recipe(digits.trial("tensorrt", "fp16", input="int8"), "tensorrt")
 
 
 def test_what_has_no_image_input_is_one_line(digits: Any, tmp_path: Path) -> None:

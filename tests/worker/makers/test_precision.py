@@ -16,7 +16,7 @@ from dyno.worker.facts.engine import Calibration
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs import calibration
 from dyno.worker.makers import precision as onnx_precision
-from dyno.worker.makers.precision import OnnxPrecision, converted
+from dyno.worker.makers.precision import OnnxPrecision, convert_recipe
 from dyno.worker.onnx_graph import check as onnx_check
 from dyno.worker.onnx_graph import half_precision
 from dyno.worker.onnx_graph import int8 as onnx_int8
@@ -158,10 +158,10 @@ def test_calibration_keeps_to_the_processors_that_it_may_use(
 
     def reader(feeds: Any) -> Any:
         seen.append({tid: cpus for tid, cpus in threads().items() if tid not in before})
-        return calibration.reader(feeds)
+        return calibration.make_reader(feeds)
 
     seen: list[dict[int, set[int]]] = []
-    monkeypatch.setattr(onnx_int8, "reader", reader)
+    monkeypatch.setattr(onnx_int8, "make_reader", reader)
     mine, before = os.sched_getaffinity(0), threads()
     try:
         os.sched_setaffinity(0, {min(mine)})
@@ -313,7 +313,7 @@ def test_the_emulation_rounds_every_bfloat16_result(tmp_path: Path) -> None:
     model = onnx_text.model(text, opset=22, ir=10, third=np.asarray([1 / 3], ml_dtypes.bfloat16))
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, tmp_path / "third.onnx")
-    (found,) = onnx_check.outputs(str(tmp_path / "third.onnx"), {"x": np.float32([1.01])}, "bf16")[0]
+    (found,) = onnx_check.compute_outputs(str(tmp_path / "third.onnx"), {"x": np.float32([1.01])}, "bf16")[0]
     x16, third16 = (np.asarray(v, ml_dtypes.bfloat16) for v in (1.01, 1 / 3))
     assert found == float((x16.astype(np.float32) * third16.astype(np.float32)).astype(ml_dtypes.bfloat16))
 
@@ -357,7 +357,7 @@ def test_calibration_images_of_another_size_are_refused(digits: Any, tmp_path: P
 def test_all_batches_share_one_chain_and_targets_only_what_does_not_depend_on_them(digits: Any) -> None:
     def chain(precision: str, target: str, batch: int = 1, **options: Any) -> Recipe:
         trial: Trial = digits.trial(target, precision, batch, **options)
-        return converted(trial, target)
+        return convert_recipe(trial, target)
 
     assert chain("fp32", "openvino").maker == "onnx_export"
     assert chain("fp16", "openvino") == chain("fp16", "onnxruntime", batch=8)
@@ -370,12 +370,12 @@ def test_all_batches_share_one_chain_and_targets_only_what_does_not_depend_on_th
 
 
 def test_int8_without_data_has_no_recipe(digits: Any) -> None:
-    refuses("give --data", converted, replace(digits.trial("openvino", "int8"), data=DataSpec()), "openvino")
+    refuses("give --data", convert_recipe, replace(digits.trial("openvino", "int8"), data=DataSpec()), "openvino")
 
 
 def test_tensorrt_gets_an_opset_that_its_oldest_parser_reads(digits: Any) -> None:
     def opset(target: str, **options: Any) -> Any:
-        made = converted(digits.trial(target, "fp16", **options), target)
+        made = convert_recipe(digits.trial(target, "fp16", **options), target)
         assert made.parent is not None
         return made.parent.options.get("opset")
 

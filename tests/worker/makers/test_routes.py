@@ -12,7 +12,7 @@ import pytest
 import onnx_text
 from dyno.jobs.progress import Progress
 from dyno.runner.execute import Files
-from dyno.study.plan import options_of, others, routed
+from dyno.study.plan import add_routes, list_other_routes, options_of
 from dyno.study.study import Choice
 from dyno.worker import registry
 from dyno.worker.facts.files import MakerFacts
@@ -159,15 +159,15 @@ def test_other_routes_where_the_graph_may_differ(
     operators: str, exporter: str, folds: bool, routes: tuple[str, ...]
 ) -> None:
     made_by = MakerFacts(operators=dict.fromkeys(operators.split(), 1), exporter=exporter)
-    assert others(made_by, folds) == routes
+    assert list_other_routes(made_by, folds) == routes
     assert all(options_of(route) for route in routes)
 
 
 def test_a_program_of_torch_export_is_not_traced_for_speed() -> None:
     """PyTorch refuses its free batch ("JIT Tracing of SymInts"): each such route was a failed row after ten seconds."""
     made_by = MakerFacts(operators={"MatMul": 1}, exporter="dynamo")
-    assert others(made_by, folds=False, program=True) == ("dynamo+static+fold",)
-    assert others(made_by, folds=True, program=True) == ()
+    assert list_other_routes(made_by, folds=False, program=True) == ("dynamo+static+fold",)
+    assert list_other_routes(made_by, folds=True, program=True) == ()
 
 
 def test_routes_by_name() -> None:
@@ -175,10 +175,10 @@ def test_routes_by_name() -> None:
         "exporter": "torchscript", "opset": 17, "static": True, "fold": True,
     }  # fmt: skip
     choices = [Choice("pytorch"), Choice("onnxruntime", {"spinning": False})]
-    found = routed(choices, ("dynamo", "torchscript"))
+    found = add_routes(choices, ("dynamo", "torchscript"))
     assert [c.options.get("exporter") for c in found] == [None, "dynamo", "torchscript"]
     assert found[1].options["spinning"] is False
-    assert len(routed(choices, ("all",))) == 5 and len(routed(choices, ("all",), file=True)) == 2
+    assert len(add_routes(choices, ("all",))) == 5 and len(add_routes(choices, ("all",), file=True)) == 2
     refuses("a route is made of dynamo, torchscript", options_of, "tracing")
 
 

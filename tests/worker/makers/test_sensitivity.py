@@ -13,11 +13,11 @@ import pytest
 from dyno.jobs.launcher import launch
 from dyno.worker.inputs.calibration import CalibrationImages
 from dyno.worker.makers.modelopt_quantise import Feeds, OnnxModelopt
-from dyno.worker.makers.precision import OnnxPrecision, converted
-from dyno.worker.makers.sensitivity import OnnxSensitivity, sqnr
-from dyno.worker.onnx_graph.check import outputs
+from dyno.worker.makers.precision import OnnxPrecision, convert_recipe
+from dyno.worker.makers.sensitivity import OnnxSensitivity, compute_sqnr
+from dyno.worker.onnx_graph.check import compute_outputs
 from dyno.worker.onnx_graph.graph_facts import read_graph_facts
-from dyno.worker.registry import find, maker
+from dyno.worker.registry import find, get_maker
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, Recipe, Runtime, Trial, Unavailable, UserError
 from refusals import refuses
 
@@ -30,7 +30,7 @@ def ranked(digits: Any, folder: Path, precision: str = "int8", target: str = "on
 
 
 def _steps(digits: Any, precision: str, target: str, keep: int) -> tuple[Recipe, Recipe]:
-    made = converted(replace(digits.trial("onnxruntime", precision, keep=keep)), target)
+    made = convert_recipe(replace(digits.trial("onnxruntime", precision, keep=keep)), target)
     assert made.parent is not None
     return made.parent, made
 
@@ -62,13 +62,13 @@ def test_kept_layers_read_floats(digits: Any, target: str, tmp_path: Path) -> No
 
 def test_the_more_layers_are_kept_the_nearer_the_outputs(digits: Any, tmp_path: Path) -> None:
     feeds = {"input": digits.images()[0][:64]}
-    exact = outputs(digits.artifact.path, feeds)[0]
+    exact = compute_outputs(digits.artifact.path, feeds)[0]
     parent = ranked(digits, tmp_path)
     ratios = []
     for keep in (1, len(parent.made_by.ranking) - 1):
         recipe = _steps(digits, "int8", "onnxruntime", keep)[1]
         made = OnnxPrecision().make(recipe, parent, _folder(tmp_path / str(keep)))
-        ratios.append(sqnr(exact, outputs(made.path, feeds)[0]))
+        ratios.append(compute_sqnr(exact, compute_outputs(made.path, feeds)[0]))
     assert ratios[0] < ratios[1]
 
 
@@ -85,11 +85,11 @@ def test_fp16_keeps_them_too(digits: Any, tmp_path: Path) -> None:
 
 def test_ratios_stay_finite() -> None:
     a = [np.ones(4)]
-    assert sqnr(a, [np.ones(4)]) == 120
-    assert sqnr(a, [np.full(4, np.inf)]) == -120
-    assert sqnr(a, [np.full(4, np.nan)]) == -120
-    assert sqnr(a, [np.full(4, 1.1)]) == pytest.approx(20, abs=0.01)
-    assert sqnr([np.zeros(2)], [np.ones(2)]) == -120
+    assert compute_sqnr(a, [np.ones(4)]) == 120
+    assert compute_sqnr(a, [np.full(4, np.inf)]) == -120
+    assert compute_sqnr(a, [np.full(4, np.nan)]) == -120
+    assert compute_sqnr(a, [np.full(4, 1.1)]) == pytest.approx(20, abs=0.01)
+    assert compute_sqnr([np.zeros(2)], [np.ones(2)]) == -120
 
 
 def test_more_than_there_are_is_refused(digits: Any, tmp_path: Path) -> None:
@@ -99,13 +99,13 @@ def test_more_than_there_are_is_refused(digits: Any, tmp_path: Path) -> None:
 
 
 def test_bf16_keeps_no_layers(digits: Any) -> None:
-    refuses("bf16 has the range of fp32", converted, digits.trial("onnxruntime", "bf16", keep=1), "onnxruntime")
+    refuses("bf16 has the range of fp32", convert_recipe, digits.trial("onnxruntime", "bf16", keep=1), "onnxruntime")
 
 
 def test_one_ranking_serves_every_number(digits: Any) -> None:
     first, second = (_steps(digits, "int8", "onnxruntime", keep) for keep in (1, 5))
     assert first[0] == second[0] and first[1] != second[1]
-    plain = converted(digits.trial("onnxruntime", "int8", keep=0), "onnxruntime")
+    plain = convert_recipe(digits.trial("onnxruntime", "int8", keep=0), "onnxruntime")
     assert plain.parent is not None and plain.parent.maker == "onnx_export"
 
 
@@ -119,7 +119,7 @@ needs_modelopt = pytest.mark.skipif(not PYTHON, reason="DYNO_TEST_MODELOPT names
 
 
 def asked(digits: Any, precision: str = "fp8", target: str = "tensorrt", **options: Any) -> Recipe:
-    return converted(digits.trial(target, precision, **options), target)
+    return convert_recipe(digits.trial(target, precision, **options), target)
 
 
 def test_fp8_is_always_made_by_it_int8_when_it_is_asked_for(digits: Any) -> None:
@@ -136,7 +136,7 @@ def test_fp8_is_always_made_by_it_int8_when_it_is_asked_for(digits: Any) -> None
 
 def test_what_cannot_be_is_one_line(digits: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="fp8 needs real calibration images: give --data"):
-        converted(replace(digits.trial("tensorrt", "fp8"), data=DataSpec()), "tensorrt")
+        convert_recipe(replace(digits.trial("tensorrt", "fp8"), data=DataSpec()), "tensorrt")
     refuses("fp8 by nvidia-modelopt is for TensorRT, not for openvino", asked, digits, target="openvino")
     refuses("unknown quantizer 'torch'; known: onnxruntime, modelopt", asked, digits, "int8", quantizer="torch")
     with pytest.raises(UserError, match="no calibration method 'percentile'; it has minmax, entropy"):
@@ -181,5 +181,5 @@ def test_its_files_are_right_and_build(digits: Any, tmp_path: Path, precision: s
     trial = Trial(model, "tensorrt_rtx", precision, Dims(4, 8, 8), mixed, runtime=Runtime(device="cuda:0"))
     recipe = find("tensorrt_rtx").recipe(trial)
     assert recipe is not None
-    told = maker("tensorrt_rtx").make(recipe, made, tmp_path).made_by
+    told = get_maker("tensorrt_rtx").make(recipe, made, tmp_path).made_by
     assert told.layers_by_type.get(kind, 0) >= {"fp8": 1, "int8": 3}[precision]

@@ -9,7 +9,7 @@ import torch
 from onnx import numpy_helper, parser
 from torch import nn
 
-from dyno.worker.makers.verify import Case, ExportSource, UndecidedGraph, WrongGraph, doubtful, verified
+from dyno.worker.makers.verify import Case, ExportSource, UndecidedGraph, WrongGraph, list_doubts, verify_graph
 from dyno.worker.onnx_graph.file import read_io
 
 
@@ -53,16 +53,16 @@ def source(module: nn.Module) -> ExportSource:
 
 def test_a_right_graph_raises_no_doubts(tmp_path):
     path = graph(Scaled(2.0), tmp_path / "twice.onnx")
-    checked = verified(path, read_io(str(path))[1], source(Scaled(2.0)))
+    checked = verify_graph(path, read_io(str(path))[1], source(Scaled(2.0)))
     assert checked.max_abs_error == 0 and checked.own_error is None
-    assert doubtful(checked) == []
+    assert list_doubts(checked) == []
 
 
 def test_what_the_module_s_own_rounding_explains_is_accepted_and_said(tmp_path):
     path = graph(Scaled(1.0), tmp_path / "same.onnx")
-    checked = verified(path, read_io(str(path))[1], source(Rounding()))
+    checked = verify_graph(path, read_io(str(path))[1], source(Rounding()))
     assert checked.max_abs_error == pytest.approx(checked.own_error) and checked.own_error > checked.atol
-    (said,) = doubtful(checked)
+    (said,) = list_doubts(checked)
     assert "amplifies rounding" in said and "lower precisions will differ by far more" in said
 
 
@@ -70,7 +70,7 @@ def test_rounding_is_no_excuse_for_a_wrong_graph(tmp_path):
     path = graph(Scaled(1.05), tmp_path / "more.onnx")
     for module in (Scaled(1.0), Rounding()):
         with pytest.raises(WrongGraph, match="output is off by"):
-            verified(path, read_io(str(path))[1], source(module))
+            verify_graph(path, read_io(str(path))[1], source(module))
 
 
 def test_outputs_that_rounding_decides_are_not_called_wrong(tmp_path):
@@ -79,10 +79,10 @@ def test_outputs_that_rounding_decides_are_not_called_wrong(tmp_path):
     with pytest.raises(
         UndecidedGraph, match=r"^the module's own output in FP32 is off by .* from FP64, where the largest"
     ):
-        verified(path, read_io(str(path))[1], source(Rounding(1e7)))
+        verify_graph(path, read_io(str(path))[1], source(Rounding(1e7)))
     path = graph(nn.Linear(64, 8), tmp_path / "fewer.onnx")
     with pytest.raises(WrongGraph, match=r"output is \[3, 8\] where the module's is \[3, 64\]"):
-        verified(path, read_io(str(path))[1], source(Rounding(1e7)))
+        verify_graph(path, read_io(str(path))[1], source(Rounding(1e7)))
 
 
 def suppressing(order: np.ndarray, shift: float, path: Path) -> Path:
@@ -110,15 +110,15 @@ def test_boxes_are_compared_as_a_set(tmp_path):
     boxes = ExportSource(None, (), tuple(outputs), (Case(1, {"input": rows}, outputs),), False, rows=True)
     everything = rng.permutation(200)
     path = suppressing(everything, 0, tmp_path / "mixed.onnx")
-    assert verified(path, read_io(str(path))[1], boxes).boxes_apart == 0
+    assert verify_graph(path, read_io(str(path))[1], boxes).boxes_apart == 0
     path = suppressing(everything[:199], 0, tmp_path / "one.onnx")  # at a threshold rounding may lose one
-    assert verified(path, read_io(str(path))[1], boxes).boxes_apart == 1
+    assert verify_graph(path, read_io(str(path))[1], boxes).boxes_apart == 1
     for order, shift, said in [(everything, 2, "400 of 400 boxes"), (everything[:190], 0, "10 of 390 boxes")]:
         path = suppressing(order, shift, tmp_path / "wrong.onnx")
         with pytest.raises(WrongGraph, match=said):
-            verified(path, read_io(str(path))[1], boxes)
+            verify_graph(path, read_io(str(path))[1], boxes)
     empty = {name: array[:0] for name, array in outputs.items()}
     path = suppressing(everything[:0], 0, tmp_path / "empty.onnx")
     nothing = ExportSource(None, (), tuple(outputs), (Case(1, {"input": rows}, empty),), False, rows=True)
     with pytest.raises(WrongGraph, match="no image has boxes; give trained weights"):
-        verified(path, read_io(str(path))[1], nothing)
+        verify_graph(path, read_io(str(path))[1], nothing)

@@ -22,7 +22,7 @@ from dyno.worker.jobs.inspect_model import inspect_model
 from dyno.worker.nets import model_source, models, saved_modules
 from dyno.worker.nets.local_code import load_file
 from dyno.worker.sessions.torch_support import named_outputs
-from dyno.worker.snippets.modules import module as snippet
+from dyno.worker.snippets.modules import write_module as snippet
 from dyno.worker.spec import Dims, InputSpec, ModelSpec, Preprocess, Trial, UserError
 from refusals import refuses
 from trap import Trap

@@ -142,7 +142,7 @@ def test_networks_that_cannot_be_measured_are_refused_in_one_line(name: str, rea
 
 
 def test_every_network_that_is_suggested_exists() -> None:
-    tasks, names = ultralytics_models.library(), ultralytics_models._network_names()
+    tasks, names = ultralytics_models.import_library(), ultralytics_models._network_names()
     assert {"yolov8n.yaml", "yolov8x-pose-p6.yaml", "yolo11-cls-resnet18.yaml", "yolov9c-seg.yaml"} < set(names)
     files = {path.name for path in (Path(tasks.__file__).parents[1] / "cfg/models").rglob("*.yaml")}
     for name in sorted({*names} - files)[::4]:

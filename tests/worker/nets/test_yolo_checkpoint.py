@@ -27,7 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     import yaml
     from ultralytics import YOLO
 
-    tasks = ultralytics_models.library()
+    tasks = ultralytics_models.import_library()
 
     def made(name: str, nc: int | None = None) -> Path:
         place = tmp_path_factory.mktemp("saved")

@@ -18,9 +18,9 @@ from onnx import numpy_helper
 from torch import nn
 
 import onnx_text
-from dyno.worker.makers.export import fusible
-from dyno.worker.onnx_graph.check import session
-from dyno.worker.onnx_graph.fold import folded, lifted
+from dyno.worker.makers.export import make_fusible
+from dyno.worker.onnx_graph.check import make_session
+from dyno.worker.onnx_graph.fold import fold_graph, lift_constants
 
 RNG = np.random.default_rng(0)
 FEEDS = {"x": RNG.standard_normal((2, 3, 8, 8)).astype(np.float32)}
@@ -45,7 +45,7 @@ def raw() -> Any:
 
 
 def outputs(model: Any) -> np.ndarray:
-    return np.asarray(session(model.SerializeToString()).run(None, FEEDS)[0])
+    return np.asarray(make_session(model.SerializeToString()).run(None, FEEDS)[0])
 
 
 def changed(model: Any) -> Any:
@@ -65,7 +65,7 @@ def test_weights_become_initialisers_and_batch_norms_parts_of_convolutions(
     raw: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slim: Callable[[Any], Any]
 ) -> None:
     monkeypatch.setattr(onnxslim, "slim", slim)
-    made, notes = folded(raw, FEEDS, tmp_path)
+    made, notes = fold_graph(raw, FEEDS, tmp_path)
     assert [node.op_type for node in made.graph.node] == ["Conv"]
     assert {*made.graph.node[0].input[1:]} == {t.name for t in made.graph.initializer}
     assert [entry.domain for entry in made.opset_import] == [""]
@@ -76,7 +76,7 @@ def test_weights_become_initialisers_and_batch_norms_parts_of_convolutions(
 def test_a_graph_that_nothing_folds_stays_what_it_is(raw: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 4
     monkeypatch.setattr(onnxslim, "slim", refused)
-    made, notes = folded(raw, FEEDS, tmp_path / "no such folder")
+    made, notes = fold_graph(raw, FEEDS, tmp_path / "no such folder")
     assert "BatchNormalization" in [node.op_type for node in made.graph.node]
     assert len(notes) == 1 and "could not be folded (slimmed: what is this?; optimised: " in notes[0]
     np.testing.assert_array_equal(outputs(made), outputs(raw))
@@ -93,7 +93,7 @@ def test_numbers_of_every_kind_are_lifted_and_initialisers_are_no_inputs() -> No
         sum = Add(product, w)
         y = ReduceSum<keepdims = 0>(sum, axes)
     }""", ir=3, w=np.float32([1, 2]))  # fmt: skip
-    made = lifted(model)
+    made = lift_constants(model)
     assert {t.name: numpy_helper.to_array(t).tolist() for t in made.graph.initializer} == {
         "w": [1, 2], "one": 1.5, "two": [1, 2], "axes": [0]
     }  # fmt: skip
@@ -116,7 +116,7 @@ def test_a_batch_norm_behind_a_linear_layer_goes_into_its_weights(tmp_path: Path
     }}"""
     arrays = {name: array.astype(np.float32) for name, array in weights.items()}
     model = onnx_text.model(text, rows=np.array([-1, 5]), **arrays)
-    slim, warnings = folded(model, FEEDS, tmp_path)
+    slim, warnings = fold_graph(model, FEEDS, tmp_path)
     kinds = {node.op_type for node in slim.graph.node}
     assert not warnings and ("BatchNormalization" in kinds) == shared
     np.testing.assert_allclose(outputs(slim), outputs(model), rtol=1e-4, atol=1e-4)
@@ -169,7 +169,7 @@ def ran(model: Any, feed: np.ndarray, scratch: Path) -> tuple[np.ndarray, Counte
 def test_what_engines_fuse(module: nn.Module, gone: str, there: str, tmp_path: Path) -> None:
     model, feed = exported(module), np.random.default_rng(0).standard_normal((3, 5, 8)).astype(np.float32)
     before, written = ran(model, feed, tmp_path)
-    after, fused = ran(fusible(model), feed, tmp_path)
+    after, fused = ran(make_fusible(model), feed, tmp_path)
     assert fused[gone] < written[gone] and fused[there] >= max(1, written[there])
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
 
@@ -181,6 +181,6 @@ def test_another_function_with_an_erf_stays_as_it_is(tmp_path: Path) -> None:
 
     model, feed = exported(Other()), np.ones((1, 5, 8), np.float32)
     written = Counter(node.op_type for node in model.graph.node)
-    rewritten = fusible(model)
+    rewritten = make_fusible(model)
     assert Counter(node.op_type for node in rewritten.graph.node) == written
     assert ran(rewritten, feed, tmp_path)[1]["Erf"] == 1

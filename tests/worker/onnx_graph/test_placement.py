@@ -9,7 +9,7 @@ import pytest
 from onnx import helper
 
 import onnx_text
-from dyno.worker.onnx_graph.placement import place
+from dyno.worker.onnx_graph.placement import place_pairs
 
 
 def graph(*nodes: str, weights: dict[str, tuple[int, ...]], reads: tuple[int, ...] = (1, 4, 6, 6)) -> Any:
@@ -29,7 +29,7 @@ def graph(*nodes: str, weights: dict[str, tuple[int, ...]], reads: tuple[int, ..
 def placed(model: Any, transformer: bool = False, excluded: frozenset[str] = frozenset()) -> dict[str, list[bool]]:
     """By node, which of its inputs come out of a DequantizeLinear."""
     names = {name for node in model.graph.node for name in (*node.input, *node.output)}
-    place(model, dict.fromkeys(names, (-2.0, 1.0)), set(excluded), transformer)
+    place_pairs(model, dict.fromkeys(names, (-2.0, 1.0)), set(excluded), transformer)
     (x,) = model.graph.input
     shape = [axis.dim_value for axis in x.type.tensor_type.shape.dim]
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -122,7 +122,7 @@ def node(kind: str, inputs: str, outputs: str, **more: Any) -> Any:
 def scales(model: Any, ranges: dict[str, tuple[float, float]] | None = None) -> dict[str, list[float]]:
     """By node, the scale of each of its inputs that comes out of a pair, else 0; the joint_graph is run, too."""
     names = {name for each in model.graph.node for name in (*each.input, *each.output)}
-    place(model, dict.fromkeys(names, (-1.0, 1.27)) | (ranges or {}), set(), transformer=False, joints=True)
+    place_pairs(model, dict.fromkeys(names, (-1.0, 1.27)) | (ranges or {}), set(), transformer=False, joints=True)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     assert all(np.isfinite(out).all() for out in session.run(None, {"x": np.ones(READS, np.float32)}))
     makers = {name: each for each in model.graph.node for name in each.output}

@@ -11,7 +11,7 @@ from onnx import helper as h
 from onnx import numpy_helper
 
 import onnx_text
-from dyno.worker.onnx_graph.check import session
+from dyno.worker.onnx_graph.check import make_session
 from dyno.worker.onnx_graph.file import check, prepare_given, read_io
 from dyno.worker.onnx_graph.repair import find_free_axes, retype
 from refusals import refuses
@@ -36,7 +36,7 @@ def prepared(model: Any, folder: Path) -> tuple[Any, list[str]]:
 
 
 def output(model: Any, feeds: np.ndarray = FEEDS) -> np.ndarray:
-    return np.asarray(session(model.SerializeToString()).run(None, {"x": feeds})[0])
+    return np.asarray(make_session(model.SerializeToString()).run(None, {"x": feeds})[0])
 
 
 @pytest.mark.parametrize("stored", [-1, 0, None])

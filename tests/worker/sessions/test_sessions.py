@@ -13,7 +13,7 @@ import torch
 from dyno.worker.backend import Session
 from dyno.worker.backends.fake import FakeSession
 from dyno.worker.facts.job import Layer
-from dyno.worker.inputs.input_data import normalisation
+from dyno.worker.inputs.input_data import read_normalisation
 from dyno.worker.jobs import run_trial
 from dyno.worker.layers.graph import list_kernels
 from dyno.worker.registry import find
@@ -35,9 +35,9 @@ def test_batches_in_flight() -> None:
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    gpu.driver.cache_clear()
+    gpu.load_driver.cache_clear()
     yield
-    gpu.driver.cache_clear()
+    gpu.load_driver.cache_clear()
 
 
 class Driver:
@@ -66,13 +66,13 @@ def installed(monkeypatch: pytest.MonkeyPatch, driver: Any) -> None:
 def test_no_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(Unavailable, match="pip install cuda-bindings"):
-        gpu.driver()
+        gpu.load_driver()
 
 
 def test_a_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, Driver(error=100))
     with pytest.raises(Unavailable, match="CUDA_ERROR_NO_DEVICE: no CUDA-capable device"):
-        gpu.driver()
+        gpu.load_driver()
 
 
 def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_pixels_arrive_as_they_are_and_a_quarter_as_large() -> None:
     session, usual = load("fp16", input="uint8"), load("fp16")
     staged = session.stage({"input": pixels})["input"]
     assert staged.dtype == np.uint8
-    mean, std = normalisation(Preprocess(), SHAPE[1])
+    mean, std = read_normalisation(Preprocess(), SHAPE[1])
     want = once(usual, (pixels.astype(np.float32) / 255 - mean) / std)
     for feed in (staged, pixels):
         np.testing.assert_allclose(once(session, feed), want, 1e-2, 1e-2 * np.abs(want).max())

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.evaluate import evaluate
-from dyno.worker.inputs.specs import geometry
+from dyno.worker.inputs.specs import fit_geometry
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Tensor, Trial, UserError
 from dyno.worker.tasks import EvaluationInputs
 from dyno.worker.tasks.classify import (
@@ -95,7 +95,7 @@ class Knowing(Session):
     def run(self, slot=0):
         self.result = np.zeros((len(self.bound), 4 + CLASSES, ANCHORS), np.float32)
         for row, image in zip(self.result, np.rint(self.bound[:, 0, 0, 0] * 255).astype(int), strict=True):
-            scale, _, _, top, left = geometry(*SIZES[image], SIDE, SIDE)
+            scale, _, _, top, left = fit_geometry(*SIZES[image], SIDE, SIDE)
             for a, (label, (x, y, w, h)) in enumerate(self.boxes[image]):
                 middle = [(x + w * (0.5 + self.shift)) * scale + left, (y + h / 2) * scale + top]
                 row[:4, a] = [*middle, w * scale, h * scale]

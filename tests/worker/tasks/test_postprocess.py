@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.worker.inputs.specs import geometry
+from dyno.worker.inputs.specs import fit_geometry
 from dyno.worker.spec import UserError
 from dyno.worker.tasks.detect import DETECT, BoxReader, Detect
 from dyno.worker.tasks.pose import POSE
@@ -169,7 +169,7 @@ def test_outputs_of_another_network_are_refused_in_one_line() -> None:
 
 def test_the_way_back_is_the_way_in() -> None:
     for height, width in IMAGES.tolist():
-        _, new_height, new_width, top, left = geometry(height, width, *SIZE)
+        _, new_height, new_width, top, left = fit_geometry(height, width, *SIZE)
         whole = np.array([left + new_width / 2, top + new_height / 2, new_width, new_height, 1.0], np.float32)
         found = detections(DETECT, [whole.reshape(1, 5, 1)], np.array([[height, width]]), classes=1)[0]
         np.testing.assert_allclose(found.boxes, [[0, 0, width, height]], atol=1e-3)

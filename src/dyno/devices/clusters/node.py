@@ -23,7 +23,7 @@ from typing import Any
 
 from dyno import __version__
 from dyno.devices import blocks, places
-from dyno.devices.places import LOG, Place, RunningBlock, share
+from dyno.devices.places import LOG, Place, RunningBlock, describe_share
 from dyno.worker import system
 from dyno.worker.record import LOCK, write_bytes
 from dyno.worker.spec import UserError
@@ -39,7 +39,7 @@ FOLDERS = "dyno-block-"  # what folders of blocks are called on a node
 Files = dict[str, bytes]  # by their names below the block's folder
 
 
-def carried(device: str) -> dict[str, str | None]:
+def carry_environment(device: str) -> dict[str, str | None]:
     """Return the environment variables that a block of the device takes over from here; None for one that isn't set."""
     names = (*CARRIED, places.VISIBLE) if device == "cpu" else CARRIED
     return {name: os.environ.get(name) for name in names}
@@ -103,7 +103,7 @@ class Node:
         if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
             with open(self._folder / LOG, "a", encoding="utf-8") as log:
                 log.write(f"processes of the cluster give way to others here (niceness {nice}){self._nice}\n")
-        self._process = blocks.popen(self._folder, env, cwd if Path(cwd).is_dir() else None)
+        self._process = blocks.start_block(self._folder, env, cwd if Path(cwd).is_dir() else None)
 
     def news(self) -> FolderUpdate:
         """Return the changes since the last call."""
@@ -248,7 +248,13 @@ class RemoteBlock(RunningBlock):
         self._host = host
         self._code: int | None = None
         self._why = ""
-        host.ask("begin", read_files(folder, _list_stamps(folder)), place.env, carried(place.device), str(Path.cwd()))
+        host.ask(
+            "begin",
+            read_files(folder, _list_stamps(folder)),
+            place.env,
+            carry_environment(place.device),
+            str(Path.cwd()),
+        )
         self._waits = True
         self._asked = time.monotonic()
 
@@ -314,7 +320,9 @@ def make_gpu_place(about: NodeDescription, name: str, host: RemoteHost) -> Place
 def make_core_place(about: NodeDescription, own: Sequence[tuple[int, ...]], host: RemoteHost) -> Place:
     """Return these physical cores of a node as a place."""
     cores = tuple(cpu for core in own for cpu in core)
-    return Place(about.host, "cpu", share(about.card, cores), cores, threads=len(own), machine=about.host, host=host)
+    return Place(
+        about.host, "cpu", describe_share(about.card, cores), cores, threads=len(own), machine=about.host, host=host
+    )
 
 
 def number_names(places: Sequence[Place]) -> list[Place]:

@@ -28,7 +28,7 @@ from dyno.store import SLURM
 from dyno.worker import system
 from dyno.worker.extras import load_library
 from dyno.worker.record import refuse_links
-from dyno.worker.spec import UserError, check_known, plain
+from dyno.worker.spec import UserError, check_known, clean_text
 
 # What `--cluster slurm=…` says: how many jobs, of which kind.
 
@@ -188,7 +188,7 @@ class SlurmHost(RemoteHost):
         for path in (self.job.paths.stderr, self.job.paths.stdout):
             with suppress(OSError):
                 if lines := path.read_text(encoding="utf-8", errors="replace").strip().splitlines():
-                    return plain(lines[-1])
+                    return clean_text(lines[-1])
         return "it wrote no log; is the run folder on a file system that the nodes have too?"
 
 
@@ -388,7 +388,7 @@ def _submit_job(submitit: Any, wanted: SlurmRequest, device: str, mail: Path, nu
         with submitit.helpers.clean_env(), _interrupts_ignored() if wanted.local else nullcontext():
             job = executor.submit(slurm_job.main, str(folder), setting)
     except submitit.core.utils.FailedJobError as e:
-        raise UserError(f"Slurm refuses the job: {plain(str(e).strip().splitlines()[-1])}") from e
+        raise UserError(f"Slurm refuses the job: {clean_text(str(e).strip().splitlines()[-1])}") from e
     host = SlurmHost(job, Mail(folder), device, local=wanted.local)
     if not wanted.local:
         (folder / ID).write_text(host.id)

@@ -11,7 +11,7 @@ GROUP = "dyno.charts"
 ABILITIES = ("dyno.video.tables", "dyno.serving.tables")  # modules of other rooms that declare charts
 
 
-def kinds() -> list[Chart]:
+def list_charts() -> list[Chart]:
     """Return every available chart in the report's order: Dyno's own, then those of installed distributions."""
-    found = plugins.declared((sys.modules[__name__], *ABILITIES), Chart, GROUP).values()
+    found = plugins.list_declared((sys.modules[__name__], *ABILITIES), Chart, GROUP).values()
     return sorted(found, key=lambda chart: (chart.place, chart.name))

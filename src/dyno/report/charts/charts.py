@@ -10,14 +10,37 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dyno.formatting import NO_IMAGE, bounded, limits, name_items, ratio, short, short_bound, show, significant, sized
-from dyno.report.style import HATCHES, INK, LINES, PAPER, WIDTH, Chart, color, logarithmic, marker, styled, tip
+from dyno.formatting import (
+    NO_IMAGE,
+    format_limits,
+    format_number,
+    format_ratio,
+    format_size,
+    is_bounded,
+    name_items,
+    short_bound,
+    shorten_text,
+    show,
+)
+from dyno.report.style import (
+    HATCHES,
+    INK,
+    LINES,
+    PAPER,
+    WIDTH,
+    Chart,
+    add_tooltip,
+    apply_style,
+    choose_color,
+    choose_marker,
+    make_logarithmic,
+)
 from dyno.results import ranking
 from dyno.results.limits import Limit
 from dyno.results.metrics import accuracy, agreement
 from dyno.results.metrics.accuracy import Confusion
 from dyno.results.metrics.metric import Metric
-from dyno.results.ranking import LATENCY, THROUGHPUT, configuration_of, rank_goals, winners
+from dyno.results.ranking import LATENCY, THROUGHPUT, configuration_of, list_winners, rank_goals
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import TrialResult
 from dyno.worker.tasks.postprocess import ImagePlacement
@@ -53,7 +76,7 @@ def draw_lines(rows: pd.DataFrame, axis: str, columns: Mapping[str, str]) -> Any
     drawn = [(title, group, column) for title, group in panels for column in columns]
     across = min(2, len(drawn))
     down = math.ceil(len(drawn) / across)
-    with styled() as figure_class:
+    with apply_style() as figure_class:
         figure = figure_class((WIDTH, 2.9 * down + 0.8), layout="constrained")
         grid = figure.subplots(down, across, squeeze=False).ravel()
         for axes, (title, group, column) in zip(grid, drawn, strict=False):
@@ -63,7 +86,7 @@ def draw_lines(rows: pd.DataFrame, axis: str, columns: Mapping[str, str]) -> Any
             axes.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 10 else f"{v:g}")
         for axes in grid[len(drawn) :]:
             axes.remove()
-        legend(figure, panels, left)
+        draw_legend(figure, panels, left)
     return figure
 
 
@@ -79,13 +102,13 @@ def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
     """Draw a line for each configuration on an axis that begins at 0, its interval shaded where the column has one."""
     for _, series in group.groupby("configuration", sort=False):
         first, ordered = series.iloc[0], series.dropna(subset=[column]).sort_values("place")
-        axes.plot(ordered["place"], ordered[column], **stroke(first))
+        axes.plot(ordered["place"], ordered[column], **choose_stroke(first))
         if f"{column}_low" in series:
             bounded_rows = ordered.dropna(subset=[f"{column}_low"])
             limits = bounded_rows[f"{column}_low"], bounded_rows[f"{column}_high"]
-            tight = [bounded(*pair) for pair in zip(*limits, strict=True)]
+            tight = [is_bounded(*pair) for pair in zip(*limits, strict=True)]
             axes.fill_between(
-                bounded_rows["place"], *limits, where=tight, color=color(first["backend"]), alpha=0.1, lw=0
+                bounded_rows["place"], *limits, where=tight, color=choose_color(first["backend"]), alpha=0.1, lw=0
             )
     ticks = sorted(set(group["place"]))
     names = {place_of(v): str(v) for v in group[axis]}
@@ -109,20 +132,30 @@ def list_configurations(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(twin=[alike[backend, precision][name] for name, backend, precision in lines])
 
 
-def stroke(r: Any) -> dict[str, Any]:
+def choose_stroke(r: Any) -> dict[str, Any]:
     """Return the line style of a configuration; of two that differ only by an option the second has hollow markers."""
-    tone = color(r["backend"])
+    tone = choose_color(r["backend"])
     inside = {"mfc": "white", "mec": tone, "mew": 1.3} if r["twin"] else {"mec": "white", "mew": 0.6}
-    looks = {"color": tone, "marker": marker(r["precision"]), "ls": LINES.get(r["precision"], "-"), "lw": 1.6, "ms": 6}
+    looks = {
+        "color": tone,
+        "marker": choose_marker(r["precision"]),
+        "ls": LINES.get(r["precision"], "-"),
+        "lw": 1.6,
+        "ms": 6,
+    }
     return looks | inside
 
 
-def legend(figure: Any, panels: list[Panel], left: int = 0) -> None:
+def draw_legend(figure: Any, panels: list[Panel], left: int = 0) -> None:
     """Draw one legend below all panels, with the number of panels left out."""
     from matplotlib.lines import Line2D
 
     rows = one_of_each(panels)
-    place_legend(figure, [Line2D([], [], label=short(r["configuration"], LONGEST), **stroke(r)) for r in rows], left)
+    place_legend(
+        figure,
+        [Line2D([], [], label=shorten_text(r["configuration"], LONGEST), **choose_stroke(r)) for r in rows],
+        left,
+    )
 
 
 def one_of_each(panels: list[Panel]) -> list[Any]:
@@ -144,7 +177,7 @@ def place_legend(figure: Any, handles: list[Any], left: int) -> None:
 def title_of(keys: list[str], values: tuple[Any, ...]) -> str:
     """Return a panel's title from the values that all its rows share."""
     named = dict(zip(keys, values, strict=True))
-    parts = [short(named["model"], LONGEST)] + [
+    parts = [shorten_text(named["model"], LONGEST)] + [
         f"{k} {named[k]}" for k in ("size", "batch") if k in named and (k, named[k]) != ("size", NO_IMAGE)
     ]
     return ", ".join(parts + ([named["device"]] if named["device"] != "cpu" else []))
@@ -177,12 +210,12 @@ def draw_speedup(run: RunData) -> Any:
 
     One panel per model, size and batch in which any speed-up has an interval; None without such a panel.
     """
-    rows = compared(run.frame.dropna(subset=["speedup"]))
+    rows = keep_compared(run.frame.dropna(subset=["speedup"]))
     title = "times as fast as the reference"
-    return rows_figure(run, rows, _speedup_panel, title, "speed-up", times) if len(rows) else None
+    return rows_figure(run, rows, _speedup_panel, title, "speed-up", format_speedup) if len(rows) else None
 
 
-def compared(rows: pd.DataFrame) -> pd.DataFrame:
+def keep_compared(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of every reference against which any speed-up has a bound."""
     told = [r["reference"] for _, r in rows.iterrows() if r["verdict"] != "reference" and is_sure(r)]
     return rows[rows["reference"].isin(told)]
@@ -190,10 +223,10 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
 
 def is_sure(r: pd.Series) -> bool:
     """Return whether the speed-up is known within a factor of two, or has no interval."""
-    return bool(r["speedup_low"] != r["speedup_low"] or bounded(r["speedup_low"], r["speedup_high"]))
+    return bool(r["speedup_low"] != r["speedup_low"] or is_bounded(r["speedup_low"], r["speedup_high"]))
 
 
-def times(r: pd.Series) -> str:
+def format_speedup(r: pd.Series) -> str:
     """Return the speed-up as text, or the useful limit of a wide interval."""
     return f"{r['speedup']:.2f}x" if is_sure(r) else short_bound(r["speedup_low"], r["speedup_high"])
 
@@ -206,18 +239,20 @@ def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
             _plot_point(axes, r, r[LATENCY], y)
         else:
             hatch = HATCHES.get(r["precision"], "")
-            (bar,) = axes.barh(y, r[LATENCY], 0.72, color=color(r["backend"]), hatch=hatch, edgecolor="white", lw=0)
-            tip(bar, _describe_row(r))
+            (bar,) = axes.barh(
+                y, r[LATENCY], 0.72, color=choose_color(r["backend"]), hatch=hatch, edgecolor="white", lw=0
+            )
+            add_tooltip(bar, _describe_row(r))
         _draw_whisker(axes, r["latency_ms_low"], r["latency_ms_high"], y, limit)
 
 
 def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
     axes.axvline(1, color=INK, lw=1)
     sure = [r for _, r in rows.iterrows() if is_sure(r)]  # a wild estimate must not squeeze the others
-    intervals = [r["speedup_high"] for r in sure if bounded(r["speedup_low"], r["speedup_high"])]
+    intervals = [r["speedup_high"] for r in sure if is_bounded(r["speedup_low"], r["speedup_high"])]
     limit = set_scale(axes, [*(r["speedup"] for r in sure), 1], max(intervals, default=float("nan")))
     for y, (_, r) in enumerate(rows.iterrows()):
-        hollow = {} if is_sure(r) else {"mfc": "white", "mec": color(r["backend"]), "mew": 1.3}
+        hollow = {} if is_sure(r) else {"mfc": "white", "mec": choose_color(r["backend"]), "mew": 1.3}
         _plot_point(axes, r, r["speedup"], y, **hollow)
         _draw_whisker(axes, r["speedup_low"], r["speedup_high"], y, limit)
 
@@ -225,17 +260,19 @@ def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
 def _plot_point(axes: Any, r: pd.Series, x: float, y: float, **looks: Any) -> None:
     """Plot a row's marker with a tooltip of its numbers."""
     looks = {"mec": "white", "mew": 0.7, "ms": 9} | looks
-    tip(axes.plot(x, y, marker(r["precision"]), color=color(r["backend"]), **looks)[0], _describe_row(r))
+    add_tooltip(
+        axes.plot(x, y, choose_marker(r["precision"]), color=choose_color(r["backend"]), **looks)[0], _describe_row(r)
+    )
 
 
 def _describe_row(r: pd.Series) -> str:
     """Describe a row in words: its configuration with latency, images per second and speed-up."""
-    interval = limits(r["latency_ms_low"], r["latency_ms_high"], lambda v: show(v * 1e-3, "duration"))
+    interval = format_limits(r["latency_ms_low"], r["latency_ms_high"], lambda v: show(v * 1e-3, "duration"))
     words = [f"{configuration_of(r)}, batch {r['batch']}: {show(r[LATENCY] * 1e-3, 'duration')}{interval}"]
     if r[THROUGHPUT] == r[THROUGHPUT]:
-        words.append(f"{significant(r[THROUGHPUT])} {name_items(r['size'])}/s")
+        words.append(f"{format_number(r[THROUGHPUT])} {name_items(r['size'])}/s")
     if r["speedup"] == r["speedup"] and r["verdict"] != "reference":
-        words.append(f"{ratio(r['speedup'], r['speedup_low'], r['speedup_high'])}, {r['verdict']}")
+        words.append(f"{format_ratio(r['speedup'], r['speedup_low'], r['speedup_high'])}, {r['verdict']}")
     return "; ".join(words)
 
 
@@ -248,7 +285,7 @@ def set_scale(axes: Any, values: Iterable[float], highest: float) -> float:
     limit = _choose_axis_end(high, highest)
     if high > LOGARITHMIC * low > 0:
         limit *= 1.2
-        logarithmic(axes, "x", low / 1.6, limit)
+        make_logarithmic(axes, "x", low / 1.6, limit)
     else:
         axes.set_xlim(0, limit)
     return limit
@@ -282,7 +319,7 @@ def rows_figure(run: RunData, rows: pd.DataFrame, draw: Any, axis: str, heading:
         return None
     heights = [max(len(g), 2) * ROW for _, g in groups]
     total = sum(heights) + 0.62 * len(groups) + 0.35
-    with styled() as figure_class:
+    with apply_style() as figure_class:
         figure = figure_class((WIDTH, total))
         grid = figure.add_gridspec(
             len(groups), 1, height_ratios=heights, hspace=0.62 / (sum(heights) / len(heights)),
@@ -303,7 +340,7 @@ def rows_figure(run: RunData, rows: pd.DataFrame, draw: Any, axis: str, heading:
 
 
 def _name_rows(axes: Any, rows: pd.DataFrame, value: Any) -> None:
-    axes.set_yticks(range(len(rows)), [short(configuration_of(r), LONGEST) for _, r in rows.iterrows()])
+    axes.set_yticks(range(len(rows)), [shorten_text(configuration_of(r), LONGEST) for _, r in rows.iterrows()])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
@@ -320,7 +357,7 @@ def draw_accuracy(run: RunData, speed: str = LATENCY) -> Any:
     panels = [*_accuracy_panels(run, speed)][:MOST_ACCURACY_PANELS]
     if not panels:
         return None
-    with styled() as figure_class:
+    with apply_style() as figure_class:
         figure = figure_class((WIDTH, 3.9 * len(panels) + 0.5), layout="constrained")
         places = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
         for axes, (title, group, metric) in zip(places, panels, strict=True):
@@ -349,7 +386,8 @@ def _named_frontier(edge: pd.DataFrame, group: pd.DataFrame) -> str:
     """Return the frontier in words: names beside crowded points would cover them."""
     unequal = [k for k in ("size", "batch") if group[k].nunique() > 1]
     names = [
-        " ".join([short(configuration_of(r), LONGEST), *(f"{k} {r[k]}" for k in unequal)]) for _, r in edge.iterrows()
+        " ".join([shorten_text(configuration_of(r), LONGEST), *(f"{k} {r[k]}" for k in unequal)])
+        for _, r in edge.iterrows()
     ]
     more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return "frontier (ringed), fastest first: " + ", ".join(names[:MOST_NAMED]) + more
@@ -361,9 +399,9 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
     chosen = set(edge["trial"])
     limit = set_scale(axes, group[speed], group[SPEED_LIMITS[speed][1]].max())
     for _, r in group.iterrows():
-        tone, value = color(r["backend"]), r[metric.column]
+        tone, value = choose_color(r["backend"]), r[metric.column]
         low, high = (r[name] for name in SPEED_LIMITS[speed])
-        if bounded(low, high):
+        if is_bounded(low, high):
             axes.plot([low, min(high, limit)], [value] * 2, color=tone, lw=1.1, alpha=0.8)
             if high > limit:  # an end drawn there would be read as the interval's
                 axes.plot([limit], [value], ">", color=tone, ms=5)
@@ -392,8 +430,8 @@ def _add_legend(figure: Any, rows: pd.DataFrame) -> None:
     from matplotlib.lines import Line2D
 
     configurations = dict.fromkeys(zip(rows["backend"], rows["precision"], strict=True))
-    handles = [Line2D([], [], color=color(b), marker=marker(p), ls="", mec="white", ms=8, label=f"{b} {p}")
-               for b, p in configurations]  # fmt: skip
+    handles = [Line2D([], [], color=choose_color(b), marker=choose_marker(p), ls="", mec="white", ms=8,
+                      label=f"{b} {p}") for b, p in configurations]  # fmt: skip
     figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=1.2)
 
 
@@ -454,20 +492,22 @@ def inference_time(run: RunData) -> Any:
 
     rows = list_configurations(ranking.list_usable(run.frame).dropna(subset=[LATENCY]))
     groups = [
-        (f"{sized(size, 'size ')}, batch {batch}".lstrip(", "), group)
+        (f"{format_size(size, 'size ')}, batch {batch}".lstrip(", "), group)
         for (size, batch), group in rows.groupby(["size", "batch"], sort=False)
         if group["model"].nunique() > 1
     ]
     panels, left = groups[:MOST_PANELS], max(0, len(groups) - MOST_PANELS)
     if not panels:
         return None
-    with styled() as figure_class:
+    with apply_style() as figure_class:
         figure = figure_class((WIDTH, 2.7 * len(panels) + 0.7), layout="constrained")
         grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
         for axes, (title, group) in zip(grid, panels, strict=True):
             _draw_bars(axes, group)
             axes.set_title(title)
-        handles = [Patch(label=short(r["configuration"], LONGEST), **_choose_fill(r)) for r in one_of_each(panels)]
+        handles = [
+            Patch(label=shorten_text(r["configuration"], LONGEST), **_choose_fill(r)) for r in one_of_each(panels)
+        ]
         place_legend(figure, handles, left)
     return figure
 
@@ -481,14 +521,14 @@ def _draw_bars(axes: Any, group: pd.DataFrame) -> None:
             axes.bar(x, r[LATENCY], 0.92 * width, **_choose_fill(r))
             if count <= MANY:
                 axes.annotate(
-                    significant(r[LATENCY]), (x, r[LATENCY]), (0, 2), textcoords="offset points", ha="center",
+                    format_number(r[LATENCY]), (x, r[LATENCY]), (0, 2), textcoords="offset points", ha="center",
                     va="bottom", fontsize=7, rotation=90 if count > FEW else 0,
                 )  # fmt: skip
     low, high = group[LATENCY].min(), group[LATENCY].max()
-    logarithmic(axes, "y", low / 2, high * (4 if FEW < count <= MANY else 1.6))
+    make_logarithmic(axes, "y", low / 2, high * (4 if FEW < count <= MANY else 1.6))
     axes.set_ylabel("latency per batch, ms")
     tilted = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if sum(map(len, models)) > 70 else {}
-    axes.set_xticks(range(len(models)), [short(m, LONGEST) for m in models], **tilted)
+    axes.set_xticks(range(len(models)), [shorten_text(m, LONGEST) for m in models], **tilted)
     axes.tick_params(axis="x", length=0)
     axes.grid(False, axis="x")
 
@@ -498,7 +538,7 @@ def draw_speedups(run: RunData, axis: str) -> Any:
 
     Speed-ups without a bound are not drawn.
     """
-    rows = compared(ranking.list_usable(run.frame).dropna(subset=["speedup"]))
+    rows = keep_compared(ranking.list_usable(run.frame).dropna(subset=["speedup"]))
     rows = rows.loc[[is_sure(r) for _, r in rows.iterrows()]]
     figure = draw_lines(rows, axis, {"speedup": "times as fast as the reference"})
     for axes in figure.axes if figure else ():
@@ -522,7 +562,7 @@ def draw_tflops(run: RunData, axis: str) -> Any:
                 f"peak\n{kind}", (1, value), (3, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
                 va="center", fontsize=8,
             )  # fmt: skip
-        logarithmic(axes, "y", low / 1.5, high * 2)
+        make_logarithmic(axes, "y", low / 1.5, high * 2)
     return figure
 
 
@@ -533,7 +573,7 @@ def _find_main_type(types: str) -> str:
 
 def _choose_fill(r: Any) -> dict[str, Any]:
     hatch = HATCHES.get(r["precision"], "")
-    return {"facecolor": color(r["backend"]), "hatch": hatch, "edgecolor": "white", "linewidth": 0,
+    return {"facecolor": choose_color(r["backend"]), "hatch": hatch, "edgecolor": "white", "linewidth": 0,
             "alpha": 0.55 if r["twin"] else 1.0}  # fmt: skip
 
 
@@ -563,7 +603,7 @@ TFLOPS_SIZE = Chart(
 HEIGHT = 0.5  # of a row, over which its rounds are spread in the order in which they ran
 
 
-def rounds(run: RunData) -> Any:
+def draw_rounds(run: RunData) -> Any:
     """Draw a dot for the median latency of each round, a row for each trial; None where no trial has several rounds."""
     rows = run.frame[run.frame["rounds"] > 1].dropna(subset=[LATENCY])
     spread = partial(_draw_panel, trials=run.trials)
@@ -579,8 +619,8 @@ def _draw_panel(axes: Any, rows: pd.DataFrame, trials: dict[str, TrialResult]) -
         axes.plot([r[LATENCY]] * 2, [y - 0.4, y + 0.4], color=INK, lw=1)
         for number, (name, value) in enumerate(own.items()):
             place = y + HEIGHT * (number / max(1, len(own) - 1) - 0.5)
-            (dot,) = axes.plot(value, place, "o", color=color(r["backend"]), mec="white", mew=0.4, ms=5)
-            tip(dot, f"{name.removeprefix('r')}. round: {show(value * 1e-3, 'duration')}")
+            (dot,) = axes.plot(value, place, "o", color=choose_color(r["backend"]), mec="white", mew=0.4, ms=5)
+            add_tooltip(dot, f"{name.removeprefix('r')}. round: {show(value * 1e-3, 'duration')}")
 
 
 def _find_medians(r: pd.Series, trials: dict[str, TrialResult]) -> dict[str, float]:
@@ -599,7 +639,7 @@ ROUNDS = Chart(
     "rounds",
     "Each round's median latency, a fresh process each, from above in the order in which they ran; the line is the "
     "trial's latency, the number by how much the slowest round exceeds the fastest.",
-    rounds,
+    draw_rounds,
     3,
 )
 
@@ -623,7 +663,7 @@ def draw_matrices(run: RunData) -> Any:
     if not drawn:
         return None
     sides = [min(WIDTH, max(3.2, 1.6 + 0.32 * len(matrix.classes))) for _, matrix in drawn]
-    with styled() as figure_class:
+    with apply_style() as figure_class:
         figure = figure_class(figsize=(max(sides), sum(sides)), layout="constrained")
         places = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=sides)[:, 0]
         for axes, (label, matrix) in zip(places, drawn, strict=True):
@@ -634,14 +674,14 @@ def draw_matrices(run: RunData) -> Any:
 
 def _find_distinct(run: RunData) -> Iterator[tuple[str, Confusion]]:
     """Yield each distinct matrix with a title, which counts the configurations with the same one."""
-    best = {run.trials[id].configuration for _, id in winners(run)}
+    best = {run.trials[id].configuration for _, id in list_winners(run)}
     alike: dict[tuple[str, str, bytes], list[str]] = {}
     matrices: dict[tuple[str, str, bytes], Confusion] = {}
     for t in sorted(accuracy.choose_trials(run.records), key=lambda t: t.configuration not in best):
         matrix = accuracy.read_confusion(t)
         if matrix and len(matrix.classes) > 1:
             key = t.model, t.size, matrix.classes.tobytes() + matrix.counts.tobytes()
-            alike.setdefault(key, []).append(short(t.label, 2 * LONGEST_CLASS))
+            alike.setdefault(key, []).append(shorten_text(t.label, 2 * LONGEST_CLASS))
             matrices.setdefault(key, matrix)
     for key, (first, *others) in alike.items():
         more = f", and {len(others)} more with the same matrix" if others else ""
@@ -659,7 +699,7 @@ def _draw_matrix(axes: Any, matrix: Confusion) -> None:
     axes.set_xlabel("answer" + unnamed)
     axes.set_ylabel("label")
     ticks = range(count) if count <= MOST_LABELLED else []
-    names = [short(name, LONGEST_CLASS) for name in matrix.names]
+    names = [shorten_text(name, LONGEST_CLASS) for name in matrix.names]
     middles = [place + 0.5 for place in ticks]
     axes.set_xticks(middles, names if ticks else [], rotation=90, fontsize=8)
     axes.set_yticks(middles, names if ticks else [], fontsize=8)
@@ -713,7 +753,7 @@ def draw_flips(run: RunData) -> Any:
     strips = [*_find_strips(run), *_find_box_strips(run)][:MOST_STRIPS]
     if not strips:
         return None
-    with styled() as figure_class:
+    with apply_style() as figure_class:
         figure = figure_class(figsize=(WIDTH, 1.85 * len(strips)), layout="constrained")
         for part, (title, pictures) in zip(
             np.atleast_1d(figure.subfigures(len(strips), 1, squeeze=True)), strips, strict=True
@@ -739,12 +779,12 @@ def _find_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
         shown = [*flips[: min(lost, max(MOST_PICTURES // 2, MOST_PICTURES - (len(flips) - lost)))], *flips[lost:]]
         pictures = []
         for flip in shown[:MOST_PICTURES]:
-            before, after = (short(name, LONGEST_ANSWER) for name in (flip.reference, flip.answer))
+            before, after = (shorten_text(name, LONGEST_ANSWER) for name in (flip.reference, flip.answer))
             if flip.image < len(photographs.pixels):
                 pixels = photographs.pixels[flip.image].transpose(1, 2, 0)
                 pictures.append(FlipPicture(pixels, "lost" if flip.is_lost else "gained", f"{before}\n→ {after}"))
         if pictures:
-            title = f"{short(t.label, 2 * LONGEST_CLASS)}: {lost} lost, {len(flips) - lost} gained"
+            title = f"{shorten_text(t.label, 2 * LONGEST_CLASS)}: {lost} lost, {len(flips) - lost} gained"
             yield f"{title} against {reference.configuration}", pictures
 
 
@@ -765,10 +805,10 @@ def _find_box_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
                 boxes = tuple(each * scale + margin for each in (flip.reference, flip.own))
                 counts = (flip.lost, "lost"), (flip.gained, "gained"), (flip.renamed, "other class")
                 below = "\n".join(f"{count} {name}" for count, name in counts if count)
-                name = short(photographs.name(flip.image).rpartition("/")[2], LONGEST_ANSWER)
+                name = shorten_text(photographs.name(flip.image).rpartition("/")[2], LONGEST_ANSWER)
                 pictures.append(FlipPicture(pixels, name, below, boxes))
         if pictures:
-            title = f"{short(t.label, LONGEST)} against {short(reference.configuration, LONGEST)}"
+            title = f"{shorten_text(t.label, LONGEST)} against {shorten_text(reference.configuration, LONGEST)}"
             yield f"{title}:\n{found.describe()}", pictures
 
 

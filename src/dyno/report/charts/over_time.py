@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from dyno.formatting import short, sized
+from dyno.formatting import format_size, shorten_text
 from dyno.report import style
 from dyno.report.export import export
-from dyno.report.style import INK, LINES, SPARE, WIDTH, Chart, color, styled
+from dyno.report.style import INK, LINES, SPARE, WIDTH, Chart, apply_style, choose_color
 from dyno.report.tables import TableKind
 from dyno.results.files import read_numbers
 from dyno.results.ranking import LATENCY
@@ -89,7 +89,7 @@ def read_over_time(r: Round) -> Series | None:
     return Series(seconds, known, timed, bool((steps[1:] > longest).any())) if known else None
 
 
-def quantities(series: Iterable[Series]) -> list[Quantity]:
+def list_quantities(series: Iterable[Series]) -> list[Quantity]:
     """Return the quantities that at least one of the series has, in order."""
     had = {each for one in series for each in one.values}
     return [each for each in (*ON_GPU, *ON_CPU) if each in had]
@@ -125,8 +125,8 @@ def series_of(trials: Sequence[TrialResult]) -> list[Shown]:
 
 def draw_over_time(groups: Sequence[tuple[str, Sequence[Shown]]]) -> Any:
     """Draw a figure: for each group a panel per quantity with a line per trial, and the timed stretches below."""
-    heights = [PANEL * len(quantities(s for _, s in shown)) + STRIP * len(shown) + 0.9 for _, shown in groups]
-    with styled() as figure_class:
+    heights = [PANEL * len(list_quantities(s for _, s in shown)) + STRIP * len(shown) + 0.9 for _, shown in groups]
+    with apply_style() as figure_class:
         figure = figure_class((WIDTH, sum(heights)), layout="constrained")
         parts = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
         for part, (title, shown) in zip(parts, groups, strict=True):
@@ -141,12 +141,12 @@ def _group_trials(run: RunData) -> Iterator[tuple[str, list[TrialResult]]]:
         last = group[group["batch"] == group["batch"].max()]
         order = last.assign(first=last["verdict"] != "reference").sort_values(["first", LATENCY], kind="stable")
         more = f" ({len(order) - TRIALS} more in results.csv)" if len(order) > TRIALS else ""
-        title = f"{short(model, LONGEST)}{sized(size)}, batch {last['batch'].iloc[0]}, {device}{more}"
+        title = f"{shorten_text(model, LONGEST)}{format_size(size)}, batch {last['batch'].iloc[0]}, {device}{more}"
         yield title, [run.trials[id] for id in order["trial"][:TRIALS]]
 
 
 def _draw_group(part: Any, shown: Sequence[Shown]) -> None:
-    wanted = quantities(series for _, series in shown)
+    wanted = list_quantities(series for _, series in shown)
     heights = [*[PANEL] * len(wanted), STRIP * len(shown)]
     *panels, strip = part.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     tones = _choose_tones([t for t, _ in shown])
@@ -173,7 +173,7 @@ def _choose_tones(trials: Sequence[TrialResult]) -> list[str]:
     """Return a colour for each trial: its backend's, or a spare one where an earlier trial has taken that."""
     taken: list[str] = []
     for t in trials:
-        spare = (tone for tone in (color(t.backend), *SPARE) if tone not in taken)
+        spare = (tone for tone in (choose_color(t.backend), *SPARE) if tone not in taken)
         taken.append(next(spare, INK))
     return taken
 
@@ -204,7 +204,7 @@ def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
         raise UserError(f"{path} would be no chart over time; give a name that ends in {', '.join(ENDINGS)}")
     trials = [find_trial(run.records, choice) for choice in choices]
     if choices:
-        title = ", ".join(dict.fromkeys(f"{t.model}{sized(t.size)}, batch {t.batch}, {t.device}" for t in trials))
+        title = ", ".join(dict.fromkeys(f"{t.model}{format_size(t.size)}, batch {t.batch}, {t.device}" for t in trials))
         groups = [(title, series_of(list({t.id: t for t in trials}.values())))]
     else:
         groups = group_over_time(run)
@@ -214,17 +214,17 @@ def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
     if not groups:
         raise UserError(f"{run.records.folder} has no two trials with a recording over time; choose some with --trials")
     if path.suffix == ".csv":
-        write_text(path, export([table([shown for _, group in groups for shown in group])], "csv"))
+        write_text(path, export([make_table([shown for _, group in groups for shown in group])], "csv"))
     elif path.suffix == ".png":
         style.save(draw_over_time(groups), path)
     else:
-        write_text(path, style.svg(draw_over_time(groups), "over-time", on_paper=True))
+        write_text(path, style.render_svg(draw_over_time(groups), "over-time", on_paper=True))
     return path
 
 
-def table(shown: Sequence[Shown]) -> Table:
+def make_table(shown: Sequence[Shown]) -> Table:
     """Return a table with one row per telemetry sample of each trial, with the boundary timed at that moment."""
-    wanted = quantities(series for _, series in shown)
+    wanted = list_quantities(series for _, series in shown)
     columns = (
         Column("trial", "the id", kind=TEXT),
         Column("label", "of the trial", kind=TEXT),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dyno.formatting import significant
+from dyno.formatting import format_number
 from dyno.report.tables import TableKind
 from dyno.report.tables.trial_table import STAGES
 from dyno.results import metrics
@@ -17,7 +17,19 @@ from dyno.results.metrics.agreement import Agreement, Rank
 from dyno.results.metrics.metric import Metric
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, TrialResult
-from dyno.table import COUNT, PERCENT, POINTS, TEXT, Column, Row, Table, limited, limits_of, printed, with_limits
+from dyno.table import (
+    COUNT,
+    PERCENT,
+    POINTS,
+    TEXT,
+    Column,
+    Row,
+    Table,
+    keep_printed,
+    limit_cells,
+    limits_of,
+    with_limits,
+)
 from dyno.worker.numerics.closeness import ATOL, RTOL
 from dyno.worker.spec import UserError
 
@@ -63,7 +75,7 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
     shown: dict[str, Metric] = {}
     for _, r in run.frame.iterrows():
         t, reference = run.trials[r["trial"]], run.trials.get(r["reference"])
-        if t.task.labels != labels or not (scores := metrics.measured(t)):
+        if t.task.labels != labels or not (scores := metrics.list_measured(t)):
             continue
         shown |= {metric.name: metric for metric, _ in scores}
         names = [column.name for metric, _ in scores for column in metric.columns]
@@ -72,7 +84,7 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
         if isinstance(change, PairedChange):
             row |= {"gained": change.gained, "lost": change.lost}
         if change and reference is not None and labels == "classes":
-            row |= limited("score_shift", accuracy.compute_score_shift(t, reference))
+            row |= limit_cells("score_shift", accuracy.compute_score_shift(t, reference))
         rows.append(row if change else row | {metric.diff: None for metric, _ in scores})
     if not rows:
         return None
@@ -80,7 +92,7 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
     changes = [m.change_columns[0] for m in ordered if m.diff in m.printed_columns]
     shifts = SHIFT if labels == "classes" else ()
     columns = (LABEL, OF, IMAGES, *(m.value_column for m in ordered), *PAIRED, *changes, *shifts, *DECISION)
-    return kind.of(columns, rows, printed=printed(columns))
+    return kind.of(columns, rows, printed=keep_printed(columns))
 
 
 def _make_classes_table(run: RunData) -> Table | None:
@@ -90,7 +102,7 @@ def _make_classes_table(run: RunData) -> Table | None:
         for t in accuracy.choose_trials(run.records)[:MOST_COLUMNS]
         if (matrix := accuracy.read_confusion(t))
     ]
-    if not shown or not metrics.measured(shown[0][0]):
+    if not shown or not metrics.list_measured(shown[0][0]):
         return None
     tables = [matrix.per_class() for _, matrix in shown]
     top1 = {
@@ -127,7 +139,7 @@ def _make_flips_table(run: RunData) -> Table | None:
         ]  # fmt: skip
     note = f"At most {MOST_FLIPS} images of a configuration, the lost ones first, each by the reference's score."
     columns = FLIP_COLUMNS
-    return FLIPS.of(columns, rows, group=("label",), notes=(note,), printed=printed(columns)) if rows else None
+    return FLIPS.of(columns, rows, group=("label",), notes=(note,), printed=keep_printed(columns)) if rows else None
 
 
 def _make_box_flips_table(run: RunData) -> Table | None:
@@ -147,7 +159,7 @@ def _make_box_flips_table(run: RunData) -> Table | None:
             for flip in found.flips[:MOST_FLIPS]
         ]  # fmt: skip
     columns = BOX_FLIP_COLUMNS
-    return BOX_FLIPS.of(columns, rows, group=("label",), notes=notes, printed=printed(columns)) if rows else None
+    return BOX_FLIPS.of(columns, rows, group=("label",), notes=notes, printed=keep_printed(columns)) if rows else None
 
 
 def _average_precision(run: RunData) -> Table | None:
@@ -170,10 +182,10 @@ def _make_thresholds_table(run: RunData) -> Table | None:
         for k, least in enumerate(mean_ap.LEAST_SCORES.tolist()):
             row: Row = {"label": t.label, "trial": t.id, "score": least}
             for name, values in scores.own.rates.items():
-                row |= limited(name, mean_ap.jackknife_ap(values[k]), 100)
-            rows.append(row | (limited("f1_diff", changes[k], 100) if changes else {}))
+                row |= limit_cells(name, mean_ap.jackknife_ap(values[k]), 100)
+            rows.append(row | (limit_cells("f1_diff", changes[k], 100) if changes else {}))
     columns = THRESHOLD_COLUMNS
-    return THRESHOLDS.of(columns, rows, group=("label",), printed=printed(columns)) if rows else None
+    return THRESHOLDS.of(columns, rows, group=("label",), printed=keep_printed(columns)) if rows else None
 
 
 def _make_evaluation_table(run: RunData) -> Table | None:
@@ -284,15 +296,15 @@ def _list_pairs(run: RunData, trials: Iterable[TrialResult] = ()) -> list[tuple[
 def _make_agreement_table(run: RunData) -> Table:
     compared = ((t, other, agreement.read_agreement(t, other)) for t, other in _list_pairs(run))
     rows = [_make_row(t.label, other.configuration, result) for t, other, result in compared if result]
-    return AGREEMENT.of(columns(RTOL, ATOL), rows)
+    return AGREEMENT.of(make_columns(RTOL, ATOL), rows)
 
 
 def _make_ranks_table(run: RunData) -> Table:
     compared = ((t.label, agreement.compare_answers(t, other)) for t, other in _list_pairs(run))
-    return ranks([(label, result) for label, result in compared if result])
+    return make_rank_table([(label, result) for label, result in compared if result])
 
 
-def ranks(by_trial: Sequence[tuple[str, list[Rank]]]) -> Table:
+def make_rank_table(by_trial: Sequence[tuple[str, list[Rank]]]) -> Table:
     """Build the table of the first ten ranks of classifiers, each by its name (R8)."""
     rows = [
         {"trial": name, "mae": {r.rank: r.mae for r in own}} | {f"rank_{r.rank}": 100 * r.disagreement for r in own}
@@ -306,7 +318,7 @@ def _make_rank_column(number: int) -> Column:
     name = f"rank_{number}"
 
     def format_cell(row: Row) -> str:
-        return f"{significant(row['mae'][number], 2)} / {row[name]:.2f} %" if name in row else ""
+        return f"{format_number(row['mae'][number], 2)} / {row[name]:.2f} %" if name in row else ""
 
     meaning = "share of inputs whose class at that rank differs; printed behind the mean absolute error of the score"
     return Column(name, meaning, "%", PERCENT, f"rank {number}", cell=format_cell)
@@ -349,8 +361,8 @@ def compare_with_first(runs: Sequence[Results], rtol: float, atol: float) -> tup
         *dict.fromkeys(f"{_name_trial(t)}: {t.oddity}" for t in good if t.oddity),
         *(f"no outputs from {line}" for line in failed),
     )
-    table = AGREEMENT.of(columns(rtol, atol), rows, notes=notes)
-    return table, ranks([(name, trial_ranks) for name, trial_ranks in by_trial if trial_ranks]), failed
+    table = AGREEMENT.of(make_columns(rtol, atol), rows, notes=notes)
+    return table, make_rank_table([(name, trial_ranks) for name, trial_ranks in by_trial if trial_ranks]), failed
 
 
 def _name_trial(trial: TrialResult) -> str:
@@ -370,7 +382,7 @@ def _make_row(name: str, reference: str, result: Agreement) -> dict[str, Any]:
 NAME = Column("trial", "model and configuration", kind=TEXT)
 
 
-def columns(rtol: float, atol: float) -> tuple[Column, ...]:
+def make_columns(rtol: float, atol: float) -> tuple[Column, ...]:
     """Return the columns of a comparison by these tolerances."""
     return (
         NAME,

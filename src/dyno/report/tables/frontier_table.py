@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import limits, significant
+from dyno.formatting import format_limits, format_number
 from dyno.report.tables import TableKind
 from dyno.report.tables.trial_table import IDENTITY, REFERENCE, build_seconds, pick
 from dyno.results import ranking, stats
@@ -18,7 +18,7 @@ from dyno.results.metrics.metric import Metric
 from dyno.results.ranking import LATENCY, THROUGHPUT, Ranking, list_usable, rank_goals
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import TrialResult
-from dyno.table import PERCENT, POINTS, TEXT, Column, Table, missing, with_limits
+from dyno.table import PERCENT, POINTS, TEXT, Column, Table, is_missing, with_limits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -115,7 +115,7 @@ class BreakEven:
             return UNPROVEN if math.isinf(self.high) else AT_ONCE  # without a gain there is nothing to pay off
         if math.isinf(self.high):
             return f"{_format_count(self.images)} images, or never"
-        return f"{_format_count(self.images)} images{limits(self.low, self.high, _format_count)}"
+        return f"{_format_count(self.images)} images{format_limits(self.low, self.high, _format_count)}"
 
 
 def break_even(row: pd.Series, trial: TrialResult, reference: TrialResult) -> BreakEven | None:
@@ -126,10 +126,10 @@ def break_even(row: pd.Series, trial: TrialResult, reference: TrialResult) -> Br
     """
     boundary, clock = str(row["boundary"]), str(row["clock"])
     costs, reference_costs = ([m / t.batch for m in quiet_medians(t, boundary, clock)] for t in (trial, reference))
-    speedup = _find_speedup(row, trial, reference) or stats.speedup(costs, reference_costs)
+    speedup = _find_speedup(row, trial, reference) or stats.decide_apart(costs, reference_costs)
     if math.isnan(speedup.value):
         return None
-    seconds = stats.center(reference_costs).value
+    seconds = stats.find_center(reference_costs).value
     extra = (build_seconds(trial) or 0.0) - (build_seconds(reference) or 0.0)
     low, high = _count_images(extra, seconds, speedup.low), _count_images(extra, seconds, speedup.high)
     gain = seconds * (1 - 1 / speedup.value)
@@ -143,7 +143,7 @@ def _find_speedup(row: pd.Series, trial: TrialResult, reference: TrialResult) ->
 
     Otherwise compute it; None where the batches differ: the comparison is per image, not per batch.
     """
-    if row["reference"] == reference.id and not missing(row["speedup"]):
+    if row["reference"] == reference.id and not is_missing(row["speedup"]):
         return stats.Interval(row["speedup"], row["speedup_low"], row["speedup_high"])
     if trial.batch != reference.batch:  # an image of each is compared, not a batch
         return None
@@ -156,7 +156,7 @@ def _count_images(extra: float, seconds: float, speedup: float) -> float:
     return max(0.0, extra) / (seconds * (1 - 1 / speedup)) if speedup > 1 else math.inf
 
 
-def parts(t: TrialResult) -> dict[str, float]:
+def read_parts(t: TrialResult) -> dict[str, float]:
     """Return the seconds of each part of a trial's preparation, by PREPARATION; absent parts are left out.
 
     Calibration is a part of the conversion.
@@ -186,7 +186,7 @@ def _break_even(run: RunData) -> Table:
 
 def _make_breakeven_row(row: pd.Series, t: TrialResult, payoff: BreakEven) -> dict[str, Any]:
     copied = {name: row[name] for name in (*IDENTITY, "trial", "reference", "speedup", "speedup_low", "speedup_high")}
-    return copied | parts(t) | {
+    return copied | read_parts(t) | {
         "prepare_s": build_seconds(t) or 0.0, "extra_s": payoff.extra, "gain_us_per_image": 1e6 * payoff.gain,
         "images": math.nan if payoff.images is None else payoff.images, "images_low": payoff.low,
         "images_high": payoff.high, "pays_off": payoff.text,
@@ -194,7 +194,7 @@ def _make_breakeven_row(row: pd.Series, t: TrialResult, payoff: BreakEven) -> di
 
 
 def _format_count(value: float) -> str:
-    return significant(value, 2)
+    return format_number(value, 2)
 
 
 MEANINGS = {

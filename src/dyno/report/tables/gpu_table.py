@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from dyno.formatting import bounded, show
+from dyno.formatting import is_bounded, show
 from dyno.report.tables import TableKind
 from dyno.report.tables.accuracy_tables import LABEL, copy_columns
-from dyno.report.tables.trial_table import FEW, PERCENTILES, few, parenthesised, pick
+from dyno.report.tables.trial_table import FEW, PERCENTILES, has_few_samples, mark_doubtful, pick
 from dyno.results import stats, timeline
 from dyno.results.energy import NOT_ASKED, Meter
 from dyno.results.rounds import GPU as GPU_CLOCK
 from dyno.results.rounds import HOST, LATENCIES, Round
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import TrialResult
-from dyno.table import COUNT, TEXT, Column, Row, Table, duration, missing, printed
+from dyno.table import COUNT, TEXT, Column, Row, Table, duration_column, is_missing, keep_printed
 from dyno.worker.facts.job import StressPhase
 
 ENDS = {"value": "", "low": "_low", "high": "_high"}  # of an interval, behind a column's name
@@ -37,12 +37,12 @@ def _make_gpu_table(run: RunData) -> Table:
 
 def _make_rounds_table(run: RunData) -> Table:
     rows = [row for t in run.records for row in rounds_of(t)]
-    return ROUNDS.of(ROUND_COLUMNS, rows, group=("label",), below=doubts)
+    return ROUNDS.of(ROUND_COLUMNS, rows, group=("label",), below=list_doubts)
 
 
-def doubts(rows: list[Row]) -> list[str]:
+def list_doubts(rows: list[Row]) -> list[str]:
     """Return a note where a percentile of a round is in parentheses."""
-    return [FEW] if any(few("p99", row.get("samples")) for row in rows) else []
+    return [FEW] if any(has_few_samples("p99", row.get("samples")) for row in rows) else []
 
 
 def rounds_of(t: TrialResult) -> list[Row]:
@@ -62,7 +62,7 @@ def _make_sampling_cells(r: Round, boundary: str, clock: str) -> Row:
     reason = {"ended": STOPPED.get(stopped, stopped)}
     if not samples.size:
         return reason
-    s, interval = stats.summary(samples), stats.median_interval(samples)
+    s, interval = stats.summarise(samples), stats.median_interval(samples)
     percentiles = zip(PERCENTILES, stats.percentile_intervals(samples, PERCENTILES.values()), strict=True)
     columns = {f"{name}_s{end}": getattr(p, key) for name, p in percentiles for key, end in ENDS.items()}
     return reason | columns | {"samples": s.count, "median_s": s.median, "median_s_low": interval.low, "median_s_high":
@@ -71,22 +71,22 @@ def _make_sampling_cells(r: Round, boundary: str, clock: str) -> Row:
 
 def _format_interval(row: Row) -> str:
     low, high = row.get("median_s_low"), row.get("median_s_high")
-    if low is None or high is None or missing(low):
+    if low is None or high is None or is_missing(low):
         return ""
     return (
         f"{show(low, 'duration')} to {show(high, 'duration')}"
-        if bounded(low, high)
+        if is_bounded(low, high)
         else f"at least {show(low, 'duration')}"
     )
 
 
 def _make_percentile_columns(name: str) -> tuple[Column, ...]:
     """Return columns of a percentile of a round's samples, and of the limits of its exact interval, printed with it."""
-    plain = duration(f"{name}_s", "of the samples, with its exact interval")
+    plain = duration_column(f"{name}_s", "of the samples, with its exact interval")
 
     def format_cell(row: Row) -> str:
-        doubtful = not missing(value := row.get(plain.name)) and few(name, row["samples"])
-        return parenthesised(show(value, "duration"), True) if doubtful else plain.text(row)
+        doubtful = not is_missing(value := row.get(plain.name)) and has_few_samples(name, row["samples"])
+        return mark_doubtful(show(value, "duration"), True) if doubtful else plain.text(row)
 
     column = replace(plain, cell=format_cell)
     ends = (("_low", "lower"), ("_high", "upper"))
@@ -125,11 +125,11 @@ ROUND_COLUMNS = (
         "median_s_low", "lower limit of the median's 95 % interval", "s", title="95 % interval", cell=_format_interval
     ),
     Column("median_s_high", "upper limit of it", "s", cell=lambda _: ""),
-    duration("mean_s", "of the samples"),
+    duration_column("mean_s", "of the samples"),
     *_make_percentile_columns("p90"),
     *_make_percentile_columns("p95"),
     *_make_percentile_columns("p99"),
-    duration("max_s", "of the samples"),
+    duration_column("max_s", "of the samples"),
     Column("ended", "why sampling ended", kind=TEXT, title="ended because"),
 )
 ROUNDS = TableKind(
@@ -149,7 +149,7 @@ def make_stress_table(title: str, phases: Mapping[str, StressPhase], samples: Ma
 
 
 def _make_stress_row(kind: str, phase: StressPhase, seconds: np.ndarray) -> Row:
-    latency = stats.summary(seconds)
+    latency = stats.summarise(seconds)
     low, high = phase.batches
     return {
         "phase": kind, "batch": str(low) if low == high else f"{low}-{high}", "count": phase.iterations,
@@ -164,7 +164,7 @@ STRESS_COLUMNS = (
     Column("phase", "min, opt, max, random or a number", kind=TEXT),
     Column("batch", "or from-to", kind=TEXT),
     Column("count", "of batches that ran", kind=COUNT),
-    *(duration(name, "latency per batch") for name in ("median_s", "p99_s", "max_s")),
+    *(duration_column(name, "latency per batch") for name in ("median_s", "p99_s", "max_s")),
     Column("wrong", "batches whose outputs differ from the reference's", kind=COUNT),
     Column("worst_error", "largest difference, as a share of the reference's largest value", title="worst error"),
     *(
@@ -211,7 +211,7 @@ def _make_energy_table(run: RunData) -> Table | None:
     ]
     if all(row["energy_missing"] == NOT_ASKED for row in rows):
         return None
-    return ENERGY.of(ENERGY_COLUMNS, rows, notes=(NOTE,), printed=printed(ENERGY_COLUMNS))
+    return ENERGY.of(ENERGY_COLUMNS, rows, notes=(NOTE,), printed=keep_printed(ENERGY_COLUMNS))
 
 
 def _make_memory_table(run: RunData) -> Table | None:

@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import NO_IMAGE, UNCLEAR, bounded, name_items, short_bound, significant, sized
+from dyno.formatting import NO_IMAGE, UNCLEAR, format_number, format_size, is_bounded, name_items, short_bound
 from dyno.report.tables import TableKind
 from dyno.report.tables.accuracy_tables import MOST_PAIRS
-from dyno.report.tables.trial_table import FEW, STATISTICS, few, outcome, parenthesised, pick
+from dyno.report.tables.trial_table import FEW, STATISTICS, format_outcome, has_few_samples, mark_doubtful, pick
 from dyno.results import metrics
 from dyno.results.metrics import agreement, precision
 from dyno.results.ranking import (
@@ -25,7 +25,7 @@ from dyno.results.ranking import (
     read_throughput,
 )
 from dyno.results.run_data import RunData
-from dyno.table import COUNT, NUMBER, PERCENT, RATIO, SHOWN, TEXT, Column, Row, Table, missing
+from dyno.table import COUNT, NUMBER, PERCENT, RATIO, SHOWN, TEXT, Column, Row, Table, is_missing
 from dyno.worker.numerics.closeness import ATOL, RTOL
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ LIMITS = ("interval from", "interval to")  # of the speed-up
 NAMES = {**{name: name for name in STATISTICS if name != "std"}, "trimmed std": "trimmed_std"}
 
 
-def pivot(
+def make_pivot(
     kind: TableKind, run: RunData, columns: Mapping[str, str], shown: str = NUMBER, samples: str = "", **more: Any
 ) -> Table | None:
     """Build one row per statistic, model, size and batch, with a column per configuration; None without numbers.
@@ -68,7 +68,7 @@ def pivot(
                 name: _choose_substitute(r, statistic) for name, (_, r) in zip(names, group.iterrows(), strict=True)
             }
             counted = zip(names, group[samples], strict=True) if samples else ()
-            doubts = {name for name, count in counted if few(statistic, count)}
+            doubts = {name for name, count in counted if has_few_samples(statistic, count)}
             row = {"statistic": statistic, **dict(zip(KEYS, key, strict=True)), "instead": instead, "few": doubts}
             pivoted.append(row | {name: values.get(name) for name in configurations})
     columns_ = (
@@ -92,7 +92,7 @@ def pivot(
 def _make_formatter(name: str, kind: str) -> Callable[[Row], str]:
     def format_cell(row: Row) -> str:
         instead: str = row["instead"].get(name, "")
-        number = "" if missing(row[name]) else parenthesised(SHOWN[kind](row[name]), name in row["few"])
+        number = "" if is_missing(row[name]) else mark_doubtful(SHOWN[kind](row[name]), name in row["few"])
         return instead or number
 
     return format_cell
@@ -101,7 +101,7 @@ def _make_formatter(name: str, kind: str) -> Callable[[Row], str]:
 def _choose_substitute(row: pd.Series, statistic: str) -> str:
     """Return the text in place of a number: the trial's status, or the useful limit of an interval that is wide."""
     low, high = row["speedup_low"], row["speedup_high"]
-    if statistic in LIMITS and not missing(low) and not bounded(low, high):
+    if statistic in LIMITS and not is_missing(low) and not is_bounded(low, high):
         return short_bound(low, high) if statistic == LIMITS[0] else UNCLEAR
     return str(row["status"]) if row["status"] != "ok" else ""
 
@@ -140,10 +140,10 @@ def _make_kind(
     samples: str = "",
     **more: Callable[[RunData], Any],
 ) -> TableKind:
-    """Return the kind of a `pivot`; `more` compute further columns of the frame."""
+    """Return the kind of a `make_pivot`; `more` compute further columns of the frame."""
 
     def make(run: RunData) -> Table | None:
-        return pivot(kind, run, columns, shown, samples, **{key: compute(run) for key, compute in more.items()})
+        return make_pivot(kind, run, columns, shown, samples, **{key: compute(run) for key, compute in more.items()})
 
     kind = TableKind(name, title, description, make, f"no trial has a number for {name}", "side", place)
     return kind
@@ -172,7 +172,7 @@ SPEEDUP = _make_kind(
 )  # fmt: skip
 ACCURACY = _make_kind(
     "accuracy", "Accuracy", "The metrics of the task in percent, side by side.", 5,
-    {f"{metric.label}, %": metric.column for metric in metrics.known().values()}, PERCENT,
+    {f"{metric.label}, %": metric.column for metric in metrics.list_metrics().values()}, PERCENT,
 )  # fmt: skip
 EQUALITY = _make_kind(
     "equality", f"Outputs equal to the reference's (rtol {RTOL:g}, atol {ATOL:g})",
@@ -200,9 +200,9 @@ def _copy_identity(row: pd.Series) -> Row:
 
 def _make_limit_column(name: str) -> Column:
     def format_cell(row: Row) -> str:
-        if missing(row[name]):
+        if is_missing(row[name]):
             return ""
-        return f"{row[name]:.2f}" if bounded(row["from"], row["to"]) else UNCLEAR
+        return f"{row[name]:.2f}" if is_bounded(row["from"], row["to"]) else UNCLEAR
 
     return Column(name, "limit of the 95 % interval of the speed-up", kind=RATIO, cell=format_cell)
 
@@ -227,7 +227,7 @@ def _make_sizes_table(run: RunData) -> Table | None:
             **_copy_identity(r), "mean": r[f"latency_{boundary}_ms_trimmed"],
             "std": r[f"latency_{boundary}_ms_trimmed_std"], "fps": r["fps"], "throughput": r["throughput_ips"],
             "memory": r["gpu_memory_mb" if on_gpu else "memory_mb"], "speedup": r["speedup"],
-            "from": r["speedup_low"], "to": r["speedup_high"], "verdict": outcome(r.to_dict()),
+            "from": r["speedup_low"], "to": r["speedup_high"], "verdict": format_outcome(r.to_dict()),
         }
         for _, r in rows.iterrows()
     ]  # fmt: skip
@@ -266,7 +266,7 @@ def _make_flops_table(run: RunData) -> Table | None:
 def _describe_peak(peak: precision.Peak) -> str:
     clock = f", SM clock {peak.clock:,.0f} MHz" if peak.clock == peak.clock else ""
     return (
-        f"Peak in {peak.type}: {significant(peak.flops_per_s / 1e12)} TFLOPS, measured with PyTorch's product of two "
+        f"Peak in {peak.type}: {format_number(peak.flops_per_s / 1e12)} TFLOPS, measured with PyTorch's product of two "
         f"{peak.side:,} × {peak.side:,} matrices{clock}."
     )
 
@@ -312,8 +312,8 @@ def _find_winners(best: list[dict[str, Any]]) -> Iterator[str]:
             if column == "megapixels_per_s" and len({row["size"] for row in rows}) == 1:
                 continue
             r = max(rows, key=lambda row: row[column])
-            best_at = f"{sized(r['size'], 'size ')}, batch {r['batch']}, with {r['configuration']}".lstrip(", ")
-            yield f"{model}: most {unit}, {significant(r[column])}, at {best_at}."
+            best_at = f"{format_size(r['size'], 'size ')}, batch {r['batch']}, with {r['configuration']}".lstrip(", ")
+            yield f"{model}: most {unit}, {format_number(r[column])}, at {best_at}."
 
 
 def _count_pixels(size: str) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import WIDEST, bounded, counting, images_tested, significant, sized
+from dyno.formatting import WIDEST, format_count, format_number, format_size, images_tested, is_bounded
 from dyno.report.tables import TableKind
 from dyno.results import correctness, limits, metrics, ranking, remarks, stats
 from dyno.results.blocks import list_quiet_rounds, quiet_medians
@@ -24,19 +24,19 @@ from dyno.results.correctness import (
     Correctness,
     accuracy_references,
     compared_with,
+    find_mismatch,
     find_references,
-    incomparable,
 )
 from dyno.results.energy import Meter
-from dyno.results.metrics import accuracy, known
+from dyno.results.metrics import accuracy, list_metrics
 from dyno.results.metrics import precision as metrics_precision
 from dyno.results.metrics.metric import in_percent
-from dyno.results.metrics.precision import named, truth
+from dyno.results.metrics.precision import name_precision, read_truth
 from dyno.results.rounds import LATENCIES, Round
 from dyno.results.run_data import RunData
 from dyno.results.stats import EQUIVALENT, MOST_ROUNDS, ONE_ROUND, UNDECIDED, samples_for
 from dyno.results.trial_result import UNFINISHED, Results, TrialResult, by_build, clock_of, load_run
-from dyno.table import COUNT, FIRST, PERCENT, RANK, RATIO, TEXT, Column, Row, Table, missing
+from dyno.table import COUNT, FIRST, PERCENT, RANK, RATIO, TEXT, Column, Row, Table, is_missing
 from dyno.worker.facts.engine import STORED
 from dyno.worker.spec import UserError
 
@@ -63,10 +63,10 @@ LIMITS = {"low": "lower", "high": "upper"}
 
 def format_precision(row: Row) -> str:
     """Return a row's precision, with the types that it ran in where those differ."""
-    return named(row) if row.get("precision_ok") else str(row["precision"])
+    return name_precision(row) if row.get("precision_ok") else str(row["precision"])
 
 
-def outcome(row: Row) -> str:
+def format_outcome(row: Row) -> str:
     """Return what a row came to, in a few letters: its status, its budget, its limits, or its verdict on speed."""
     if row["status"] != "ok":
         return str(row["status"])
@@ -77,27 +77,27 @@ def outcome(row: Row) -> str:
     if limit.startswith((accuracy.OVER, limits.UNMEASURED)):
         return "reference, " * (text == REFERENCE) + limit.replace(limits.UNMEASURED, "no")
     if row.get("budget") == accuracy.UNDECIDED:
-        return "? budget" if missing(row["more_images"]) else f"? {counting(int(row['more_images']), 'image')}"
+        return "? budget" if is_missing(row["more_images"]) else f"? {format_count(int(row['more_images']), 'image')}"
     if limit.startswith(UNDECIDED):
         return "reference, " * (text == REFERENCE) + limit.replace(UNDECIDED, "?")
     if text == EQUIVALENT:
         return f"equal ±{row['equivalent']:g} %"
     if text == ONE_ROUND:
         return "? one round"
-    if text == UNDECIDED and not missing(row["more_rounds"]):
+    if text == UNDECIDED and not is_missing(row["more_rounds"]):
         more, what = int(row["more_rounds"]), "build" if over_builds(row) else "round"
-        return f"? {counting(more, what)}" if more <= MOST_ROUNDS else f"? >{MOST_ROUNDS} {what}s"
+        return f"? {format_count(more, what)}" if more <= MOST_ROUNDS else f"? >{MOST_ROUNDS} {what}s"
     return text
 
 
-def within(percent: float) -> str:
+def name_equivalence(percent: float) -> str:
     """Return the verdict on speeds that differ by less than `percent`."""
     return f"{EQUIVALENT} within ±{percent:g} %"
 
 
 def over_builds(row: Row) -> bool:
     """Return whether a row's speed-up is over builds, to which a round adds nothing."""
-    return not missing(row.get("builds")) and row["builds"] > 1
+    return not is_missing(row.get("builds")) and row["builds"] > 1
 
 
 def rounds_needed(more: int, builds: bool) -> str:
@@ -123,21 +123,21 @@ def _make_latency_columns(boundary: str, where: str) -> tuple[Column, ...]:
     return tuple(columns)
 
 
-def few(statistic: str, samples: Any) -> bool:
+def has_few_samples(statistic: str, samples: Any) -> bool:
     """Return whether it is a percentile of too few samples."""
-    return statistic in PERCENTILES and not missing(samples) and samples < samples_for(PERCENTILES[statistic])
+    return statistic in PERCENTILES and not is_missing(samples) and samples < samples_for(PERCENTILES[statistic])
 
 
 def _make_formatter(column: str, statistic: str, boundary: str) -> Callable[[Row], str]:
     def format_cell(row: Row) -> str:
-        if missing(row.get(column)):
+        if is_missing(row.get(column)):
             return ""
-        return parenthesised(significant(row[column]), few(statistic, row.get(f"samples_{boundary}")))
+        return mark_doubtful(format_number(row[column]), has_few_samples(statistic, row.get(f"samples_{boundary}")))
 
     return format_cell
 
 
-def parenthesised(text: str, doubtful: bool) -> str:
+def mark_doubtful(text: str, doubtful: bool) -> str:
     """Return a number as text, in parentheses where it is doubtful."""
     return f"({text})" if doubtful else text
 
@@ -148,13 +148,13 @@ COLUMNS = (
     Column("precision", "as requested", kind=TEXT, cell=format_precision),
     Column("batch", "images of a batch", "images", COUNT, "batch", identity=True),
     Column("size", "of an image: 224, or height x width", "pixels", TEXT, "size", identity=True,
-           cell=lambda row: sized(row["size"], "")),
+           cell=lambda row: format_size(row["size"], "")),
     Column("device", "cpu or cuda:N", kind=TEXT, identity=True),
     Column("status", "of the worst round", kind=TEXT),
     Column("reason", "why the status isn't ok", kind=TEXT),
     *(column for boundary, where in BOUNDARIES.items() for column in _make_latency_columns(boundary, where)),
     Column("throughput_ips", "images per second with batches queued", "images/s", title="images/s", rank=1),
-    *(column for metric in known().values() for column in metric.columns),
+    *(column for metric in list_metrics().values() for column in metric.columns),
     Column("size_mb", "of the file that the engine reads", "MB", title="size MB", rank=5),
     Column("layers", "as the engine counts them", kind=COUNT),
     Column("parameters", "as the engine counts them", kind=COUNT),
@@ -163,7 +163,7 @@ COLUMNS = (
     Column("first_call_ms", "the first inference", "ms"),
     Column("speedup", "the reference's latency over the trial's", "", RATIO, "speed-up", 0, True),
     *_make_limit_columns("speedup", "speedup's interval, of 95 % for all rows of the reference together", "", RATIO),
-    Column("verdict", "against the reference: faster, slower, equivalent, undecided…", kind=TEXT, cell=outcome),
+    Column("verdict", "against the reference: faster, slower, equivalent, undecided…", kind=TEXT, cell=format_outcome),
     Column("trial", "the id", kind=TEXT),
     Column("runtime", "main, or another interpreter's name", kind=TEXT, identity=True),
     Column("options", "of the backend", kind=TEXT, identity=True),
@@ -232,7 +232,7 @@ COLUMNS = (
     Column("card", "which that is: model, driver and UUID of a GPU, or processors", kind=TEXT),
 )  # fmt: skip
 IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
-_ACCURACY = [name for metric in known().values() for name in metric.printed_columns]
+_ACCURACY = [name for metric in list_metrics().values() for name in metric.printed_columns]
 PRINTED = (
     *IDENTITY, "latency_ms", "latency_model_ms_p95", "latency_all_ms_median", "throughput_ips",
     "pipeline_ips", "speedup", "verdict", *(name for name in _ACCURACY if not name.endswith("_diff")),
@@ -344,7 +344,7 @@ def _confirm_mixed(trials: Sequence[TrialResult], rows: Sequence[dict[str, Any]]
 def _check_budget(budgets: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:
     """Refuse a budget whose metric no trial has; a study's own was checked before it ran."""
     for budget in budgets:
-        if table[metrics.known()[budget.metric].column].isna().all():
+        if table[metrics.list_metrics()[budget.metric].column].isna().all():
             raise UserError(f"no trial here was measured in {budget.metric}, which the budget {budget} is about")
 
 
@@ -395,7 +395,7 @@ def _judge_outputs(against: ComparisonBasis, row: Mapping[str, Any]) -> dict[str
 
 
 def _check_precision(t: TrialResult) -> dict[str, Any]:
-    types = truth(t)
+    types = read_truth(t)
     if types is None:
         return {}
     share = types.share if types.reported and (t.precision not in STORED or types.share) else None
@@ -449,13 +449,13 @@ def _compute_percentiles(sampled: Sequence[tuple[Round, np.ndarray]]) -> list[st
         return stats.percentile_intervals(sampled[0][1], PERCENTILES.values())
     shares = (0.5, *PERCENTILES.values())
     medians, *each = (by_build((r, stats.percentile_of(x, share)) for r, x in sampled) for share in shares)
-    return [stats.center(values, medians) for values in each]
+    return [stats.find_center(values, medians) for values in each]
 
 
 def _measure_rate(t: TrialResult) -> stats.Interval:
     """Return inputs per second over the quiet rounds, NaN where it was lost to other programs."""
     [rounds] = list_quiet_rounds([t], "throughput", 1)
-    rate = stats.center(by_build((r, v) for r in rounds if (v := r.value("throughput", "throughput"))))
+    rate = stats.find_center(by_build((r, v) for r in rounds if (v := r.value("throughput", "throughput"))))
     return stats.Interval(*3 * (math.nan,)) if _find_contradiction(t, "throughput", t.batch / rate.value) else rate
 
 
@@ -520,7 +520,7 @@ def _read_evaluation(t: TrialResult) -> dict[str, Any]:
     for stage in STAGES:
         samples = t.samples(stage, "")
         columns[f"{stage}_ms"] = (
-            1e3 * stats.summary(samples).median if samples.size else _scale_value(t.value(stage), 1e3)
+            1e3 * stats.summarise(samples).median if samples.size else _scale_value(t.value(stage), 1e3)
         )
     return columns
 
@@ -540,14 +540,14 @@ def build_seconds(t: TrialResult) -> float | None:
 
 def _compute_accuracy(t: TrialResult, against: ComparisonBasis) -> dict[str, Any]:
     """Return each metric of the trial's task, its change against the reference, and the budget's decision."""
-    scores = metrics.measured(t)
+    scores = metrics.list_measured(t)
     if not scores:
         return {}
     columns: dict[str, Any] = {"images": scores[0][1].images, "set_aside": accuracy.set_aside(t)}
     for metric, value in scores:
         columns |= in_percent(metric.column, value.interval)
     reference = against.accuracy_reference or against.reference
-    if reference is None or incomparable(t, reference) == OTHER_WEIGHTS:
+    if reference is None or find_mismatch(t, reference) == OTHER_WEIGHTS:
         return columns
     changes = {m.name: (m, change) for m, _ in scores if (change := m.change(t, reference)) is not None}
     if not changes:
@@ -567,7 +567,7 @@ def _compute_speed(t: TrialResult, against: ComparisonBasis, compare: bool) -> d
     reference = against.reference if compare else None
     boundary = compared_boundary(t, reference) or compared_boundary(t)
     clock = against.clocks.get(boundary) or clock_of(boundary, t)
-    own = stats.center(quiet_medians(t, boundary, clock)) if boundary else None
+    own = stats.find_center(quiet_medians(t, boundary, clock)) if boundary else None
     columns: dict[str, Any] = {"boundary": boundary, "clock": clock if boundary else ""}
     if own is None:
         return columns
@@ -577,7 +577,7 @@ def _compute_speed(t: TrialResult, against: ComparisonBasis, compare: bool) -> d
     columns["reference"] = reference.id
     if t is reference:
         return columns | {"speedup": 1.0, "verdict": REFERENCE}
-    if why := incomparable(t, reference):
+    if why := find_mismatch(t, reference):
         return columns | {"verdict": f"{INCOMPARABLE}: {why}"}
     return columns
 
@@ -664,11 +664,11 @@ def _choose_columns(most: Sequence[limits.Limit]) -> tuple[tuple[Column, ...], t
 
 def make_footnote(rows: list[Row], percentiles: Sequence[str] = ("p95",)) -> tuple[str, ...]:
     """Return one note on images without accuracy, doubtful percentiles and open rows; empty without any."""
-    judged = [r for r in rows if not all(missing(r.get(m.column)) for m in metrics.known().values())]
-    tested = [(r["images"], r["set_aside"]) for r in judged if not missing(r.get("set_aside")) and r["set_aside"]]
+    judged = [r for r in rows if not all(is_missing(r.get(m.column)) for m in metrics.list_metrics().values())]
+    tested = [(r["images"], r["set_aside"]) for r in judged if not is_missing(r.get("set_aside")) and r["set_aside"]]
     notes = [f"accuracy is on {images_tested(*counts)}" for counts in dict.fromkeys(tested)]
-    notes += [FEW] if any(few(name, r.get("samples_model")) for r in rows for name in percentiles) else []
-    notes += [OPEN] if any(re.match(r"\? >?\d", outcome(r)) for r in rows) else []
+    notes += [FEW] if any(has_few_samples(name, r.get("samples_model")) for r in rows for name in percentiles) else []
+    notes += [OPEN] if any(re.match(r"\? >?\d", format_outcome(r)) for r in rows) else []
     return ("; ".join(notes),) if notes else ()
 
 
@@ -695,8 +695,8 @@ def _list_disturbed(rows: list[Row]) -> Iterator[str]:
     for r in rows:
         if r["boundary"] == "model" and r["latency_ms"] > WIDEST * r["latency_all_ms_median"]:
             yield (
-                f"{r['backend']} {r['precision']}: {significant(r['latency_ms'])} ms is too long, as host to host, "
-                f"which includes it, took {significant(r['latency_all_ms_median'])} ms; measure on a quieter machine"
+                f"{r['backend']} {r['precision']}: {format_number(r['latency_ms'])} ms is too long, as host to host, "
+                f"which includes it, took {format_number(r['latency_all_ms_median'])} ms; measure on a quieter machine"
             )
         if (reference := by_id.get(r.get("reference"))) and _has_opposite_signs(r, reference["latency_ms"]):
             yield (
@@ -709,7 +709,11 @@ def _has_opposite_signs(row: Row, latency_ms: float) -> bool:
     """Return whether the printed speed-up and two latencies, 5 % apart or more, name different rows as faster."""
     shown = math.log(latency_ms / row["latency_ms"])
     low, high = row["speedup_low"], row["speedup_high"]
-    return (missing(low) or bounded(low, high)) and abs(shown) > math.log(1.05) and math.log(row["speedup"]) * shown < 0
+    return (
+        (is_missing(low) or is_bounded(low, high))
+        and abs(shown) > math.log(1.05)
+        and math.log(row["speedup"]) * shown < 0
+    )
 
 
 def _list_unproven(rows: list[Row], most: Sequence[limits.Limit]) -> Iterator[str]:

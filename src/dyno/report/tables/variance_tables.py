@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyno.formatting import show, significant
+from dyno.formatting import format_number, show
 from dyno.report.tables import TableKind, trial_table
 from dyno.report.tables.accuracy_tables import LABEL
 from dyno.report.tables.trial_table import COLUMNS, IDENTITY
@@ -39,7 +39,7 @@ class BuildSpread:
         return self.p < SURE
 
 
-def good(results: Results) -> list[TrialResult]:
+def list_good_builds(results: Results) -> list[TrialResult]:
     """Return the builds that succeeded and were timed, in order."""
     return sorted((t for t in results if t.good), key=lambda t: int(t.options.get(BUILD, 0)))
 
@@ -48,12 +48,12 @@ def _make_builds_table(run: RunData) -> Table | None:
     if not any(BUILD in t.options for t in run.records):
         return None
     rows = run.frame.to_dict("records")
-    notes = (*sentences(run.records), *trial_table.make_footnote(rows))
+    notes = (*describe_builds(run.records), *trial_table.make_footnote(rows))
     return BUILDS.of(COLUMNS, rows, notes=notes, group=("model", "size", "batch"), printed=PRINTED,
                      below=trial_table.list_reasons)  # fmt: skip
 
 
-def spread(builds: Sequence[TrialResult]) -> BuildSpread | None:
+def analyse_spread(builds: Sequence[TrialResult]) -> BuildSpread | None:
     """Analyse the variance of the processes' log medians between builds (one-way); None with fewer than two of each."""
     groups = [np.log(t.medians("model")) for t in builds if len(t.medians("model")) > 1]
     if len(groups) < 2:
@@ -65,22 +65,22 @@ def spread(builds: Sequence[TrialResult]) -> BuildSpread | None:
     return BuildSpread(math.exp(max(centres) - min(centres)), p)
 
 
-def fastest(results: Results) -> TrialResult | None:
+def find_fastest(results: Results) -> TrialResult | None:
     """Return the build with the lowest median over processes."""
-    timed = [t for t in good(results) if t.medians("model")]
+    timed = [t for t in list_good_builds(results) if t.medians("model")]
     return min(timed, key=lambda t: float(np.median(t.medians("model"))), default=None)
 
 
-def sentences(results: Results) -> list[str]:
+def describe_builds(results: Results) -> list[str]:
     """Describe how the builds' counts differ, and whether their speeds differ beyond noise."""
-    builds = good(results)
+    builds = list_good_builds(results)
     if len(builds) < 2:
         return ["fewer than two builds could be timed, so their differences are unknown"]
     counts = [_count_of("layers", builds), _count_of("parameters", builds)]
-    if (builds_spread := spread(builds)) is None:
+    if (builds_spread := analyse_spread(builds)) is None:
         return [*counts, "a build needs two processes or more to distinguish differences between builds from noise"]
-    difference = f"the slowest build takes {significant((builds_spread.ratio - 1) * 100)} % longer than the fastest"
-    chance = f"analysis of variance between {len(builds)} builds, p = {significant(builds_spread.p, 2)}"
+    difference = f"the slowest build takes {format_number((builds_spread.ratio - 1) * 100)} % longer than the fastest"
+    chance = f"analysis of variance between {len(builds)} builds, p = {format_number(builds_spread.p, 2)}"
     verdict = "builds differ in speed beyond noise" if builds_spread.real else "that is not distinguishable from noise"
     return [*counts, f"{difference}: {verdict} ({chance})"]
 
@@ -118,7 +118,7 @@ def _make_variance_table(run: RunData) -> Table | None:
 
 
 def _estimate_levels(every: Sequence[tuple[Hashable, Sequence[np.ndarray]]]) -> stats.VarianceComponents | None:
-    return stats.levels([blocks for _, blocks in every], [build for build, _ in every])
+    return stats.estimate_levels([blocks for _, blocks in every], [build for build, _ in every])
 
 
 def _split_blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:

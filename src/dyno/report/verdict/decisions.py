@@ -12,32 +12,32 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.formatting import (
     UNCLEAR,
-    bounded,
-    counting,
+    format_count,
+    format_limits,
+    format_number,
+    format_points,
+    format_ratio,
     in_brackets,
+    is_bounded,
     join_names,
-    limits,
     name_items,
-    points,
-    ratio,
     show,
-    significant,
 )
 from dyno.report.tables import frontier_table
-from dyno.report.tables.trial_table import rounds_needed, within
-from dyno.report.verdict.findings import BEST, FAILURE, NOTE, WARNING, Decision, Figure, Finding, ms
+from dyno.report.tables.trial_table import name_equivalence, rounds_needed
+from dyno.report.verdict.findings import BEST, FAILURE, NOTE, WARNING, Decision, Figure, Finding, format_ms
 from dyno.results import blocks, remarks, stats, timeline
 from dyno.results import limits as results_limits
 from dyno.results import ranking as results_ranking
-from dyno.results.correctness import distance
+from dyno.results.correctness import name_distance
 from dyno.results.metrics.accuracy import OVER, UNDECIDED
-from dyno.results.metrics.precision import truth
-from dyno.results.ranking import LATENCY, THROUGHPUT, Contest, Ranking, cpu_contention, winners
+from dyno.results.metrics.precision import read_truth
+from dyno.results.ranking import LATENCY, THROUGHPUT, Contest, Ranking, cpu_contention, list_winners
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
 from dyno.results.stats import EQUIVALENT, FASTER, MOST_ROUNDS, ONE_ROUND, Speedup
 from dyno.results.trial_result import MEASURING, UNFINISHED, TrialResult, by_build
-from dyno.table import missing
+from dyno.table import is_missing
 from dyno.worker.spec import LOOKS
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class Winner:
         elif not contest.rivals and contest.leads:
             second, lead = contest.ranked.iloc[1], contest.leads[0]
             if gain is None or reference is None or second["trial"] != reference.id:  # else it is the headline's ratio
-                shown = ratio(lead.value, lead.low, lead.high)
+                shown = format_ratio(lead.value, lead.low, lead.high)
                 by = "" if shown == UNCLEAR else f", by {shown}"
                 parts.append(f"ahead of the runner-up, {self.name_row(second)}{by}")
                 trials.append(run.trials[second["trial"]])
@@ -224,11 +224,11 @@ class Winner:
         pair = _compare_pair(self.row, self.trial, self.run.trials[row["trial"]], self.run)
         if pair.measured != stats.TURNS:
             return
-        rounds = f" over {counting(int(row['rounds']), 'round')}" if row["rounds"] != self.row["rounds"] else ""
-        shown = ratio(pair.value, pair.low, pair.high)
+        rounds = f" over {format_count(int(row['rounds']), 'round')}" if row["rounds"] != self.row["rounds"] else ""
+        shown = format_ratio(pair.value, pair.low, pair.high)
         compared = f"{self.configuration} is {'ahead' if shown == UNCLEAR else f'{shown} as fast'}"
         name = self.ranking.configuration(row)
-        yield Finding(NOTE, f"{name} has a lower latency, {ms(row[LATENCY])}{rounds}, but in turns {compared}.")
+        yield Finding(NOTE, f"{name} has a lower latency, {format_ms(row[LATENCY])}{rounds}, but in turns {compared}.")
 
     def list_drifts(self) -> Iterator[Finding]:
         """Warn where its ratio to the reference or the runner-up changes by more than 2 % within every round."""
@@ -262,14 +262,14 @@ class Winner:
             parts.append(trial.oddity)
         if not isnan(accuracy := row.get(metric.column, math.nan)):
             parts.append(", ".join(filter(None, (f"{metric.label} {accuracy:.2f} %", self._format_change()))))
-        if ran := truth(trial):
+        if ran := read_truth(trial):
             parts.append(ran.words)
         return "; ".join(parts)
 
     def _format_change(self) -> str:
         """Return the change of its accuracy against the reference's as text; "" where it isn't known."""
         change = self.ranking.metric.change_in(self.row)
-        low, value, high = (points(each / 100) for each in change)
+        low, value, high = (format_points(each / 100) for each in change)
         return "" if isnan(change[0]) else f"{value} points [{low}, {high}]"
 
     def advise(self) -> str:
@@ -286,7 +286,7 @@ class Winner:
             steps.append(_advise_on_rounds(max(undecided, key=_count_more), goes_on, rounds, run))
         elif contest.is_tied or (self.gain is not None and self.gain.verdict == stats.EQUIVALENT):
             steps.append("choose by something other than speed")
-        id = f" {self.row['trial']}" if len(list(winners(run))) > 1 else ""
+        id = f" {self.row['trial']}" if len(list(list_winners(run))) > 1 else ""
         several = contest.rivals and not contest.is_one_round
         chosen = f"take {self.configuration}, the first of them" if several else "take it"
         steps.append(f"{chosen}: dyno export {shlex.quote(str(run.records.folder))}{id}")
@@ -296,7 +296,7 @@ class Winner:
 
     def make_card_figures(self) -> tuple[Figure, ...]:
         """Return its figures."""
-        rounds = counting(int(self.row["rounds"]), "round")
+        rounds = format_count(int(self.row["rounds"]), "round")
         return (
             _make_latency_figure(self.row),
             *self._make_speedup_figure(),
@@ -309,13 +309,13 @@ class Winner:
         gain = self.gain
         if gain is None or self.reference is None:
             return
-        name, shown = self.name_reference(self.reference), ratio(gain.value, gain.low, gain.high)
+        name, shown = self.name_reference(self.reference), format_ratio(gain.value, gain.low, gain.high)
         if gain.verdict == ONE_ROUND:
             yield Figure("speed-up", "unproven", f"over {name}: one round")
         elif shown == UNCLEAR or gain.verdict not in (FASTER, EQUIVALENT):
             yield Figure("speed-up", "undecided", f"against {name} ({shown})")
-        elif not bounded(gain.low, gain.high):
-            yield Figure("speed-up", shown, f"as fast as {name} (best estimate {significant(gain.value)}x)")
+        elif not is_bounded(gain.low, gain.high):
+            yield Figure("speed-up", shown, f"as fast as {name} (best estimate {format_number(gain.value)}x)")
         else:
             value, _, interval = shown.partition(" ")
             yield Figure("speed-up", value, f"as fast as {name}{f' {interval}' if interval else ''}")
@@ -347,7 +347,7 @@ class Winner:
         text = f"Measured again after the selection, in {processes}: {_format_spread(own, row, self.speed)}"
         gain = self._compute_gain(reference) if reference is not None and reference is not trial else None
         if gain is not None and reference is not None:
-            shown, name = ratio(gain.value, gain.low, gain.high), self.name_reference(reference)
+            shown, name = format_ratio(gain.value, gain.low, gain.high), self.name_reference(reference)
             unit = "as fast as" if self.speed == LATENCY else f"the {name_items(row['size'])} per second of"
             text += f"; the ratio to {name} is {UNCLEAR}" if shown == UNCLEAR else f", {shown} {unit} {name}"
         yield Finding(NOTE, text + ".")
@@ -355,10 +355,10 @@ class Winner:
 
     def _find_disagreements(self, own: list[float], gain: Speedup | None) -> Iterator[Finding]:
         row, ranked, name = self.row, self.contest.ranked, self.configuration  # a warning stands without the notes
-        now = stats.speedup(own, _list_costs(self.trial.good, row, self.speed))
+        now = stats.decide_apart(own, _list_costs(self.trial.good, row, self.speed))
         if now.verdict == stats.SLOWER:
             text = f"Measured again, {name} is slower than in the rounds that selected it"
-            by = ratio(now.value, now.low, now.high)
+            by = format_ratio(now.value, now.low, now.high)
             yield Finding(WARNING, f"{text} ({by}): chance favoured them, or the machine has changed since.")
         was_faster = self.speed == LATENCY and not self.ranking.sizes and row["verdict"] == stats.FASTER
         if gain is not None and gain.verdict in NO_GAIN and was_faster:
@@ -373,7 +373,7 @@ class Winner:
             text += "and the difference is real" if is_real else "if not beyond noise"
             # Which of the two is faster was undecided before.
             expected = not is_real and self.contest.leads[0].verdict != stats.FASTER
-            yield Finding(NOTE if expected else WARNING, f"{text}: {ratio(ahead.value, ahead.low, ahead.high)}.")
+            yield Finding(NOTE if expected else WARNING, f"{text}: {format_ratio(ahead.value, ahead.low, ahead.high)}.")
 
     def _compute_gain(self, reference: TrialResult) -> Speedup | None:
         of_reference = self.row.where(self.row.index != "batch", reference.batch)
@@ -415,7 +415,7 @@ class Winner:
     def write_headline(self) -> str:
         """Describe the fastest trial and by how much it is faster, in one sentence."""
         run, row, name = self.run, self.row, self.configuration
-        time = f"{ms(row[LATENCY])} at batch {row['batch']}"
+        time = f"{format_ms(row[LATENCY])} at batch {row['batch']}"
         if self.is_alone:
             return f"{name} takes {time}."
         limit = f" within {run.conditions}" if run.limits or (run.budget and row["budget"]) else ""
@@ -432,7 +432,7 @@ class Winner:
     def describe_rate(self) -> str:
         """Describe the trial with the most images per second, in one sentence."""
         row, (name, *_) = self.row, self.names
-        rate = f"{significant(row[THROUGHPUT])}/s"
+        rate = f"{format_number(row[THROUGHPUT])}/s"
         several = f"{name_set(self.names, self.contest, self.run)}; {name} reaches {rate}"
         limit = f" within {self.run.conditions}" if self.run.limits else ""
         text = f"most {name_items(row['size'])} per second{limit} with "
@@ -450,9 +450,9 @@ class Winner:
         low, high = metric.interval(row)
         text = f"Its {metric.label} is {row[metric.column]:.2f} %"
         text += "" if isnan(low) else f" [{low:.2f}, {high:.2f}]"
-        if not missing(row["images"]):
-            text += f" on {counting(int(row['images']), 'image')}"
-            if not missing(row["set_aside"]) and row["set_aside"]:
+        if not is_missing(row["images"]):
+            text += f" on {format_count(int(row['images']), 'image')}"
+            if not is_missing(row["set_aside"]) and row["set_aside"]:
                 text += f" ({row['set_aside']:,} more were set aside for calibration)"
         if change := self._format_change():
             where = f" at size {reference.size}" if self.ranking.sizes and reference is not None else ""
@@ -466,7 +466,7 @@ class Winner:
             return
         payoff = frontier_table.break_even(self.row, self.trial, reference)
         if payoff is not None and payoff.extra > 0 and payoff.images is not None:
-            when = f"which pays off after about {significant(payoff.images, 2)} images"
+            when = f"which pays off after about {format_number(payoff.images, 2)} images"
             when += ", or never, as the gain is not proven" if isinf(payoff.high) else ""
             yield Finding(NOTE, f"Making it takes {show(payoff.extra, 'duration')}, {when}.")
 
@@ -477,7 +477,7 @@ def _compare_pair(row: pd.Series, own: TrialResult, other: TrialResult, run: Run
 
 def name_set(names: Sequence[str], contest: Contest, run: RunData) -> str:
     """Return the rows that may be the best as text: `one of A, B and C (undecided)`."""
-    known = within(100 * run.rule.margin).replace(EQUIVALENT, "equal") if contest.is_tied else stats.UNDECIDED
+    known = name_equivalence(100 * run.rule.margin).replace(EQUIVALENT, "equal") if contest.is_tied else stats.UNDECIDED
     return f"one of {_join_first(names)} ({known})"
 
 
@@ -488,11 +488,11 @@ def _join_first(names: Sequence[str]) -> str:
 
 
 def _format_rounds(rounds: int, disturbed: int) -> str:
-    return counting(rounds, "round") + (f" ({disturbed} left out as disturbed)" if disturbed else "")
+    return format_count(rounds, "round") + (f" ({disturbed} left out as disturbed)" if disturbed else "")
 
 
 def _format_lead(lead: Speedup) -> str:
-    shown = in_brackets(ratio(lead.value, lead.low, lead.high))
+    shown = in_brackets(format_ratio(lead.value, lead.low, lead.high))
     return f"{shown}, which is faster where both measured in turns" if lead.verdict == stats.SLOWER else shown
 
 
@@ -507,7 +507,7 @@ def list_rejected(pairs: Sequence[Speedup]) -> Iterator[Finding]:
             were = "was" if pair.rejected == 1 else "were"
             yield Finding(
                 NOTE,
-                f"{counting(pair.rejected, 'round')} {were} disturbed and left out "
+                f"{format_count(pair.rejected, 'round')} {were} disturbed and left out "
                 f"({pair.value:.2f}x; {pair.unfiltered:.2f}x with all rounds).",
             )
 
@@ -524,7 +524,7 @@ def _describe_builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speed
 
 
 def _distance_of(row: pd.Series) -> str:
-    return distance(row["output_error"], row["labels_changed"])
+    return name_distance(row["output_error"], row["labels_changed"])
 
 
 def list_untried(run: RunData) -> str:
@@ -608,16 +608,20 @@ def describe_missing_images(row: pd.Series) -> str:
 
 def _make_latency_figure(winner: pd.Series) -> Figure:
     low, high = winner["latency_ms_low"], winner["latency_ms_high"]
-    below = [limits(low, high, ms).strip()] if bounded(low, high) else []
-    rate = [] if missing(winner[THROUGHPUT]) else [f"{significant(winner[THROUGHPUT])} {name_items(winner['size'])}/s"]
-    return Figure("latency", ms(winner[LATENCY]), ", ".join([*below, f"batch {winner['batch']}", *rate]))
+    below = [format_limits(low, high, format_ms).strip()] if is_bounded(low, high) else []
+    rate = (
+        []
+        if is_missing(winner[THROUGHPUT])
+        else [f"{format_number(winner[THROUGHPUT])} {name_items(winner['size'])}/s"]
+    )
+    return Figure("latency", format_ms(winner[LATENCY]), ", ".join([*below, f"batch {winner['batch']}", *rate]))
 
 
 def _make_cost_figure(winner: pd.Series) -> Iterator[Figure]:
     """Yield seconds to make it, and the size of its file and its memory, as far as each is known."""
     sizes: list[tuple[Any, str]] = [(winner["size_mb"], "MB file"), (winner["memory_mb"], "MB of memory")]
-    below = ", ".join(f"{significant(value)} {what}" for value, what in sizes if not missing(value) and value)
-    seconds = 0.0 if missing(winner["build_s"]) else float(winner["build_s"])
+    below = ", ".join(f"{format_number(value)} {what}" for value, what in sizes if not is_missing(value) and value)
+    seconds = 0.0 if is_missing(winner["build_s"]) else float(winner["build_s"])
     if below or seconds:
         yield Figure("cost", f"{show(seconds, 'duration')} to make" if seconds else "nothing to make", below)
 
@@ -647,10 +651,11 @@ def _keep_confirmations(trial: TrialResult) -> TrialResult:
 
 def _format_spread(own: list[float], row: pd.Series, speed: str) -> str:
     if speed == THROUGHPUT:
-        rate = stats.center([1 / cost for cost in own])
-        return f"{significant(rate.value)} {name_items(row['size'])}/s{limits(rate.low, rate.high, significant)}"
-    latency = stats.center([1e3 * cost for cost in own])
-    return f"{ms(latency.value)}{limits(latency.low, latency.high, ms)} at batch {row['batch']}"
+        rate = stats.find_center([1 / cost for cost in own])
+        interval = format_limits(rate.low, rate.high, format_number)
+        return f"{format_number(rate.value)} {name_items(row['size'])}/s{interval}"
+    latency = stats.find_center([1e3 * cost for cost in own])
+    return f"{format_ms(latency.value)}{format_limits(latency.low, latency.high, format_ms)} at batch {row['batch']}"
 
 
 def decide_run(ranking: Ranking, run: RunData) -> Iterator[Decision]:
@@ -762,18 +767,18 @@ def _advise_on_limits(closest: pd.Series, run: RunData) -> str:
 
 
 def _format_gain(gain: Speedup, name: str) -> str:
-    shown = ratio(gain.value, gain.low, gain.high)
+    shown = format_ratio(gain.value, gain.low, gain.high)
     if shown == UNCLEAR:
         return f", undecided against {name}"
     if gain.verdict == ONE_ROUND:
         return f": {shown} as fast as {name} in one round, which proves nothing"
-    best = "" if bounded(gain.low, gain.high) else f" (best estimate {significant(gain.value)}x)"
+    best = "" if is_bounded(gain.low, gain.high) else f" (best estimate {format_number(gain.value)}x)"
     return f": {shown} as fast as {name}{best}"
 
 
 def _describe_latency(winner: pd.Series) -> Iterator[Finding]:
-    if interval := limits(winner["latency_ms_low"], winner["latency_ms_high"], ms):
-        yield Finding(NOTE, f"Its latency is {ms(winner[LATENCY])}{interval}.")
+    if interval := format_limits(winner["latency_ms_low"], winner["latency_ms_high"], format_ms):
+        yield Finding(NOTE, f"Its latency is {format_ms(winner[LATENCY])}{interval}.")
 
 
 def _list_excluded(ranking: Ranking, run: RunData) -> Iterator[Finding]:
@@ -782,11 +787,11 @@ def _list_excluded(ranking: Ranking, run: RunData) -> Iterator[Finding]:
     if not run.conditions:
         return
     for _, row in ranking.ahead.iterrows():
-        latency, name = ms(row[LATENCY]), ranking.configuration(row)
+        latency, name = format_ms(row[LATENCY]), ranking.configuration(row)
         faster = describe_lead(ranking, row, run)
         subject = f"{name} {faster} ({latency})" if faster else f"{name} takes {latency}"
         change = metric.change_in(row)[1]
-        loss = "" if isnan(change) else f" ({points(change / 100)} points)"
+        loss = "" if isnan(change) else f" ({format_points(change / 100)} points)"
         misses = "" if ranking.fastest.empty else _describe_misses(row, run)
         if read_limit(row).startswith(EXCLUDED):
             yield from [Finding(NOTE, f"{subject} but {misses}.")] * bool(misses)
@@ -794,7 +799,7 @@ def _list_excluded(ranking: Ranking, run: RunData) -> Iterator[Finding]:
             yield Finding(NOTE, f"{subject} but loses more than {budget} allows{loss}.")
         elif row["budget"] == UNDECIDED:
             needed = describe_missing_images(row).removesuffix(" to tell") or "more would not help"
-            tested = counting(int(row["images"]), "image")
+            tested = format_count(int(row["images"]), "image")
             text = f"{subject} but {tested} can't tell whether it is within {budget}{loss}: {needed}."
             yield Finding(WARNING, text)
         elif misses:
@@ -812,7 +817,7 @@ def _list_limited(winner: Winner) -> Iterator[Finding]:
     """Yield trials with more images per second than the best, which a limit kept from it."""
     rows = results_ranking.rank_trials(results_ranking.keep_within_budget(winner.ranking.group), THROUGHPUT)
     for _, row in rows.iloc[: [*rows["trial"]].index(winner.row["trial"])].head(MOST_NAMED).iterrows():
-        reached = f"{winner.name_row(row)} reaches {significant(row[THROUGHPUT])}/s"
+        reached = f"{winner.name_row(row)} reaches {format_number(row[THROUGHPUT])}/s"
         yield Finding(NOTE, f"{reached} but {_describe_misses(row, winner.run)}.")
 
 

@@ -7,11 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import UNCLEAR, points, ratio, show
+from dyno.formatting import UNCLEAR, format_points, format_ratio, show
 from dyno.results import ranking, remarks, stats
-from dyno.results.metrics import accuracy, known, mean_ap, quality
+from dyno.results.metrics import accuracy, choose_metric, list_metrics, mean_ap
 from dyno.results.metrics.accuracy import KEEP, OVER, UNDECIDED, WITHIN
-from dyno.results.notes import KEPT, AnchorDevices, Attempt, RouteAttempt, attempts, center, devices, percent_slower
+from dyno.results.notes import (
+    KEPT,
+    AnchorDevices,
+    Attempt,
+    RouteAttempt,
+    estimate_latency,
+    percent_slower,
+    read_attempts,
+    read_devices,
+)
 from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
@@ -71,7 +80,7 @@ class Decision:
         return f"{self.where}: {self.text}" if self.where else self.text
 
 
-def ms(value: float) -> str:
+def format_ms(value: float) -> str:
     """Format milliseconds as a duration."""
     return show(value * 1e-3, "duration")
 
@@ -83,7 +92,7 @@ def ms(value: float) -> str:
 
 def list_device_findings(results: Results) -> Iterator[Finding]:
     """Yield a sentence on the devices' difference and one on their parallel use; none for a study on one device."""
-    found = devices(results.folder)
+    found = read_devices(results.folder)
     if found is None:
         return
     if difference := _describe_difference(found):
@@ -96,7 +105,7 @@ def _describe_difference(found: AnchorDevices) -> str:
     if found.extremes is None:
         return ""
     fastest, slowest, real = found.extremes
-    percent = 100 * (center(slowest) / center(fastest) - 1)
+    percent = 100 * (estimate_latency(slowest) / estimate_latency(fastest) - 1)
     noise = "" if real else "; that is within the noise of its rounds"
     names = f"{slowest.place} is the slowest, {fastest.place} the fastest"
     return f"Cards differ by {percent:.2g} % ({found.anchor}, repeated on each: {names}{noise})."
@@ -158,7 +167,7 @@ def list_failing(run: RunData) -> list[str]:
 
 def _has_enough_images(row: pd.Series, budgets: Sequence[accuracy.Budget]) -> bool:
     """Return whether a trial with all the reference's answers would be within the budget on that number of images."""
-    return all(known()[limit.metric].unchanged(row["images"]).low >= limit.limit for limit in budgets)
+    return all(list_metrics()[limit.metric].unchanged(row["images"]).low >= limit.limit for limit in budgets)
 
 
 def list_precision_findings(run: RunData) -> Iterator[Finding]:
@@ -186,8 +195,8 @@ def _count_kept(t: TrialResult) -> int:
 
 def _report_success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], run: RunData) -> Finding:
     row, without = rows[mixed.id], rows[plain.id]
-    change = quality(row.to_frame().T, run.budget_metrics).change_in(without)[1]
-    loss = f" ({points(change / 100)} points)" if change == change else ""
+    change = choose_metric(row.to_frame().T, run.budget_metrics).change_in(without)[1]
+    loss = f" ({format_points(change / 100)} points)" if change == change else ""
     fails = "loses more than it allows" if without["budget"] == OVER else "is undecided"
     layers = mixed.made_by.kept
     names = ", ".join(layer.node for layer in layers[:NAMED]) + (", …" if len(layers) > NAMED else "")
@@ -196,14 +205,14 @@ def _report_success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.S
     return Finding(
         NOTE,
         f"{plain.label} {fails} under {run.budget}{loss}; with {_count_kept(mixed)} of {mixed.made_by.ranked} "
-        f"layers in a higher precision ({names}) it is within: {ms(row[LATENCY])}, "
+        f"layers in a higher precision ({names}) it is within: {format_ms(row[LATENCY])}, "
         f"{_as_fast(cost)}. How many to keep was chosen on the test images "
         "themselves.",
     )
 
 
 def _as_fast(cost: Speedup) -> str:
-    shown = ratio(cost.value, cost.low, cost.high)
+    shown = format_ratio(cost.value, cost.low, cost.high)
     return f"what that costs is {UNCLEAR}" if shown == UNCLEAR else f"{shown} as fast as without"
 
 
@@ -300,7 +309,7 @@ def _join_values(values: Sequence[float]) -> str:
 def list_route_findings(results: Results) -> Iterator[Finding]:
     """Yield a sentence for each configuration with a route that was kept, and one on all others that were tried."""
     models = {t.model for t in results}
-    tried = [one for one in attempts(results.folder) if one.model in models]
+    tried = [one for one in read_attempts(results.folder) if one.model in models]
     for one in tried:
         if one.kept is not None:
             text = (

@@ -8,23 +8,32 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
-from dyno.formatting import counting, indentation, join_names, plain, ratio, short, sized, takes
+from dyno.formatting import (
+    clean_text,
+    describe_time,
+    format_count,
+    format_ratio,
+    format_size,
+    join_names,
+    read_indentation,
+    shorten_text,
+)
 from dyno.report import self_test
 from dyno.report.verdict import decisions
 from dyno.report.verdict import findings as verdict_findings
-from dyno.report.verdict.findings import FAILURE, NOTE, PROBLEMS, WARNING, Decision, Finding, ms
+from dyno.report.verdict.findings import FAILURE, NOTE, PROBLEMS, WARNING, Decision, Finding, format_ms
 from dyno.results import ranking as results_ranking
 from dyno.results import remarks, stats
 from dyno.results.blocks import find_apart_jobs
-from dyno.results.correctness import WRONG, incomparable
-from dyno.results.metrics.accuracy import judged, set_aside
-from dyno.results.metrics.precision import NO, truth
+from dyno.results.correctness import WRONG, find_mismatch
+from dyno.results.metrics.accuracy import has_accuracy, set_aside
+from dyno.results.metrics.precision import NO, read_truth
 from dyno.results.notes import read_dropped
-from dyno.results.ranking import LATENCY, Contention, cpu_contention, rank_goals, winners
+from dyno.results.ranking import LATENCY, Contention, cpu_contention, list_winners, rank_goals
 from dyno.results.rounds import GPU
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import FILE, MEASURING, UNFINISHED, Results, TrialResult, clock_of
-from dyno.table import missing
+from dyno.table import is_missing
 from dyno.worker.facts.engine import STORED
 
 COMPANY = "what the table calls faster or slower holds beside those programs, which slow some engines down more"
@@ -58,7 +67,7 @@ class Verdict:
         for decision in self.decisions:
             lines += [decision.sentence, *(f"{name}: {text}." for name, text in decision.answers if name != "next")]
             lines += [each.text for each in decision.findings]
-        return [plain(line) for line in (*lines, *(each.text for each in self.findings))]
+        return [clean_text(line) for line in (*lines, *(each.text for each in self.findings))]
 
     @property
     def lines(self) -> list[str]:
@@ -73,8 +82,8 @@ class Verdict:
         lines += [each.text for each in self.findings if each.kind != NOTE]
         rest = [*self.findings, *(each for decision in self.decisions for each in decision.findings)]
         notes = sum(each.kind == NOTE for each in rest)
-        more = [f"{counting(notes, 'more note')} in the report."] if notes else []
-        return [*(indentation(line) + plain(line) for line in lines), *more]
+        more = [f"{format_count(notes, 'more note')} in the report."] if notes else []
+        return [*(read_indentation(line) + clean_text(line) for line in lines), *more]
 
 
 @dataclass(frozen=True)
@@ -96,9 +105,13 @@ def answer_so_far(run: RunData) -> ProvisionalAnswer:
     for ranking in rank_goals(run)[:1]:
         for _, row in ranking.ranked(LATENCY).iterrows():
             is_reference = row["trial"] == row["reference"]
-            shown = "" if missing(row["speedup"]) else ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
-            rows.append((ranking.configuration(row), ms(row[LATENCY]), "reference" if is_reference else shown))
-    return ProvisionalAnswer([plain(sentence) for sentence in sentences], rows)
+            shown = (
+                ""
+                if is_missing(row["speedup"])
+                else format_ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
+            )
+            rows.append((ranking.configuration(row), format_ms(row[LATENCY]), "reference" if is_reference else shown))
+    return ProvisionalAnswer([clean_text(sentence) for sentence in sentences], rows)
 
 
 def _describe_sides(run: RunData) -> Iterator[str]:
@@ -106,11 +119,11 @@ def _describe_sides(run: RunData) -> Iterator[str]:
     for _, row in run.frame.iterrows():
         b = run.trials[row["trial"]]
         if b.side == "b" and b.good and row["reference"] not in ("", row["trial"]):
-            if missing(row["speedup"]):
+            if is_missing(row["speedup"]):
                 told = "B gives other outputs than A" if str(row["verdict"]).startswith(WRONG) else str(row["verdict"])
             else:
                 times = 1 / row[["speedup", "speedup_high", "speedup_low"]].astype(float)
-                told = f"{takes(ratio(*times))} ({row['verdict']})"
+                told = f"{describe_time(format_ratio(*times))} ({row['verdict']})"
             yield f"{b.model} {b.pair} b{b.batch}: {told}."
 
 
@@ -152,7 +165,7 @@ def read_verdict(run: RunData) -> Verdict:
 def _describe_next_step(run: RunData) -> str:
     """Describe the next step where the machine was too busy for a winner."""
     step, folder = "measure again on a quiet machine", shlex.quote(str(run.records.folder))
-    return f"{step}, or choose: dyno export {folder} BACKEND/PRECISION" if list(winners(run)) else step
+    return f"{step}, or choose: dyno export {folder} BACKEND/PRECISION" if list(list_winners(run)) else step
 
 
 def _wrong_outputs(run: RunData) -> Iterator[Finding]:
@@ -177,7 +190,7 @@ def _has_layer_comparison(t: TrialResult) -> bool:
 
 
 def _check_precisions(results: Results) -> Iterator[Finding]:
-    truths = [(t, ran) for t in results if t.good and (ran := truth(t)) is not None]
+    truths = [(t, ran) for t in results if t.good and (ran := read_truth(t)) is not None]
     wrong: dict[tuple[str, str], list[TrialResult]] = {}
     for t, ran in truths:
         if not ran.ok:
@@ -185,11 +198,11 @@ def _check_precisions(results: Results) -> Iterator[Finding]:
     reported = [ran for _, ran in truths if ran.reported]
     if reported:
         as_requested = sum(t.ok for t in reported)
-        trials_reported = counting(len(reported), "trial")
+        trials_reported = format_count(len(reported), "trial")
         yield Finding(NOTE, f"Precision: {as_requested} of {trials_reported} ran in the requested type.")
     for (_, sentence), trials in wrong.items():
         model = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
-        ran = truth(trials[0])
+        ran = read_truth(trials[0])
         is_wrong = " did not run as requested" if ran and ran.answer == NO else ""
         yield Finding(WARNING, f"{model}{trials[0].configuration} ({_format_batches(trials)}){is_wrong}: {sentence}.")
 
@@ -217,7 +230,7 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
             other = ran.get((t.group, t.variant, wider))
             if (
                 other is None
-                or incomparable(t, other)
+                or find_mismatch(t, other)
                 or any(results_ranking.is_speed_lost(rows[each.id]) for each in (t, other))
             ):
                 continue
@@ -227,7 +240,7 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
     several = len({(t.model, t.size) for t in results}) > 1
     unexplained: dict[str, list[_NoGain]] = {}
     for (model, size, name, other_name), slow in list(groups.items())[:MOST_GROUPS]:
-        where = f"{model}{sized(size, ' at size ')}: " if several else ""
+        where = f"{model}{format_size(size, ' at size ')}: " if several else ""
         found = _NoGain(name, other_name, _compare_batches(slow))
         if reason := _choose_reason(slow):
             yield Finding(WARNING, f"{where}{found.sentence}: {reason}.")
@@ -260,7 +273,7 @@ def _compare_batches(slow: list[tuple[TrialResult, stats.Speedup]]) -> dict[str,
     """Return the ratios of a lowered precision to the other one, batch by batch, by their relation."""
     ratios: dict[str, list[str]] = {}
     for t, gain in sorted(slow, key=lambda pair: pair[0].batch):
-        shown = ratio(gain.value, gain.low, gain.high)
+        shown = format_ratio(gain.value, gain.low, gain.high)
         ratios.setdefault(_choose_relation(gain), []).append(f"batch {t.batch}: {shown}")
     for each in ratios.values():
         each[MOST_RATIOS:] = [f"{len(each) - MOST_RATIOS} more"] if len(each) > MOST_RATIOS else []
@@ -297,7 +310,7 @@ def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: s
 
     It is that of the trial's row where that is over the same trial, so that the two agree.
     """
-    if (row["reference"], row["boundary"]) == (wider.id, "model") and not missing(row["speedup"]):
+    if (row["reference"], row["boundary"]) == (wider.id, "model") and not is_missing(row["speedup"]):
         gain = stats.Speedup(row["speedup"], row["speedup_low"], row["speedup_high"], row["verdict"])
     else:
         gain = results_ranking.estimate_speedup(t, wider, "model", clock_of("model", t, wider), rule)
@@ -314,7 +327,7 @@ def _find_waiting_models(results: Results) -> Iterator[Finding]:
     if not begun or count < 1 or any(t.side for t in results):
         return
     names = f": {', '.join(waiting)}" if len(waiting) == count else ""  # a model may be stored under another path
-    begin = f"{count} of {counting(len(sources), 'model')} {'was' if count == 1 else 'were'} not begun"
+    begin = f"{count} of {format_count(len(sources), 'model')} {'was' if count == 1 else 'were'} not begun"
     yield Finding(WARNING, f"{begin}{names}; the same command goes on.")
 
 
@@ -327,12 +340,13 @@ def _describe_failures(results: Results) -> Iterator[Finding]:
         counts = ", ".join(f"{n} {status}" for status, n in Counter(t.status for t in failed).items())
         yield Finding(
             FAILURE,
-            f"{len(failed)} of {counting(len(results), 'trial')} did not finish: {counts} ({_list_reasons(failed)}); "
+            f"{len(failed)} of {format_count(len(results), 'trial')} did not finish: {counts} "
+            f"({_list_reasons(failed)}); "
             "the same command with --retry-failed measures them again.",
             PROBLEMS,
         )
     if added:
-        names, rows = join_names(list(dict.fromkeys(t.precision for t in added))), counting(len(added), "row")
+        names, rows = join_names(list(dict.fromkeys(t.precision for t in added))), format_count(len(added), "row")
         text = f"{rows} in {names}, which Dyno added, failed ({_list_reasons(added)}); --precision names those to run."
         yield Finding(NOTE, text, PROBLEMS)
 
@@ -347,11 +361,11 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
     if results.owner:
         yield Finding(WARNING, f"This is the answer so far: {MEASURING.format(results.owner)}.")
     elif (short := [t for t in results if t.is_cut_short and t.id not in dropped.trials]) and not dropped.is_over:
-        rounds = counting(min(len(t.rounds) for t in short), "round")
+        rounds = format_count(min(len(t.rounds) for t in short), "round")
         answer = f"Not all rounds are measured: this is the answer after {rounds}; the same command goes on."
         yield Finding(WARNING, answer)
     elif fewer := [t for t in results if t.is_cut_short]:
-        rounds = counting(min(len(t.rounds) for t in fewer), "round")
+        rounds = format_count(min(len(t.rounds) for t in fewer), "round")
         reason = "--minutes are over" if short else "a winner leads clearly, and the time went to the others"
         yield Finding(
             WARNING if short else NOTE,
@@ -370,7 +384,7 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
     yield from verdict_findings.list_weight_findings(results)
     yield from verdict_findings.list_label_findings(results)
     yield from _find_gpu_doubts(results)
-    if aside := max((set_aside(t) for t in results if set_aside(t) and judged(t)), default=0):
+    if aside := max((set_aside(t) for t in results if set_aside(t) and has_accuracy(t)), default=0):
         yield Finding(
             WARNING,
             f"Accuracy is not on all images: {aside:,} were set aside for calibration; --calibration DIR gives others.",
@@ -389,7 +403,7 @@ def _list_reasons(failed: Iterable[TrialResult]) -> str:
     of_reason: dict[str, TrialResult] = {}
     for t in failed:
         of_reason.setdefault(t.reason, t)
-    first = [short(f"{t.configuration}: {reason}", LONGEST_REASON) for reason, t in of_reason.items()]
+    first = [shorten_text(f"{t.configuration}: {reason}", LONGEST_REASON) for reason, t in of_reason.items()]
     more = [f"{len(first) - MOST_REASONS} more in the report"] if len(first) > MOST_REASONS else []
     return "; ".join([*first[:MOST_REASONS], *more])
 
@@ -397,7 +411,7 @@ def _list_reasons(failed: Iterable[TrialResult]) -> str:
 def _find_gpu_doubts(results: Results) -> Iterator[Finding]:
     """Yield doubts about the numbers from the GPU's telemetry and clocks."""
     trials = [t for t in results if t.gpu is not None]
-    of_trials = counting(len(trials), "trial")
+    of_trials = format_count(len(trials), "trial")
     if shared := [t for t in trials if remarks.describe_others(t)]:
         yield Finding(
             WARNING,
@@ -432,7 +446,7 @@ def _launch_bound(results: Results) -> Iterator[Finding]:
 
 
 def _format_count(count: int, total: int, one: str, several: str) -> str:
-    return f"{count} of {counting(total, 'trial')} {one if count == 1 else several}"
+    return f"{count} of {format_count(total, 'trial')} {one if count == 1 else several}"
 
 
 def _format_batches(trials: list[TrialResult]) -> str:
@@ -466,7 +480,7 @@ class RunDescription(TypedDict):
     verdict: list[str]
 
 
-def about(run: RunData) -> RunDescription:
+def describe_run(run: RunData) -> RunDescription:
     """Return the run's name, date, machine, study, visible differences, decisions and verdict in sentences.
 
     `date` is the start of its first job (ISO 8601), `visible` the differences it can see, None where that isn't known.
@@ -474,7 +488,7 @@ def about(run: RunData) -> RunDescription:
     records = run.records
     return {
         "run": records.name,
-        "date": began(records) or None,
+        "date": read_start(records) or None,
         "machine": records.environment,
         "study": records.settings,
         "visible": self_test.of_run(records) or None,
@@ -494,6 +508,6 @@ def _describe_decision(decision: Decision) -> DecisionDescription:
     }
 
 
-def began(results: Results) -> str:
+def read_start(results: Results) -> str:
     """Return the start of a run's first job (ISO 8601 with its offset); "" where no record has it."""
     return min((r.record.started for t in results for r in t.rounds if r.record.started), default="")

@@ -21,24 +21,24 @@ GROUP = "dyno.metrics"
 
 
 @cache
-def known() -> dict[str, Metric]:
+def list_metrics() -> dict[str, Metric]:
     """Return the metrics by name, Dyno's own and those of installed distributions, in the order of display."""
-    found = plugins.declared(sys.modules[__name__], Metric, GROUP)  # type: ignore[type-abstract]
+    found = plugins.list_declared(sys.modules[__name__], Metric, GROUP)  # type: ignore[type-abstract]
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
 
 
-def of(trial: TrialResult) -> list[Metric]:
+def list_task_metrics(trial: TrialResult) -> list[Metric]:
     """Return the metrics that the trial's task names."""
-    return [metric for name, metric in known().items() if name in trial.task.metrics]
+    return [metric for name, metric in list_metrics().items() if name in trial.task.metrics]
 
 
-def measured(trial: TrialResult) -> list[tuple[Metric, MetricValue]]:
+def list_measured(trial: TrialResult) -> list[tuple[Metric, MetricValue]]:
     """Return each metric that the trial has a value of, with the value."""
-    return [(metric, value) for metric in of(trial) if (value := metric.of(trial)) is not None]
+    return [(metric, value) for metric in list_task_metrics(trial) if (value := metric.of(trial)) is not None]
 
 
-def quality(frame: pd.DataFrame, budgets: Iterable[str] = ()) -> Metric:
+def choose_metric(frame: pd.DataFrame, budgets: Iterable[str] = ()) -> Metric:
     """Return the metric to show for these trials: the first of the `budgets`' metrics, else the first they have."""
-    every = list(known().values())
-    order = [*(known()[name] for name in budgets), *every]
+    every = list(list_metrics().values())
+    order = [*(list_metrics()[name] for name in budgets), *every]
     return next((m for m in order if m.column in frame and frame[m.column].notna().any()), every[0])

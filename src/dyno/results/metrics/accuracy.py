@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dyno.formatting import csv_cell
-from dyno.results.metrics import known, measured
+from dyno.results.metrics import list_measured, list_metrics
 from dyno.results.metrics.metric import Change, Metric, MetricValue
-from dyno.results.stats import CONFIDENCE, Interval, paired_chance, paired_difference, t_quantile, wilson
+from dyno.results.stats import CONFIDENCE, Interval, compute_wilson, paired_chance, paired_difference, t_quantile
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.job import AnsweredImages
 from dyno.worker.record import read_json, write_text
@@ -63,7 +63,7 @@ def make_budgets(wanted: Mapping[str, float]) -> tuple[Budget, ...]:
     UserError for an unknown metric, and for points outside 0 to 100.
     """
     for metric, points in wanted.items():
-        check_known("budget", metric, list(known()))
+        check_known("budget", metric, list(list_metrics()))
         if not 0 <= points <= 100:
             raise UserError(f"budget {metric}={points:g} must be between 0 and 100 points, e.g. {metric}=0.5")
     return tuple(Budget(metric, points) for metric, points in wanted.items())
@@ -75,9 +75,9 @@ def make_series_key(t: TrialResult) -> tuple[Any, ...]:
     return t.model, t.backend, t.precision, t.size, t.device, t.runtime, options
 
 
-def judged(trial: TrialResult) -> bool:
+def has_accuracy(trial: TrialResult) -> bool:
     """Return whether the trial has an accuracy, by any metric of its task."""
-    return bool(measured(trial))
+    return bool(list_measured(trial))
 
 
 def set_aside(trial: TrialResult) -> int:
@@ -119,8 +119,8 @@ def decide_accuracy(change: Change, budget: Budget) -> BudgetDecision:
     `undecided`, with the number of further images after which the same rates would settle it. From fewer images than
     the metric needs, a loss is `within` only if nothing changed at all, and `over` only if twice the interval is.
     """
-    verdict, found = side(change.difference, budget.limit), change.difference
-    is_unproven = verdict == WITHIN or side(change.cautious, budget.limit) != verdict
+    verdict, found = judge_difference(change.difference, budget.limit), change.difference
+    is_unproven = verdict == WITHIN or judge_difference(change.cautious, budget.limit) != verdict
     if change.images < change.least_images and is_unproven and not found.low == found.value == found.high == 0:
         return BudgetDecision(UNDECIDED, change.least_images - change.images)
     count = change.enough(budget.limit) if verdict == UNDECIDED else None
@@ -150,7 +150,7 @@ def confirm(chances: Sequence[float]) -> list[bool]:
     return [chance <= (1 - CONFIDENCE) / 2 / (k * whole) for k, chance in enumerate(chances, 1)]
 
 
-def side(difference: Interval, limit: float) -> str:
+def judge_difference(difference: Interval, limit: float) -> str:
     """Return WITHIN where the whole interval is above the limit (a share), OVER where it is below, else UNDECIDED."""
     return WITHIN if difference.low >= limit else OVER if difference.high < limit else UNDECIDED
 
@@ -179,7 +179,9 @@ class PairedChange(Change):
 
         def is_settled(count: int) -> bool:
             scale = count / self.images
-            return side(paired_difference(self.gained * scale, self.lost * scale, count), limit) != UNDECIDED
+            return (
+                judge_difference(paired_difference(self.gained * scale, self.lost * scale, count), limit) != UNDECIDED
+            )
 
         low = high = self.images
         while not is_settled(high):
@@ -204,7 +206,7 @@ class HitShare(Metric):
 
     def of(self, trial: TrialResult) -> MetricValue | None:
         hits = self.hits(trial)
-        return None if hits is None else MetricValue(wilson(int(hits.sum()), len(hits)), len(hits))
+        return None if hits is None else MetricValue(compute_wilson(int(hits.sum()), len(hits)), len(hits))
 
     def change(self, trial: TrialResult, reference: TrialResult) -> PairedChange | None:
         own, other = self.hits(trial), self.hits(reference)
@@ -228,7 +230,7 @@ class TopK(HitShare):
         self.k = k
 
     def hits(self, trial: TrialResult) -> np.ndarray | None:
-        return correct(trial.answers, self.k)
+        return mark_correct(trial.answers, self.k)
 
 
 class Top1(TopK):
@@ -250,7 +252,7 @@ class Top5(TopK):
     place = 3
 
 
-def correct(answers: dict[str, np.ndarray], k: int) -> np.ndarray | None:
+def mark_correct(answers: dict[str, np.ndarray], k: int) -> np.ndarray | None:
     """Check whether each image's label is among the first k answers, bool [N]; None without labels or k answers."""
     index, label = answers.get("topk_index"), answers.get("label")
     if index is None or label is None or not len(label) or index.shape[1] < k or len(index) != len(label):
@@ -283,7 +285,7 @@ class Flip:
 def list_flips(trial: TrialResult, reference: TrialResult) -> list[Flip]:
     """Return the lost images, then the gained ones, each by the reference's score, the surest first."""
     own, other = trial.answers, reference.answers
-    hits, others = correct(own, 1), correct(other, 1)
+    hits, others = mark_correct(own, 1), mark_correct(other, 1)
     if hits is None or others is None or not same_photographs(trial, reference):
         return []
     here, there = match_images(own, other)
@@ -388,7 +390,7 @@ class Confusion:
 
     def _make_class_row(self, i: int) -> dict[str, Any]:
         images, correct = int(self.counts[i].sum()), int(self.counts[i, i])
-        share = wilson(correct, images)
+        share = compute_wilson(correct, images)
         wrong = self.counts[i].copy()
         wrong[i] = 0
         most = int(wrong.argmax())
@@ -414,7 +416,7 @@ class Confusion:
         total, right = int(self.counts.sum()), int(np.trace(self.counts))
         rows, columns = linear_sum_assignment(self.counts, maximize=True)
         renumbered = int(self.counts[rows, columns].sum())
-        if 2 * renumbered < total or wilson(right, total).high >= wilson(renumbered, total).low:
+        if 2 * renumbered < total or compute_wilson(right, total).high >= compute_wilson(renumbered, total).low:
             return ""
         moved = [(int(self.counts[i, j]), i, j) for i, j in zip(rows, columns, strict=True) if i != j]
         # A bad network's errors fit some order too, but an order that gives several classes few right answers.

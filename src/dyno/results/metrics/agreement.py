@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dyno.results.metrics.accuracy import match_images, same_photographs
-from dyno.results.stats import wilson
+from dyno.results.stats import compute_wilson
 from dyno.results.trial_result import TrialResult
 from dyno.worker.facts.job import is_labels
-from dyno.worker.numerics.closeness import ATOL, RTOL, Closeness, closeness
+from dyno.worker.numerics.closeness import ATOL, RTOL, Closeness, compare_all
 from dyno.worker.spec import UserError
 from dyno.worker.tasks import layouts
 from dyno.worker.tasks.layouts import FinalRows, Lists, ObservedOutputs, Pairs
@@ -281,7 +281,7 @@ class BoxFlips:
 
     def describe(self) -> str:
         """Return the counts in words, with Wilson's 95 % interval of the share of images."""
-        share = wilson(len(self.flips), self.images)
+        share = compute_wilson(len(self.flips), self.images)
         lost, gained, renamed = (sum(getattr(f, name) for f in self.flips) for name in ("lost", "gained", "renamed"))
         percent = f"{100 * share.value:.1f} % [{100 * share.low:.1f}, {100 * share.high:.1f}]"
         return (f"{len(self.flips)} of {self.images} images differ, {percent}: "
@@ -444,7 +444,7 @@ def judge_agreement(
     """Compare outputs by name, each [N, ...]; UserError when names or shapes differ, N apart (the shorter counts)."""
     if set(own) != set(reference) or not own:
         raise UserError(f"outputs differ in name: {', '.join(own) or 'none'} against {', '.join(reference) or 'none'}")
-    found = closeness([_cut_arrays(name, own[name], reference[name]) for name in reference], rtol, atol)
+    found = compare_all([_cut_arrays(name, own[name], reference[name]) for name in reference], rtol, atol)
     samples = min(min(len(own[n]), len(reference[n])) for n in reference)
     return Agreement(**vars(found), samples=samples)
 

@@ -41,7 +41,9 @@ class Matches:
     score: np.ndarray
 
 
-def matches(evaluated: Iterable[dict[str, Any] | None], groups: dict[int, int], count: int, thresholds: int) -> Matches:
+def collect_matches(
+    evaluated: Iterable[dict[str, Any] | None], groups: dict[int, int], count: int, thresholds: int
+) -> Matches:
     """Collect one class's entries of `COCOeval.evalImgs`; `groups` maps an image's id to one of `count` groups."""
     entries = [e for e in evaluated if e is not None]
     scores = np.concatenate([np.empty(0), *(np.asarray(e["dtScores"], np.float64) for e in entries)])
@@ -57,7 +59,7 @@ def matches(evaluated: Iterable[dict[str, Any] | None], groups: dict[int, int], 
     return Matches(matched & ~ignored, ignored, group, wanted, scores[order])
 
 
-def average(m: Matches, recalls: np.ndarray, without: int | None = None) -> np.ndarray:
+def compute_average_precision(m: Matches, recalls: np.ndarray, without: int | None = None) -> np.ndarray:
     """Compute average precision at each threshold, less one group of images; NaN where no object is left.
 
     The mean over `recalls` of the best precision at that recall or a higher one (Everingham et al. 2010, with COCO's
@@ -302,9 +304,11 @@ def score_detections(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any],
     by_class, counts = [], np.zeros((len(LEAST_SCORES), count, 3))
     for k in range(len(parameters.catIds)):
         matched = evaluation.evalImgs[k * len(images) : (k + 1) * len(images)]
-        m = matches(matched, groups, count, len(parameters.iouThrs))
+        m = collect_matches(matched, groups, count, len(parameters.iouThrs))
         counts += count_matches(m)
-        by_class.append([average(m, parameters.recThrs, without) for without in (None, *range(count))])
+        by_class.append(
+            [compute_average_precision(m, parameters.recThrs, without) for without in (None, *range(count))]
+        )
     names = {c["id"]: str(c.get("name", c["id"])) for c in truth["categories"]}
     by_group = np.asarray(by_class, np.float64).transpose(1, 0, 2)
     return Scores(by_group, tuple(names[i] for i in parameters.catIds), len(images), counts)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.results import timeline
 from dyno.results.rounds import Round
 from dyno.results.trial_result import Results, TrialResult
-from dyno.table import Row, missing
+from dyno.table import Row, is_missing
 from dyno.worker.facts.engine import STORED, TYPES, format_share, precision_truth
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Truth:
         return ", ".join(f"{n} {name}{shares.get(name, '')}" for name, n in self.types.items())
 
 
-def truth(t: TrialResult) -> Truth | None:
+def read_truth(t: TrialResult) -> Truth | None:
     """Return the stored facts about the types that compute layers ran in, None when there are none."""
     counts, operations = (_by_precision(t, found) for found in (t.facts.layers_by_type, t.facts.operations_by_type))
     if not counts and t.facts.precision_truth is None:
@@ -100,10 +100,10 @@ def _by_precision(t: TrialResult, by_type: Mapping[str, int]) -> dict[str, int]:
     return counts
 
 
-def named(row: Row | pd.Series) -> str:
+def name_precision(row: Row | pd.Series) -> str:
     """Return a row's precision, with the truth beside it where the engine did something else or reported nothing."""
     precision, types = str(row["precision"]), str(row["ran_as"])
-    share = 0.0 if missing(row["asked_share"]) else row["asked_share"]
+    share = 0.0 if is_missing(row["asked_share"]) else row["asked_share"]
     if row["precision_ok"] == YES:
         widened = precision in STORED and not share
         return f"{precision} (computed in {types.split()[1].strip(',')})" if widened else precision
@@ -156,7 +156,7 @@ def explain_missing_work(results: Results) -> str:
 
 def ran_in(t: TrialResult) -> str:
     """Return the type that most of the arithmetic ran in, "" where the engine doesn't report it."""
-    precision_truth = truth(t)
+    precision_truth = read_truth(t)
     return next(iter(precision_truth.types), "") if precision_truth else ""
 
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dyno.results.stats import rejection
-from dyno.results.stats.evidence import ALONE, Evidence, paired, unpaired
+from dyno.results.stats.evidence import ALONE, Evidence, collect_evidence, pair_evidence
 from dyno.results.stats.intervals import CONFIDENCE, Interval, t_quantile
 
 # Looking again after every round without crying wolf more often: how much of the error each look may spend.
 
 
-def share(rounds: int, first: int) -> float:
+def share_error(rounds: int, first: int) -> float:
     """Return the share of the error that the look after `rounds` rounds may spend.
 
     Where `first` is 0 the only look spends all of it.
@@ -50,16 +50,16 @@ def more_rounds(evidence: Evidence, reach: float, level: float, first: int) -> i
     At most MOST_ROUNDS, and MOST_ROUNDS + 1 where those are not enough.
 
     `reach` is the log ratio up to which speeds are equivalent, `level` the error of the pair's claim over all looks,
-    `first` as in `sequential.share`.
+    `first` as in `share_error`.
     """
 
     def compute_power(more: int) -> float:
-        return power(evidence, evidence.rounds + more, reach, level, first)
+        return predict_power(evidence, evidence.rounds + more, reach, level, first)
 
     return 1 + bisect_left(range(1, MOST_ROUNDS + 1), POWER, key=compute_power)
 
 
-def power(evidence: Evidence, rounds: int, reach: float, level: float, first: int) -> float:
+def predict_power(evidence: Evidence, rounds: int, reach: float, level: float, first: int) -> float:
     """Return the probability that `rounds` in all decide the pair, if its true difference and spread are those seen.
 
     It covers the t test and the two one-sided ones, by the noncentral t distribution. Both succeed together only where
@@ -71,7 +71,7 @@ def power(evidence: Evidence, rounds: int, reach: float, level: float, first: in
     error = max(evidence.spread, 1e-9) / math.sqrt(rounds)
     looked = rounds + evidence.looked - evidence.rounds
     reserved = 0.0 if evidence.rejected is None else rejection.RESERVE
-    wall = t_quantile(freedom, level * share(looked, first) * (1 - reserved))
+    wall = t_quantile(freedom, level * share_error(looked, first) * (1 - reserved))
 
     def compute_chance(difference: float, limit: float) -> float:
         return float(nctdtr(freedom, min(FARTHEST, max(-FARTHEST, difference / error)), limit))
@@ -108,7 +108,7 @@ class Rule:
 
     def share(self, rounds: int) -> float:
         """Return the share of the error that a look after these rounds may spend."""
-        return share(rounds, self.first) / self.looks
+        return share_error(rounds, self.first) / self.looks
 
 
 @dataclass(frozen=True)
@@ -162,14 +162,14 @@ def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -
     return [decided.get(id(e)) or _make_unjudged(e) for e in family]
 
 
-def speedup(own: Sequence[float], reference: Sequence[float], rule: Rule | None = None) -> Speedup:
+def decide_apart(own: Sequence[float], reference: Sequence[float], rule: Rule | None = None) -> Speedup:
     """Decide (`decide`) on two trials that measured apart: one median latency per round of each, in seconds."""
-    return decide(unpaired(own, reference), rule)
+    return decide(collect_evidence(own, reference), rule)
 
 
 def paired_speedup(logs: Sequence[float], rule: Rule | None = None) -> Speedup:
     """Decide (`decide`) on two trials that measured in turns: log(reference / own seconds) of each round."""
-    return decide(paired(logs), rule)
+    return decide(pair_evidence(logs), rule)
 
 
 def _make_unjudged(e: Evidence | None) -> Speedup:

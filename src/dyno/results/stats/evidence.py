@@ -10,7 +10,7 @@ import numpy as np
 
 from dyno.results.stats import rejection
 from dyno.results.stats.intervals import t_quantile
-from dyno.results.stats.summaries import deviation
+from dyno.results.stats.summaries import compute_std
 
 ALONE, TURNS, SESSIONS = "one after the other", "in turns", "in two sessions"
 LEAST_P, MOST_P = 1e-12, 0.99  # of trials that measured apart, some of whose rounds were rejected
@@ -145,7 +145,7 @@ class Evidence:
         return not self.freedom > 0
 
 
-def paired(logs: Sequence[float], are_rounds: bool = True) -> Evidence | None:
+def pair_evidence(logs: Sequence[float], are_rounds: bool = True) -> Evidence | None:
     """Return the evidence on two trials that measured in turns; None without rounds.
 
     `logs` holds for each round (a fresh process of each) the median over blocks of log(reference / own seconds), so the
@@ -159,14 +159,14 @@ def paired(logs: Sequence[float], are_rounds: bool = True) -> Evidence | None:
     if n < 2:
         return Evidence(float(each.mean()), math.nan, math.nan, n, TURNS)
     kept = rejection.keep_undisturbed(each) if are_rounds else each
-    spread = deviation(kept)
+    spread = compute_std(kept)
     rejected = n - len(kept) if are_rounds else None
     error, freedom = spread / math.sqrt(len(kept)), len(kept) - 1
     mean, unfiltered = float(kept.mean()), float(each.mean())
     return Evidence(mean, error, freedom, n, TURNS, spread, rejected=rejected, unfiltered=unfiltered)
 
 
-def unpaired(own: Sequence[float], reference: Sequence[float], are_rounds: bool = True) -> Evidence | None:
+def collect_evidence(own: Sequence[float], reference: Sequence[float], are_rounds: bool = True) -> Evidence | None:
     """Collect the evidence from two trials that measured apart: both hold one median latency per round, in seconds.
 
     Standard error and degrees of freedom are Welch's (1947) and Satterthwaite's (1946); None without rounds of either.
@@ -180,7 +180,7 @@ def unpaired(own: Sequence[float], reference: Sequence[float], are_rounds: bool 
         return Evidence(unfiltered, math.nan, math.nan, rounds, ALONE)
     kept = [rejection.keep_undisturbed(logs) if are_rounds else logs for logs in each]
     groups = tuple(
-        Group(len(logs), len(logs) - len(rest), float(rest.mean()), deviation(rest))
+        Group(len(logs), len(logs) - len(rest), float(rest.mean()), compute_std(rest))
         for logs, rest in zip(each, kept, strict=True)
     )
     difference, variances = groups[1].mean - groups[0].mean, [group.spread**2 for group in groups]

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from dyno.results.stats.summaries import at
+from dyno.results.stats.summaries import take_quantile
 
 CONFIDENCE = 0.95
 ROUNDING = 1e-12
@@ -40,7 +40,7 @@ def median_interval(samples: np.ndarray) -> Interval:
     n = len(x)
     if n < 3:
         return Interval(float(np.median(x)) if n else math.nan, math.nan, math.nan)
-    [worth] = independent_counts(samples, [at(x, 0.5)])
+    [worth] = independent_counts(samples, [take_quantile(x, 0.5)])
     size = max(3, round(worth))
     k = np.arange(1, n + 1)
     # This many of the resample at or below x[k-1] put its median there; of an even count's two middle ones the lower
@@ -48,7 +48,7 @@ def median_interval(samples: np.ndarray) -> Interval:
     lower, upper = (1.0 - bdtr(need - 1, size, k / n) for need in ((size + 1) // 2, size // 2 + 1))
     tail = (1 - CONFIDENCE) / 2
     low, high = int(np.searchsorted(lower, tail)), int(np.searchsorted(upper, 1 - tail))
-    return Interval(at(x, 0.5), float(x[low]), float(x[min(high, n - 1)]))
+    return Interval(take_quantile(x, 0.5), float(x[low]), float(x[min(high, n - 1)]))
 
 
 def percentile_intervals(samples: np.ndarray, shares: Collection[float]) -> list[Interval]:
@@ -61,7 +61,7 @@ def percentile_intervals(samples: np.ndarray, shares: Collection[float]) -> list
     x = np.sort(samples)
     if not len(x):
         return [Interval(math.nan, math.nan, math.nan) for _ in shares]
-    values = [at(x, q) for q in (0.5, *shares)]
+    values = [take_quantile(x, q) for q in (0.5, *shares)]
     middle, *worth = independent_counts(samples, values)  # what slows a block moves all: no percentile is worth more
     return [_bound_percentile(x, q, max(1, round(min(middle, own)))) for q, own in zip(shares, worth, strict=True)]
 
@@ -71,7 +71,7 @@ def _bound_percentile(ordered: np.ndarray, q: float, count: int) -> Interval:
     n, step = len(ordered), len(ordered) / count
     first, last = math.ceil(low * step), n - math.ceil((count + 1 - high) * step)
     least = float(ordered[first - 1]) if low else math.nan
-    return Interval(at(ordered, q), least, float(ordered[last]) if high <= count else math.nan)
+    return Interval(take_quantile(ordered, q), least, float(ordered[last]) if high <= count else math.nan)
 
 
 def independent_counts(samples: np.ndarray, limits: Sequence[float]) -> list[float]:
@@ -104,7 +104,7 @@ def _find_ranks(n: int, q: float) -> tuple[int, int]:
 
 def percentile_of(samples: np.ndarray, q: float) -> float:
     """Return a percentile (q = 0.99: the 99th) of raw samples, by linear interpolation."""
-    return at(np.sort(samples), q)
+    return take_quantile(np.sort(samples), q)
 
 
 @lru_cache
@@ -120,7 +120,7 @@ def samples_for(q: float) -> int:
     return int(counts[np.argmax(bdtr(1, counts, 1 - q) <= 1 - FLOOR_CONFIDENCE)])
 
 
-def wilson(hits: int, count: int) -> Interval:
+def compute_wilson(hits: int, count: int) -> Interval:
     """Compute a share of hits with Wilson's score interval (1927), which stays inside 0…1 and never has zero width."""
     if not count:
         return Interval(math.nan, math.nan, math.nan)
@@ -139,7 +139,7 @@ def exceeds(hits: int, count: int, share: float) -> bool:
     return hits > share * count and chance <= 1 - CONFIDENCE + ROUNDING
 
 
-def needed(hits: int, count: int, share: float) -> int:
+def estimate_needed(hits: int, count: int, share: float) -> int:
     """Estimate how many samples with this part of hits would show that more than the share are hits."""
     low, high = count, 2 * count
     while not exceeds(round(high * hits / count), high, share):

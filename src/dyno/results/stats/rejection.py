@@ -18,7 +18,7 @@ from statistics import median
 import numpy as np
 
 from dyno.results.stats.intervals import CONFIDENCE, Interval, t_quantile
-from dyno.results.stats.summaries import Summary, deviation, summary
+from dyno.results.stats.summaries import Summary, compute_std, summarise
 
 CUT = 10.0  # standard deviations from the median, estimated by the median absolute deviation
 NORMAL = 1.4826  # the standard deviation of normal values over their median absolute deviation
@@ -65,7 +65,7 @@ def judge_apart(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarra
     """Return each study's difference between two trials that measured apart, and half the width of its interval.
 
     `values` is float64 [2, studies, rounds] of two rounds or more; the results are as those of `judge_studies`. Of each
-    trial disturbed rounds are rejected; the interval is that of `evidence.unpaired`.
+    trial disturbed rounds are rejected; the interval is that of `evidence.collect_evidence`.
     """
     from scipy.special import stdtrit
 
@@ -96,7 +96,7 @@ def _summarise_studies(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
     return kept.mean(axis=1, where=~is_far), errors, rejected
 
 
-def center(values: Sequence[float], medians: Sequence[float] = ()) -> Interval:
+def find_center(values: Sequence[float], medians: Sequence[float] = ()) -> Interval:
     """Return the geometric mean of positive values, one of each process, without disturbed ones, and its 95 % interval.
 
     The disturbed ones are told by `medians`, one of each process, as in `over_rounds`; without them by the values. One
@@ -109,19 +109,19 @@ def center(values: Sequence[float], medians: Sequence[float] = ()) -> Interval:
     if len(kept) < 2:
         return Interval(math.exp(mean), math.nan, math.nan)
     critical = critical_value(len(values), len(values) - len(kept), 1 - CONFIDENCE)
-    half = critical * deviation(kept) / math.sqrt(len(kept))
+    half = critical * compute_std(kept) / math.sqrt(len(kept))
     return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 def over_rounds(rounds: Sequence[np.ndarray]) -> Summary:
     """Summarise the samples of several processes: the geometric mean of each statistic over the undisturbed ones.
 
-    Those are the ones that `center` keeps of the medians, and each counts the same. `count` is the sum over all, and
-    `max` the largest of all. A deviation that is 0 in any process is 0.
+    Those are the ones that `find_center` keeps of the medians, and each counts the same. `count` is the sum over all,
+    and `max` the largest of all. A deviation that is 0 in any process is 0.
     """
     if len(rounds) == 1:
-        return summary(rounds[0])
-    each = np.array([astuple(summary(samples)) for samples in rounds])
+        return summarise(rounds[0])
+    each = np.array([astuple(summarise(samples)) for samples in rounds])
     disturbed = find_rejected(np.log([np.median(samples) for samples in rounds]))
     kept = np.delete(each, disturbed, axis=0)
     with np.errstate(divide="ignore"):  # a deviation may be 0, and is then

@@ -27,7 +27,7 @@ class Summary:
     trimmed_std: float
 
 
-def summary(samples: np.ndarray) -> Summary:
+def summarise(samples: np.ndarray) -> Summary:
     """Summarise raw samples; percentiles interpolate linearly, trimmed values lack the fastest and slowest 10 %.
 
     ValueError without samples.
@@ -37,9 +37,9 @@ def summary(samples: np.ndarray) -> Summary:
     x = np.sort(samples)
     n, cut = len(x), int(len(x) * CUT)
     kept = x[cut : n - cut]
-    median, p90, p95, p99 = (at(x, q) for q in (0.5, 0.9, 0.95, 0.99))
+    median, p90, p95, p99 = (take_quantile(x, q) for q in (0.5, 0.9, 0.95, 0.99))
     means = float(x.mean()), median, p90, p95, p99, float(x[-1])
-    return Summary(n, *means, deviation(x), float(kept.mean()), deviation(kept))
+    return Summary(n, *means, compute_std(x), float(kept.mean()), compute_std(kept))
 
 
 def over_units(values: Sequence[tuple[Hashable, float]]) -> list[float]:
@@ -54,14 +54,14 @@ def over_units(values: Sequence[tuple[Hashable, float]]) -> list[float]:
     return [float(np.mean(each)) for each in units.values()]
 
 
-def at(ordered: np.ndarray, q: float) -> float:
+def take_quantile(ordered: np.ndarray, q: float) -> float:
     place = q * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
 
 
-def deviation(x: np.ndarray) -> float:
+def compute_std(x: np.ndarray) -> float:
     return float(x.std(ddof=1)) if len(x) > 1 else 0.0
 
 
@@ -99,7 +99,7 @@ class VarianceComponents:
         return max(1.0, math.sqrt(round_cost / block_cost * within / self.rounds))
 
 
-def levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hashable] = ()) -> VarianceComponents | None:
+def estimate_levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hashable] = ()) -> VarianceComponents | None:
     """Estimate variance components of nested data, by analysis of variance.
 
     `logs` holds for each round each block's samples, `builds` the build that it ran. Builds are a level where there are

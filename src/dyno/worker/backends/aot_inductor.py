@@ -50,14 +50,14 @@ from dyno.worker.sessions.torch_support import (
     describe_probe,
     device_named,
     import_torch,
+    list_notes,
+    make_positional,
     memory_errors,
     need_compiler,
-    notes,
-    positional,
     probe_processor,
-    refusals,
+    raise_refusals,
     refuse_script,
-    silenced,
+    silence_warnings,
 )
 from dyno.worker.spec import BATCH, Artifact, DataSpec, Option, Recipe, Tensor, Trial, Unavailable, UserError
 
@@ -142,7 +142,7 @@ class AotInductor(PyTorch):
         inductor = _import_inductor()
         probe_processor()
         module, x = torch.nn.Conv2d(3, 4, 3).eval().to(device), torch.randn(1, 3, 8, 8, device=device)
-        with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), silenced(), compiler_errors():
+        with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), silence_warnings(), compiler_errors():
             program, path = torch.export.export(module, (x,), strict=False), Path(scratch) / "probe.pt2"
             torch._inductor.aoti_compile_and_package(program, package_path=str(path))
             _open_package(inductor, read_package(str(path)), path, torch.device(device)).run([x])[0].cpu()
@@ -191,13 +191,13 @@ class AotMaker(Maker):
         settings = Trial(recipe.model, self.name, recipe.precision, recipe.dims, runtime=runtime)
         device = device_named(torch, recipe.runtime.device)
         configure(torch, settings, benchmark=False)
-        with memory_errors(), compiler_errors(), torch.no_grad(), silenced():
+        with memory_errors(), compiler_errors(), torch.no_grad(), silence_warnings():
             module = refuse_script(torch, models.load(recipe.model, recipe.dims))
             made_by = replace(self.describe(recipe), **models.describe_weights(module))
             class_names = models.read_purpose(recipe.model, module).class_names
             module = cast(module.to(device), TYPES[recipe.precision])
-            flat = positional(torch, module, recipe.model.inputs, flat=True)
-            examples = [*_examples(torch, recipe, device)]
+            flat = make_positional(torch, module, recipe.model.inputs, flat=True)
+            examples = [*_make_examples(torch, recipe, device)]
             expected = [_call(flat, feeds, recipe) for feeds in examples]
             program = _export(torch, flat, examples[0], recipe)
             facts = KeptFacts(
@@ -229,17 +229,17 @@ def _is_free(recipe: Recipe) -> bool:
     return not recipe.dims.batch and (has_batch(recipe.model.inputs) or not recipe.model.inputs)
 
 
-def _tensors(recipe: Recipe, batch: int) -> tuple[Tensor, ...]:
+def _list_tensors(recipe: Recipe, batch: int) -> tuple[Tensor, ...]:
     return module_inputs(recipe.model, replace(recipe.dims, batch=batch))
 
 
-def _examples(torch: Any, recipe: Recipe, device: Any) -> Iterator[list[Any]]:
+def _make_examples(torch: Any, recipe: Recipe, device: Any) -> Iterator[list[Any]]:
     """Yield random inputs in the package's type, first those to export with."""
     free, model = _is_free(recipe), recipe.model
     batches = (EXAMPLE_BATCH, *OTHER_BATCHES) if free else (recipe.dims.batch or 1,)
     for seed, batch in enumerate(batches):
-        dims, inputs = replace(recipe.dims, batch=batch), _tensors(recipe, batch)
-        feeds = next(input_data.batches(DataSpec(seed=seed), model.preprocess, inputs, dims, 1, model.inputs))
+        dims, inputs = replace(recipe.dims, batch=batch), _list_tensors(recipe, batch)
+        feeds = next(input_data.read_batches(DataSpec(seed=seed), model.preprocess, inputs, dims, 1, model.inputs))
         values = [torch.from_numpy(np.array(feeds[t.name])).to(device) for t in inputs]
         kind = getattr(torch, TYPES[recipe.precision])
         yield [value.to(kind) if value.is_floating_point() else value for value in values]
@@ -248,7 +248,7 @@ def _examples(torch: Any, recipe: Recipe, device: Any) -> Iterator[list[Any]]:
 def _call(module: Any, feeds: list[Any], recipe: Recipe) -> list[Any]:
     """Return the module's outputs; its own word on inputs that it refuses becomes a `UserError`."""
     shown = ", ".join("x".join(map(str, value.shape)) for value in feeds)
-    with refusals(f"{recipe.model.name} refuses {shown} in {recipe.precision}"):
+    with raise_refusals(f"{recipe.model.name} refuses {shown} in {recipe.precision}"):
         return [output.clone() for output in module(*(value.clone() for value in feeds))]
 
 
@@ -261,7 +261,7 @@ def _export(torch: Any, module: Any, feeds: list[Any], recipe: Recipe) -> Any:
         axes = [spec.shape.index(BATCH) if BATCH in spec.shape else None for spec in specs] if specs else [0]
         options["dynamic_shapes"] = (tuple({} if axis is None else {axis: batch} for axis in axes),)
     other = "give static=true" if options else "measure it with --backend pytorch,compile"
-    with refusals(f"torch.export can't export {recipe.model.name}", f"; {other}"):
+    with raise_refusals(f"torch.export can't export {recipe.model.name}", f"; {other}"):
         return torch.export.export(module, tuple(feeds), strict=False, **options)
 
 
@@ -276,8 +276,8 @@ def _compile(program: Any, facts: KeptFacts, recipe: Recipe, path: Path) -> Path
 def _describe_inputs(recipe: Recipe) -> tuple[Tensor, ...]:
     """Return the inputs, with the batch's name where it is free."""
     if not _is_free(recipe):
-        return _tensors(recipe, recipe.dims.batch or 1)
-    pairs = zip(_tensors(recipe, EXAMPLE_BATCH), _tensors(recipe, OTHER_BATCHES[-1]), strict=True)
+        return _list_tensors(recipe, recipe.dims.batch or 1)
+    pairs = zip(_list_tensors(recipe, EXAMPLE_BATCH), _list_tensors(recipe, OTHER_BATCHES[-1]), strict=True)
     return tuple(replace(one, shape=_free_axes(one.shape, other.shape)) for one, other in pairs)
 
 
@@ -327,7 +327,7 @@ def _open_package(inductor: Any, package: CompiledPackage, path: Path, device: A
     with suppress(OSError):  # no library of this name
         ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
     this, advice = import_torch().__version__, "; if another version compiled it, compile it again with this one"
-    with refusals(f"{path.name} can't be loaded by this PyTorch ({this})", advice):
+    with raise_refusals(f"{path.name} can't be loaded by this PyTorch ({this})", advice):
         return inductor.load_package(str(path), package.name, num_runners=runners, device_index=index).loader
 
 
@@ -382,7 +382,7 @@ class AotSession(TorchSession):
             layers_by_type=types,
             precision_truth=precision_truth(self._trial.precision, types, NAME),
             notes=(
-                *notes(self._trial),
+                *list_notes(self._trial),
                 *(other if compiled_for not in (None, asked) else ()),
                 *describe_probe(self._probe_s),
             ),

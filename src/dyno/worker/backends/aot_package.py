@@ -188,7 +188,7 @@ def _iter_calls(body: str, package: CompiledPackage) -> Iterator[Layer]:
             lengths[found[1]] = found[2]
         elif found := ALLOCATED.search(line):
             types[found[3]] = found[2]
-            shapes[found[3]] = tuple(_length(n) for n in lengths.get(found[1], "").split(",") if n.strip())
+            shapes[found[3]] = tuple(_read_length(n) for n in lengths.get(found[1], "").split(",") if n.strip())
         elif found := ALIAS.search(line):
             before = next((word for word in WORD.findall(found[2]) if word in types), "")
             types |= {found[1]: types[before]} if before else {}
@@ -228,7 +228,7 @@ def _make_layer(
     )  # fmt: skip
 
 
-def _length(text: str) -> int:
+def _read_length(text: str) -> int:
     number = text.strip().rstrip("L")
     return int(number) if number.isdecimal() else -1
 

@@ -24,11 +24,11 @@ from dyno.worker.backends.torch_ao import import_torchao, quantise_program
 from dyno.worker.facts.engine import TYPES, EngineFacts, Probe, precision_truth
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs import calibration
-from dyno.worker.inputs.specs import fitted, static_shapes
+from dyno.worker.inputs.specs import fit_feed, static_shapes
 from dyno.worker.nets import file_facts, models
 from dyno.worker.option_values import Check, whole
 from dyno.worker.sessions import torch_support
-from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, Unavailable, UserError, numbered
+from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, Unavailable, UserError, add_noun
 
 ENGINE, DELEGATE = "ExecuTorch", "XNNPACK"
 BACKEND_ID = "XnnpackBackend"
@@ -116,7 +116,7 @@ class ExecuTorch(Backend):
         """Lower one layer, and run it."""
         _import_library()  # a missing one is known before PyTorch is imported, which takes seconds
         torch = torch_support.import_torch()
-        with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), torch_support.silenced():
+        with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), torch_support.silence_warnings():
             path, x = Path(scratch) / "relu.pte", torch.tensor([-1.0, 2.0])
             path.write_bytes(_lower_program(torch.export.export(torch.nn.ReLU(), (x,))))
             _, method = open_program(str(path))
@@ -142,13 +142,13 @@ EXECUTORCH = ExecuTorch()
 
 
 def _read_version() -> str:
-    return system.versions(("executorch",)).get("executorch", "")
+    return system.find_versions(("executorch",)).get("executorch", "")
 
 
 def _import_library(module: str = "extension.pybindings.portable_lib") -> Any:
     """Import a module of ExecuTorch, with its own compiler of schemas for what makes and reads programs."""
     try:
-        with torch_support.silenced():
+        with torch_support.silence_warnings():
             import executorch
 
             flatc = Path(next(iter(executorch.__path__)), "data", "bin", "flatc")
@@ -252,13 +252,13 @@ class ExecuTorchMaker(Maker):
             given = describe_given(PTE, recipe, facts)
             return replace(given, made_by=_add_operators(given.made_by, path))
         torch = torch_support.import_torch()
-        with torch_support.memory_errors(), torch.no_grad(), torch_support.silenced():
+        with torch_support.memory_errors(), torch.no_grad(), torch_support.silence_warnings():
             module = torch_support.refuse_script(torch, models.load(recipe.model, recipe.dims))
             facts = replace(facts, **models.describe_weights(module))
             inputs = module_inputs(recipe.model, recipe.dims)
             example = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in inputs)
-            flat = torch_support.positional(torch, module, recipe.model.inputs, flat=True)
-            with torch_support.refusals(f"{ENGINE} can't lower {recipe.model.name}"):
+            flat = torch_support.make_positional(torch, module, recipe.model.inputs, flat=True)
+            with torch_support.raise_refusals(f"{ENGINE} can't lower {recipe.model.name}"):
                 program = _export_module(torch, flat, example)
                 if recipe.precision == "int8":
                     flat, facts = _quantise_program(program, inputs, recipe, facts)
@@ -276,7 +276,7 @@ EXECUTORCH_MAKER = ExecuTorchMaker()
 def _add_operators(facts: MakerFacts, path: str) -> MakerFacts:
     delegated, portable, types = list_operators(path)
     operators = dict((delegated + portable).most_common())
-    left = f"{portable.total()} of {numbered(sum(operators.values()), 'operator')} run on {ENGINE}'s portable kernels"
+    left = f"{portable.total()} of {add_noun(sum(operators.values()), 'operator')} run on {ENGINE}'s portable kernels"
     names = ", ".join(f"{count} {name}" for name, count in portable.most_common())
     warnings = (f"{left}, not on {DELEGATE}: {names}",) if portable else ()
     return replace(
@@ -411,7 +411,7 @@ class ExecuTorchSession(Session):
         self._torch, self._trial, self._made_by = torch_support.import_torch(), trial, artifact.made_by
         self._library = _import_library()
         torch_support.configure(self._torch, trial, benchmark=False)
-        with torch_support.silenced():
+        with torch_support.silence_warnings():
             self._library._unsafe_reset_threadpool(trial.runtime.threads)
         self._shapes = static_shapes(artifact.inputs, trial.dims)
         self.inputs, self.outputs = artifact.inputs, artifact.outputs
@@ -421,7 +421,7 @@ class ExecuTorchSession(Session):
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Copy the feeds, in the program's types."""
-        typed = [fitted(feeds, t, self._shapes[t.name]) for t in self.inputs]
+        typed = [fit_feed(feeds, t, self._shapes[t.name]) for t in self.inputs]
         for bound, values in zip(self._bound, typed, strict=True):
             np.copyto(bound.numpy(), values)  # PyTorch's threads would spin beside ExecuTorch's: 7 ms in place of 2.5
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.inputs.specs import fitted
+from dyno.worker.inputs.specs import fit_feed
 from dyno.worker.option_values import Check, number, one_of
 from dyno.worker.spec import Artifact, Option, Tensor, Trial, Unavailable
 
@@ -75,7 +75,7 @@ class FakeSession(Session):
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         (tensor,) = self.inputs
-        self.bound = fitted(feeds, tensor, self.shape)
+        self.bound = fit_feed(feeds, tensor, self.shape)
 
     def run(self, slot: int = 0) -> None:
         _cause_failure(self.options, "run")

@@ -33,7 +33,7 @@ from dyno.worker.extras import load_library
 from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
 from dyno.worker.facts.files import ONE_OF, MakerFacts
 from dyno.worker.inputs import calibration
-from dyno.worker.inputs.specs import fitted, image_of, static_shapes
+from dyno.worker.inputs.specs import fit_feed, image_of, static_shapes
 from dyno.worker.nets import file_facts, models
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions import torch_support
@@ -133,7 +133,7 @@ class LiteRT(Backend):
         opened.invoke()
         works = [*opened.get_tensor(result.index)] == [2, 4]
         return Probe(
-            version=system.versions(self.requires).get("ai-edge-litert", ""),
+            version=system.find_versions(self.requires).get("ai-edge-litert", ""),
             devices=("cpu",) if works else (),
             detail="" if find_spec(CONVERTER) else f"runs .tflite files, makes none without litert-torch; {HERE}",
         )
@@ -153,7 +153,7 @@ LITERT = LiteRT()
 
 
 def _import_module(module: str, cure: str = "") -> Any:
-    with torch_support.silenced():
+    with torch_support.silence_warnings():
         return load_library(module, cure=cure)
 
 
@@ -162,7 +162,7 @@ def open_file(path: str, threads: int = 1, has_delegate: bool = False) -> Any:
     library = _import_module("ai_edge_litert.interpreter")
     kinds = library.OpResolverType
     resolver = kinds.AUTO if has_delegate else kinds.BUILTIN_WITHOUT_DEFAULT_DELEGATES
-    with torch_support.refusals(f"{path} can't be read by {ENGINE}"):
+    with torch_support.raise_refusals(f"{path} can't be read by {ENGINE}"):
         return library.Interpreter(path, num_threads=threads, experimental_op_resolver_type=resolver)
 
 
@@ -288,14 +288,14 @@ class LiteRTSession(Session):
         for port, tensor in zip(self._ports, self.inputs, strict=True):
             if tensor.shape != port.tensor.shape:
                 self._opened.resize_tensor_input(port.index, list(tensor.shape), strict=True)
-        with torch_support.refusals(f"{trial.model.name} can't be loaded by {ENGINE}"):
+        with torch_support.raise_refusals(f"{trial.model.name} can't be loaded by {ENGINE}"):
             self._opened.allocate_tensors()
         _, allocated = list_ports(self._opened)
         self.outputs = tuple(port.tensor for port in allocated if BATCH not in port.tensor.shape)
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Copy the feeds into the interpreter, quantised where the file's inputs are."""
-        typed = [fitted(feeds, tensor, self._shapes[tensor.name]) for tensor in self.inputs]
+        typed = [fit_feed(feeds, tensor, self._shapes[tensor.name]) for tensor in self.inputs]
         for port, values in zip(self._ports, typed, strict=True):
             self._opened.set_tensor(port.index, port.store_values(values))
 
@@ -383,9 +383,9 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts
     torch, library = torch_support.import_torch(), _import_module("litert_torch", HERE)
     nn = torch.nn
     names = [spec.name for spec in recipe.model.inputs if spec.dtype] or ["input"]
-    with torch_support.memory_errors(), torch.no_grad(), torch_support.silenced():
+    with torch_support.memory_errors(), torch.no_grad(), torch_support.silence_warnings():
         module = torch_support.refuse_script(torch, models.load(recipe.model, recipe.dims))
-        flat = torch_support.positional(torch, module, recipe.model.inputs, flat=True)
+        flat = torch_support.make_positional(torch, module, recipe.model.inputs, flat=True)
 
         class Named(nn.Module):  # type: ignore[misc, name-defined]  # torch has no types here
             def __init__(self) -> None:
@@ -398,7 +398,7 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts
 
         inputs = module_inputs(recipe.model, recipe.dims)
         example = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in inputs}
-        with torch_support.refusals(f"litert-torch can't convert {recipe.model.name}"):
+        with torch_support.raise_refusals(f"litert-torch can't convert {recipe.model.name}"):
             library.convert(Named().eval(), sample_kwargs=example).export(str(path))
     return replace(facts, **models.describe_weights(module))
 
@@ -411,7 +411,7 @@ def _cast_weights(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path)
     manager, engine = managers.RecipeManager(), library.Quantizer(made.path)
     manager.add_weight_only_config(".*", everything, num_bits=16, algorithm_key=names.FLOAT_CASTING)
     engine.load_quantization_recipe(manager.get_quantization_recipe())
-    with torch_support.refusals(f"ai-edge-quantizer can't store weights of {recipe.model.name} in float16"):
+    with torch_support.raise_refusals(f"ai-edge-quantizer can't store weights of {recipe.model.name} in float16"):
         engine.quantize().export_model(str(path), overwrite=True)
     return facts
 
@@ -422,7 +422,7 @@ def _quantise_file(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path
     library, recipes = (_import_module(f"ai_edge_quantizer.{part}", HERE) for part in ("quantizer", "recipe"))
     engine, ranges = library.Quantizer(made.path), None
     engine.load_quantization_recipe(getattr(recipes, scheme)())
-    with torch_support.refusals(f"ai-edge-quantizer can't quantise {recipe.model.name}"):
+    with torch_support.raise_refusals(f"ai-edge-quantizer can't quantise {recipe.model.name}"):
         if recipe.data is not None:
             data = calibration.calibration_of(recipe, made)
             ranges = _find_ranges(engine, made.path, [*data.feeds(0, len(data))], recipe.runtime.threads)

@@ -33,10 +33,10 @@ from dyno.worker.extras import install, load_library
 from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import LAYERS, Layer, LayerGraph, Port
-from dyno.worker.inputs.specs import fitted, static_shapes
+from dyno.worker.inputs.specs import fit_feed, static_shapes
 from dyno.worker.makers.control_flow import check_control_flow, traced_values
 from dyno.worker.makers.export import make_source, silence_exporters
-from dyno.worker.makers.verify import WrongGraph, compare_results, doubtful
+from dyno.worker.makers.verify import WrongGraph, compare_results, list_doubts
 from dyno.worker.nets import file_facts, models
 from dyno.worker.onnx_graph import file as onnx_file
 from dyno.worker.onnx_graph import graph_facts
@@ -74,7 +74,7 @@ class ParamLayer:
 
 def read_layers(path: str) -> list[ParamLayer]:
     """Return the layers of a .param file; raise a `UserError` for a damaged one."""
-    with torch_support.refusals(f"{path} is no graph of {ENGINE}, or was cut short"):
+    with torch_support.raise_refusals(f"{path} is no graph of {ENGINE}, or was cut short"):
         lines = Path(path).read_text(encoding="utf-8").split("\n")
         return [_read_layer(line.split()) for line in lines[2:] if line.strip()]
 
@@ -144,7 +144,7 @@ class NcnnFormat(FileFormat):
     def read(self, path: str, trial: Trial) -> FileContents:
         """Read the graph and run it once for the shapes of its outputs; it is int8 if most layers that multiply are."""
         layers, metadata = read_layers(path), file_facts.read_attached(path)
-        with torch_support.refusals(f"{path} is a damaged graph of {ENGINE}"):
+        with torch_support.raise_refusals(f"{path} is a damaged graph of {ENGINE}"):
             inputs = describe_inputs(path, layers)
             types = [_has_int8_weights(layer) for layer in layers if COMPUTE.match(layer.type)]
         height, width = file_facts.find_size(metadata) or (file_facts.DEFAULT_SIZE, file_facts.DEFAULT_SIZE)
@@ -203,7 +203,7 @@ class Ncnn(Backend):
             opened.feed([Tensor("in0", "float32", (1, 2))], [np.array([[-1, 2]], np.float32)])
             works = opened.run()[0].numpy().ravel().tolist() == [0, 2]
         cure = f"runs .param files, makes none without {CONVERTER}: {install(CONVERTER)}"
-        version = system.versions(self.requires).get("ncnn", "")
+        version = system.find_versions(self.requires).get("ncnn", "")
         detail = "" if find_spec(CONVERTER) else cure
         return Probe(version=version, devices=("cpu",) if works else (), detail=detail)
 
@@ -214,7 +214,7 @@ class Ncnn(Backend):
     def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the layers of the graph, as the file has them."""
         layers = read_layers(artifact.path if artifact else trial.model.file)
-        library = f"{ENGINE} {system.versions(self.requires).get('ncnn', '')}"
+        library = f"{ENGINE} {system.find_versions(self.requires).get('ncnn', '')}"
         return LayerGraph(form=LAYERS, library=library, layers=tuple(_describe_layer(layer, trial) for layer in layers))
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
@@ -349,7 +349,7 @@ class NcnnSession(Session):
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Copy the feeds into blobs."""
-        self._opened.feed(self.inputs, [fitted(feeds, t, self._shapes[t.name]) for t in self.inputs])
+        self._opened.feed(self.inputs, [fit_feed(feeds, t, self._shapes[t.name]) for t in self.inputs])
 
     def run(self, slot: int = 0) -> None:
         """Run all layers, to their end."""
@@ -426,7 +426,7 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tens
         is_static = check_control_flow(torch, source.module, source.example)
         with tempfile.TemporaryDirectory() as scratch:
             trace = Path(scratch) / "model.pt"
-            with torch_support.refusals(f"TorchScript can't trace {name}"), silence_exporters() as caught:
+            with torch_support.raise_refusals(f"TorchScript can't trace {name}"), silence_exporters() as caught:
                 torch.jit.trace(source.module, source.example, check_trace=False).save(str(trace))
             if (traced := traced_values(torch, caught)) and not is_static:
                 raise UserError(f"{name} can't be traced: a value of its example became a constant ({traced})")
@@ -441,7 +441,7 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tens
         checked = compare_results(source, results)
     except WrongGraph as e:
         raise UserError(f"{CONVERTER} can't convert {name} correctly: it {e}") from e
-    warnings = (*facts.warnings, *doubtful(checked))
+    warnings = (*facts.warnings, *list_doubts(checked))
     return inputs, outputs, replace(facts, **models.describe_weights(module), warnings=warnings, verified=checked)
 
 

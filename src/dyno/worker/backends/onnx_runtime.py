@@ -30,7 +30,7 @@ from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.specs import Shape, is_image, static_shapes
 from dyno.worker.layers import graph
-from dyno.worker.makers.onnx_format import routed
+from dyno.worker.makers.onnx_format import route_recipe
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.nets import flops
 from dyno.worker.onnx_graph.check import HALF_CRASHES, error_line
@@ -107,7 +107,7 @@ class OnnxRuntime(Backend):
 
     def recipe(self, trial: Trial) -> Recipe:
         """Return the recipe of an ONNX export, converted to the trial's precision in the form for ONNX Runtime."""
-        return routed(trial, self.name, lambda file: file)
+        return route_recipe(trial, self.name, lambda file: file)
 
     def probe(self) -> Probe:
         """Add two numbers on the CPU provider, and on the first GPU where there is one."""
@@ -168,8 +168,8 @@ class OnnxFile:
         self.shapes = static_shapes(known, replace(trial.dims, batch=trial.dims.batch or 1))
         self.provider = find_provider(ort, trial)
         self.providers = [self.provider.name, *PROVIDERS] if self.provider else PROVIDERS
-        self._overrides = {} if self.free else overrides(known, self.shapes)
-        self.settings = settings(trial)
+        self._overrides = {} if self.free else find_overrides(known, self.shapes)
+        self.settings = make_settings(trial)
 
     def open(
         self, providers: Any, profile: str = "", optimised: str = "", assigned: bool = False, network: bytes = b""
@@ -485,7 +485,7 @@ def _make_quiet_options(ort: Any) -> Any:
     return options
 
 
-def settings(trial: Trial) -> dict[str, Any]:
+def make_settings(trial: Trial) -> dict[str, Any]:
     """Return the session's settings for the trial, by Dyno's own names; raise a `UserError` for invalid ones."""
     level: Option = trial.options.get("optimization", "all")
     streams, most = int(trial.options.get("streams", 1)), max(trial.runtime.threads, 1)
@@ -521,7 +521,7 @@ def _read_tensor(arg: Any) -> Tensor:
     return Tensor(arg.name, NUMPY_TYPES.get(kind[1], kind[1]), shape)
 
 
-def overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:
+def find_overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:
     """Return the size of each named free dimension; raise a `UserError` for one that would need two sizes.
 
     Some tools call every free dimension alike, such as PaddlePaddle `?`: where an image's batch and one of its sides

@@ -31,8 +31,8 @@ from dyno.worker.facts.engine import (
 )
 from dyno.worker.facts.job import LAYERS, Layer, LayerGraph, Port
 from dyno.worker.inputs.calibration import missing_data
-from dyno.worker.inputs.specs import fitted, static_shapes
-from dyno.worker.makers.onnx_format import routed
+from dyno.worker.inputs.specs import fit_feed, static_shapes
+from dyno.worker.makers.onnx_format import route_recipe
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.nets import flops
 from dyno.worker.option_values import Check, flag, whole
@@ -58,7 +58,7 @@ class ExecutionGraph:
 
     def __init__(self, runtime_model: Any, requested: str) -> None:
         self._requested, self._ops = requested, runtime_model.get_ordered_ops()
-        self._infos = [{key: str(plain(value)) for key, value in op.get_rt_info().items()} for op in self._ops]
+        self._infos = [{key: str(to_plain(value)) for key, value in op.get_rt_info().items()} for op in self._ops]
         # What was folded into constants or into memory layout stays in the graph, marked as not executed.
         self.layers = [info for info in self._infos if _read_kind(info) not in NOT_LAYERS and not _is_skipped(info)]
 
@@ -174,7 +174,7 @@ def _format_label(name: str, index: int) -> str:
 
 
 def _read_port(source: Any) -> Port:
-    info = {key: str(plain(value)) for key, value in source.get_node().get_rt_info().items()}
+    info = {key: str(to_plain(value)) for key, value in source.get_node().get_rt_info().items()}
     kind = info.get("outputPrecisions", "").split(",")[0]
     label = _format_label(_read_name(source), source.get_index())
     return Port(label, tuple(source.shape), TYPE_NAMES.get(kind, kind), info.get("outputLayouts", "").split(",")[0])
@@ -200,7 +200,7 @@ def _parse_number(text: str) -> float:
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return a property or rt_info value as a string, number or bool, for JSON."""
     value = getattr(value, "value", value)
     if isinstance(value, (bool, int, float, str)):
@@ -261,23 +261,23 @@ class OpenVino(Backend):
         ir = Recipe(self.name, "openvino", precision, trial.model, replace(trial.dims, batch=0), runtime=runtime)
         if trial.model.file.endswith(".xml"):
             return ir
-        return routed(
+        return route_recipe(
             replace(trial, precision=precision), self.name, lambda file: replace(ir, dims=file.dims, parent=file)
         )
 
     def probe(self) -> Probe:
         """Add two numbers on the CPU device."""
-        ov, core = library(), _create_core()
+        ov, core = import_library(), _create_core()
         x = ov.opset13.parameter([], np.float32)
         compiled = core.compile_model(ov.Model([ov.opset13.add(x, x)], [x]), "CPU")
         out = next(iter(compiled([np.asarray(2, np.float32)]).values()))
         can = " ".join(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
         detail = f"{core.get_property('CPU', 'FULL_DEVICE_NAME')}: {can}"
-        return Probe(version=version(), devices=("cpu",) if out == 4 else (), detail=detail)
+        return Probe(version=read_version(), devices=("cpu",) if out == 4 else (), detail=detail)
 
     def prepare(self, trial: Trial) -> None:
         """Import OpenVINO, without its telemetry."""
-        library()
+        import_library()
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Compile for the trial's static shapes, precision and threads.
@@ -285,7 +285,7 @@ class OpenVino(Backend):
         Raises `Unavailable` without the library or the instructions, `UserError` for a missing, corrupt or ill-fitting
         file, `MemoryError` when memory runs out.
         """
-        ov = library()
+        ov = import_library()
         if not _computes_in(trial.precision) and trial.precision != trial.model.precision:
             can = _create_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
             raise Unavailable(f"OpenVINO doesn't compute in {trial.precision} on this CPU (it has {', '.join(can)})")
@@ -300,7 +300,7 @@ class OpenVino(Backend):
         session = self.load(trial, artifact)
         assert isinstance(session, OpenVinoSession)
         try:
-            return ExecutionGraph(session.execution_graph(), trial.precision).inside(f"OpenVINO {version()}")
+            return ExecutionGraph(session.execution_graph(), trial.precision).inside(f"OpenVINO {read_version()}")
         finally:
             session.close()
 
@@ -316,7 +316,7 @@ class OpenVinoSession(Session):
         ports = tensors_of(model.inputs)
         self._shapes = static_shapes(ports, trial.dims)
         model.reshape({port: list(self._shapes[t.name]) for port, t in zip(model.inputs, ports, strict=True)})
-        self._settings = settings(trial)
+        self._settings = make_settings(trial)
         self._compiled = _create_core().compile_model(model, "CPU", self._settings)
         self.inputs, self.outputs = tensors_of(model.inputs), tensors_of(model.outputs)
         self.slots = int(self._settings["NUM_STREAMS"])
@@ -327,7 +327,7 @@ class OpenVinoSession(Session):
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Point the slot's request at the feeds, held until its next `bind`; copied only to change their type."""
         for port, tensor in zip(self._compiled.inputs, self.inputs, strict=True):
-            feed = fitted(feeds, tensor, self._shapes[tensor.name])
+            feed = fit_feed(feeds, tensor, self._shapes[tensor.name])
             shared = self._ov.Tensor(feed, shared_memory=True)
             self._requests[slot].set_tensor(port, shared)
             self._held[slot][tensor.name] = (feed, shared)
@@ -363,7 +363,7 @@ class OpenVinoSession(Session):
     def facts(self) -> EngineFacts:
         """Return layers, types and times, from the execution graph of a second compilation with counters."""
         graph = ExecutionGraph(self.execution_graph(), self._requested)
-        settings = {name: plain(self._compiled.get_property(name)) for name in SETTINGS}
+        settings = {name: to_plain(self._compiled.get_property(name)) for name in SETTINGS}
         operations, bits = graph.operations_by_type(), self._measure_bits()
         return EngineFacts(
             layers=len(graph.layers),
@@ -429,7 +429,7 @@ class OpenVinoSession(Session):
                 whole.append(time.perf_counter() - start)
             after = _read_layer_times(request, DISCARDED + runs_each)
             repeats.append({name: max(0.0, after[name] - before[name]) / runs_each for name in after})
-        inside = ExecutionGraph(compiled.get_runtime_model(), self._requested).inside(f"{ENGINE} {version()}")
+        inside = ExecutionGraph(compiled.get_runtime_model(), self._requested).inside(f"{ENGINE} {read_version()}")
         layers = [[repeat.get(layer.name, 0.0) for layer in inside.layers] for repeat in _named_as_last(repeats)]
         repeat = f"the mean of {runs_each} runs" if runs_each > 1 else "one run"
         note = f"{ENGINE} tells means in whole microseconds: a repeat is {repeat} of a new compilation."
@@ -466,7 +466,7 @@ def _named_as_last(repeats: Sequence[Mapping[str, float]]) -> list[dict[str, flo
     ]
 
 
-def library() -> Any:
+def import_library() -> Any:
     """Import OpenVINO, or raise `Unavailable`."""
     # openvino.tools sends usage data when openvino_telemetry can be imported, and works without it when it can't.
     # This is the one way to switch it off that neither asks nor writes into the user's home.
@@ -481,10 +481,10 @@ def _create_core() -> Any:
     The CPU plugin lends the main thread a signal stack for as long as its Core lives. Of two Cores the first to go
     unmaps its stack, the second gives it back to the thread, and the next signal ends the process (2026.4).
     """
-    return library().Core()
+    return import_library().Core()
 
 
-def version() -> str:
+def read_version() -> str:
     """Return OpenVINO's version."""
     return importlib.metadata.version("openvino")
 
@@ -510,7 +510,7 @@ def _returns_inputs(model: Any) -> bool:
     return any(each.get_node().input_value(0).get_node().get_type_name() == "Parameter" for each in model.outputs)
 
 
-def settings(trial: Trial) -> dict[str, Any]:
+def make_settings(trial: Trial) -> dict[str, Any]:
     """Return the properties for compiling the model of the trial; raise a `UserError` for invalid streams."""
     streams = trial.options.get("streams", 1)
     most = max(trial.runtime.threads, 1)

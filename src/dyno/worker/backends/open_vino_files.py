@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import FileContents, FileFormat, Maker
-from dyno.worker.backends.open_vino import TYPE_NAMES, library, plain, read_model, tensors_of
+from dyno.worker.backends.open_vino import TYPE_NAMES, import_library, read_model, tensors_of, to_plain
 from dyno.worker.facts.engine import QUANTISED, TYPES
 from dyno.worker.facts.files import OTHER_SHAPE, OTHER_VALUES
 from dyno.worker.inputs import input_data
-from dyno.worker.inputs.specs import axes, image_of
+from dyno.worker.inputs.specs import find_axes, image_of
 from dyno.worker.makers.precision import INHERITED
 from dyno.worker.nets import file_facts
-from dyno.worker.onnx_graph.check import session
+from dyno.worker.onnx_graph.check import make_session
 from dyno.worker.spec import Artifact, DataSpec, Preprocess, Recipe, Tensor, Trial, UserError, to_json
 
 LAYER = re.compile("Convolution|MatMul|LSTM|GRU|RNN|ScaledDotProduct|Einsum")
@@ -55,7 +55,7 @@ class IRFormat(FileFormat):
 
         OpenVINO keeps the metadata of the ONNX file from which the IR was made; other programs write theirs.
         """
-        model = read_model(library(), path)
+        model = read_model(import_library(), path)
         precision, parameters = read_weights(model)
         inputs, outputs = tensors_of(model.inputs), tensors_of(model.outputs)
         metadata = _read_model_info(model, inputs) | _read_entry(model, KEPT) | file_facts.read_attached(path)
@@ -68,7 +68,7 @@ class IRFormat(FileFormat):
 
 def _read_entry(model: Any, key: str) -> dict[str, str]:
     entry = model.get_rt_info([key]).value if model.has_rt_info([key]) else {}
-    return {name: str(plain(value)) for name, value in entry.items()}
+    return {name: str(to_plain(value)) for name, value in entry.items()}
 
 
 def _read_model_info(model: Any, inputs: Sequence[Tensor]) -> dict[str, str]:
@@ -80,7 +80,7 @@ def _read_model_info(model: Any, inputs: Sequence[Tensor]) -> dict[str, str]:
     metadata = {"class_names": str(info["labels"].split())} if "labels" in info else {}
     numbers = {key: [*map(float, NUMBER.findall(info.get(key, "")))] for key in ("mean_values", "scale_values")}
     image = image_of(inputs)
-    channels = image.shape[axes(image.shape)[0]] if image else 0
+    channels = image.shape[find_axes(image.shape)[0]] if image else 0
     if any(numbers.values()) and isinstance(channels, int) and info.get("embedded_processing", "").lower() not in YES:
         mean, std = (
             tuple(n / 255 for n in (given or usual) * (channels if len(given) < 2 else 1))
@@ -148,7 +148,7 @@ def _compare_shapes(model: Any, declared: Sequence[Tensor]) -> tuple[str, ...]:
 
     An output without axes is left out: it may be a number, or one whose shape the file leaves open.
     """
-    ov, differing = library(), []
+    ov, differing = import_library(), []
     for tensor in declared:
         shape = ov.PartialShape([axis if isinstance(axis, int) else -1 for axis in tensor.shape])
         for port in model.outputs:
@@ -164,13 +164,13 @@ def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, 
     """
     if recipe.precision in QUANTISED or parent.bytes > LARGEST:
         return ()
-    dims, ov = replace(recipe.dims, batch=recipe.dims.batch or 1), library()
+    dims, ov = replace(recipe.dims, batch=recipe.dims.batch or 1), import_library()
     try:
         feeds = next(
-            input_data.batches(DataSpec(), recipe.model.preprocess, parent.inputs, dims, 1, recipe.model.inputs)
+            input_data.read_batches(DataSpec(), recipe.model.preprocess, parent.inputs, dims, 1, recipe.model.inputs)
         )
         given = {tensor.name: feeds[tensor.name] for tensor in parent.inputs}
-        runner = session(parent.path)
+        runner = make_session(parent.path)
         expected, again = (runner.run([tensor.name for tensor in parent.outputs], given) for _ in range(2))
         results = ov.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(given)
         found = [results[tensor.name] for tensor in parent.outputs]
@@ -206,7 +206,7 @@ class IRMaker(Maker):
 
         Raises `UserError` for a file that OpenVINO can't read.
         """
-        ov = library()
+        ov = import_library()
         made_by = self.describe(recipe)
         began = time.perf_counter()
         if recipe.model.file.endswith(".xml"):

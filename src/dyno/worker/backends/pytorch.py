@@ -14,7 +14,7 @@ import numpy as np
 from dyno.worker.backend import Arrays, Backend, DeviceBinding, LayerTimes, Session
 from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
 from dyno.worker.inputs import input_data
-from dyno.worker.inputs.specs import tensors as tensors_of
+from dyno.worker.inputs.specs import list_tensors as tensors_of
 from dyno.worker.layers import graph
 from dyno.worker.layers import module as layers_module
 from dyno.worker.nets import models
@@ -33,13 +33,13 @@ from dyno.worker.sessions.torch_support import (
     import_torch,
     is_memory_error,
     is_quantised,
+    list_notes,
+    make_positional,
     memory_errors,
     named_outputs,
-    notes,
-    positional,
-    refusals,
+    raise_refusals,
     takes_hooks,
-    tensors,
+    walk_tensors,
 )
 from dyno.worker.spec import BATCH, Artifact, DataSpec, Dims, ModelSpec, Tensor, Trial, Unavailable, UserError
 
@@ -204,14 +204,14 @@ class TorchSession(Session):
         called = self._from_pixels(dtype) if self._pixels else self._module
         if self._pixels or not self._trial.model.inputs:
             return called
-        return positional(self._torch, called, self._trial.model.inputs)
+        return make_positional(self._torch, called, self._trial.model.inputs)
 
     def _from_pixels(self, dtype: Any) -> Callable[[Any], Any]:
         """Return the module behind the normalisation, computed in float32 as on a host that normalises."""
         scale_and_offset = input_data.pixel_scale(self._trial.model.preprocess, int(self.inputs[0].shape[1]))
         scale, offset = (self._torch.from_numpy(array).to(self._device) for array in scale_and_offset)
         specs = self._trial.model.inputs
-        module = positional(self._torch, self._module, specs) if specs else self._module
+        module = make_positional(self._torch, self._module, specs) if specs else self._module
 
         def call_module(pixels: Any) -> Any:
             return module((pixels * scale + offset).to(dtype))
@@ -349,7 +349,7 @@ class TorchSession(Session):
 
     def _bind_random(self, seed: int = 0, slot: int = 0) -> None:
         model, data = self._trial.model, DataSpec(seed=seed)
-        feeds = input_data.batches(data, model.preprocess, self.inputs, self._trial.dims, 1, model.inputs)
+        feeds = input_data.read_batches(data, model.preprocess, self.inputs, self._trial.dims, 1, model.inputs)
         self.bind(next(feeds), slot)
 
     def _run_once(self) -> None:
@@ -383,7 +383,7 @@ class TorchSession(Session):
             options={**self._options, "allow_tf32": bool(cuda.allow_tf32)},
             threads=self._torch.get_num_threads(),
             **allocator_peaks(self._torch, self._device),
-            notes=tuple(notes(self._trial)),
+            notes=tuple(list_notes(self._trial)),
         )
 
     def _count_layers(self) -> tuple[int, dict[str, int]]:
@@ -391,7 +391,7 @@ class TorchSession(Session):
         compute = compute_layers(self._torch)
 
         def record_type(module: Any, args: Any, result: Any) -> None:
-            tensor = next(iter(tensors(result)), None)
+            tensor = next(iter(walk_tensors(result)), None)
             if is_quantised(module):
                 seen[module] = "int8"
                 return
@@ -465,7 +465,7 @@ class GraphSession(TorchSession):
         """Return the slot's graph and its outputs; a `UserError` for a module that can't be recorded."""
         torch, graph = self._torch, self._torch.cuda.CUDAGraph()
         values = [*self._bound[slot].values()]
-        with refusals(f"{self._trial.model.name} can't be recorded as a CUDA graph", "; omit graph=true"):
+        with raise_refusals(f"{self._trial.model.name} can't be recorded as a CUDA graph", "; omit graph=true"):
             with self._use_stream(self._queue):
                 self._eager(*values)  # libraries choose their algorithms before they are recorded
             torch.cuda.synchronize(self._device)

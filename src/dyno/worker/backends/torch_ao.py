@@ -23,13 +23,13 @@ from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions.torch_support import (
     describe_outputs,
     import_torch,
+    make_positional,
     memory_errors,
     need_compiler,
-    positional,
-    refusals,
+    raise_refusals,
     refuse_script,
     settings_kept,
-    silenced,
+    silence_warnings,
 )
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, UserError
 
@@ -116,11 +116,11 @@ class TorchAO(PyTorch):
         need_compiler()
         torch, quantization = import_torch(), import_torchao()
         layer = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
-        with torch.no_grad(), silenced():
+        with torch.no_grad(), silence_warnings():
             quantization.quantize_(layer, getattr(quantization, CONFIGS["int8", DYNAMIC])())
             layer(torch.randn(2, 32))
         devices = ("cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count())))
-        found = system.versions(("torchao",)).get("torchao", "")
+        found = system.find_versions(("torchao",)).get("torchao", "")
         return Probe(version=found, devices=devices, detail=f"with torch {torch.__version__}")
 
     def prepare(self, trial: Trial) -> None:
@@ -171,7 +171,7 @@ def config_of(trial: Trial, options: Mapping[str, Any]) -> tuple[str, dict[str, 
 def import_torchao(module: str = "") -> Any:
     """Import `torchao.quantization`, or a module below it; `Unavailable` with the version that fits this PyTorch."""
     fitting = f"for torch {import_torch().__version__}: {install('torchao')}"
-    with silenced():
+    with silence_warnings():
         return load_library(f"torchao.quantization{module}", cure=fitting)
 
 
@@ -187,10 +187,10 @@ class TorchAOMaker(Maker):
         began, torch = time.perf_counter(), import_torch()
         x86 = import_torchao(".pt2e.quantizer.x86_inductor_quantizer")
         torch.set_num_threads(recipe.runtime.threads)
-        with memory_errors(), torch.no_grad(), silenced():
+        with memory_errors(), torch.no_grad(), silence_warnings():
             module = refuse_script(torch, models.load(recipe.model, recipe.dims))
             weights = models.describe_weights(module)
-            flat = positional(torch, module, recipe.model.inputs, flat=True)
+            flat = make_positional(torch, module, recipe.model.inputs, flat=True)
             inputs = module_inputs(recipe.model, recipe.dims)
             data = calibration_of(recipe, Artifact(PROGRAM, "", "", 0, "fp32", inputs, (), 0.0))
             first = _as_tensors(torch, inputs, next(data.feeds(0, 1)))
@@ -198,7 +198,7 @@ class TorchAOMaker(Maker):
             quantiser = _make_quantiser(x86.X86InductorQuantizer).set_global(config)
             # The quantiser finds layers by the sources that only a strict export keeps; without, it quantises nothing.
             program = _export(torch, flat, first, recipe, strict=True)
-            with refusals(f"torchao can't quantise {recipe.model.name}", "; give scheme=dynamic"):
+            with raise_refusals(f"torchao can't quantise {recipe.model.name}", "; give scheme=dynamic"):
                 quantised = quantise_program(program, quantiser, inputs, data)
             program = _export(torch, quantised, first, recipe)
             outputs = describe_outputs(quantised(*first))
@@ -237,7 +237,7 @@ def _as_tensors(torch: Any, inputs: Sequence[Tensor], feeds: Mapping[str, Any]) 
 
 
 def _export(torch: Any, module: Any, example: tuple[Any, ...], recipe: Recipe, strict: bool = False) -> Any:
-    with refusals(f"torch.export can't export {recipe.model.name}", "; give scheme=dynamic"):
+    with raise_refusals(f"torch.export can't export {recipe.model.name}", "; give scheme=dynamic"):
         return torch.export.export(module, example, strict=strict)
 
 
@@ -295,8 +295,13 @@ class TorchAOSession(CompiledSession):
             raise UserError(f"{trial.model.name} has no linear layer, which scheme={scheme_of(trial)} quantises")
         name, arguments = config_of(trial, self._options)
         config = getattr(quantization, name)(**arguments)
-        refused = refusals(f"torchao can't quantise {trial.model.name} to {trial.precision}")
-        with refused, settings_kept(self._torch), self._torch.no_grad(), silenced():  # older versions turn TF32 on
+        refused = raise_refusals(f"torchao can't quantise {trial.model.name} to {trial.precision}")
+        with (
+            refused,
+            settings_kept(self._torch),
+            self._torch.no_grad(),
+            silence_warnings(),
+        ):  # older versions turn TF32 on
             quantization.quantize_(self._module, config, self._takes_kernel)
         left = [layer for layer in layers if not hasattr(layer.weight, "__tensor_flatten__")]
         shapes = Counter(" x ".join(map(str, layer.weight.shape)) for layer in left)
@@ -315,7 +320,7 @@ class TorchAOSession(CompiledSession):
             self._quantise_module()
         # A tensor of torchao's has operators that dynamo doesn't trace everywhere.
         scheme = self._options["scheme"]
-        with refusals(f"{self._trial.model.name} can't be compiled as torchao's scheme={scheme} makes it"):
+        with raise_refusals(f"{self._trial.model.name} can't be compiled as torchao's scheme={scheme} makes it"):
             super()._compile_module(calls)
 
     def facts(self) -> EngineFacts:

@@ -15,10 +15,10 @@ from dyno.worker.sessions.torch_support import (
     compiler_errors,
     count_weight_types,
     describe_probe,
-    kernels,
+    list_kernels,
+    list_notes,
     memory_errors,
     need_compiler,
-    notes,
     probe_processor,
     refuse_script,
 )
@@ -93,13 +93,13 @@ class CompiledSession(TorchSession):
         mode = None if self._options["mode"] == "default" else self._options["mode"]
         self._call = self._torch.compile(self._eager, backend="inductor", dynamic=False, mode=mode)
         self._probe_s = 0.0 if self._on_gpu else probe_processor()
-        before, started = kernels(), time.perf_counter()
+        before, started = list_kernels(), time.perf_counter()
         with compiler_errors():
             for _ in range(calls):
                 self._run_once()
         self._build_s = time.perf_counter() - started
         self._counters = {key: dict(value) for key, value in counters.items()}
-        self._cached = bool(before) and not kernels() - before
+        self._cached = bool(before) and not list_kernels() - before
 
     def facts(self) -> EngineFacts:
         """Return the compilation's time and graph breaks; the types are those that the code was compiled for."""
@@ -112,5 +112,5 @@ class CompiledSession(TorchSession):
             build_cached=self._cached,
             graph_breaks=sum(self._counters.get("graph_break", {}).values()),
             graphs=self._counters.get("stats", {}).get("unique_graphs", 0),
-            notes=(*notes(self._trial), *describe_probe(self._probe_s)),
+            notes=(*list_notes(self._trial), *describe_probe(self._probe_s)),
         )

@@ -43,15 +43,15 @@ from dyno.worker.spec import Artifact, Option, Trial, Unavailable, UserError
 ENGINE = "torch.classes.tensorrt.Engine"
 
 
-def engines(program: Any) -> list[Any]:
+def list_engines(program: Any) -> list[Any]:
     """Return the `torch.classes.tensorrt.Engine` objects that the program runs."""
     if hasattr(program, "inlined_graph"):
-        return [program._c.getattr(name) for name in attributes(program, ENGINE)]
+        return [program._c.getattr(name) for name in list_attributes(program, ENGINE)]
     by_id = {id(value): value for value in _iter_values(program) if hasattr(value, "get_engine_layer_info")}
     return list(by_id.values())
 
 
-def attributes(program: Any, kind: str) -> list[str]:
+def list_attributes(program: Any, kind: str) -> list[str]:
     """Return the names of the script module's attributes of that type that its graph reads."""
     nodes = program.graph.findAllNodes("prim::GetAttr")
     return sorted({node.s("name") for node in nodes if str(node.output().type()).endswith(kind)})
@@ -139,7 +139,9 @@ class TorchTensorRT(PyTorch):
         module = torch.nn.Conv2d(3, 4, 3).eval().to(device)
         x = torch.randn(1, 3, 8, 8, device=device)
         with torch.no_grad():
-            engine = compiled(library, module, x, "fp32", {"ir": ROUTES[0], "profile": STATIC, "min_block_size": 1})
+            engine = compile_module(
+                library, module, x, "fp32", {"ir": ROUTES[0], "profile": STATIC, "min_block_size": 1}
+            )
             if not torch.allclose(engine(x), module(x), rtol=1e-3, atol=1e-3):
                 raise UserError("Torch-TensorRT computes a convolution wrongly on this GPU")
         devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
@@ -173,7 +175,7 @@ def _find_conflict(trial: Trial) -> str:
     return explain_outside(str(options.get("profile", STATIC)), trial.dims.batch)
 
 
-def compiled(library: Any, module: Any, example: Any, precision: str, options: Mapping[str, Any]) -> Any:
+def compile_module(library: Any, module: Any, example: Any, precision: str, options: Mapping[str, Any]) -> Any:
     """Compile the module for inputs like `example`, a tensor or a tuple; handle differences between versions.
 
     Types are the module's own where the version allows it (from 2.5), else flags allow the builder to use them.
@@ -260,7 +262,7 @@ class TorchTensorRTSession(TorchSession):
         try:
             with self._torch.no_grad(), self._torch.cuda.device(self._device):
                 example = tuple(self._bound[0].values())
-                self._call = compiled(self._library, self._eager, example, trial.precision, options)
+                self._call = compile_module(self._library, self._eager, example, trial.precision, options)
             self._build_s = time.perf_counter() - started
             self._run_once()
         except Exception as e:  # two compilers' errors, of any type: Python's, PyTorch's, TensorRT's
@@ -279,7 +281,7 @@ class TorchTensorRTSession(TorchSession):
 
     def facts(self) -> EngineFacts:
         """Return engines and operators left in PyTorch, layers, and the engine's own time beside that of a call."""
-        compiled_engines = engines(self._call)
+        compiled_engines = list_engines(self._call)
         common, by_type, times = (
             self._read_common_facts(),
             self._layers_of(compiled_engines),
@@ -305,7 +307,9 @@ class TorchTensorRTSession(TorchSession):
         listed = [layer for engine in compiled_engines for layer in layers.from_json(engine.get_engine_layer_info())]
         if any(layer.type for layer in listed):
             precision = self._trial.precision
-            return EngineFacts(notes=tuple(layers.notes(listed, precision))).joined(layers.summary(listed, precision))
+            return EngineFacts(notes=tuple(layers.list_notes(listed, precision))).joined(
+                layers.summarise_layers(listed, precision)
+            )
         types = count_weight_types(self._torch, self._module)
         truth = precision_truth(self._trial.precision, types, "Torch-TensorRT")
         sentence = (

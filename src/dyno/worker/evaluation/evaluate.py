@@ -21,7 +21,7 @@ from dyno.worker.inputs import input_data
 from dyno.worker.inputs.input_data import relative_change
 from dyno.worker.inputs.specs import channels_first, image_of, static_shapes
 from dyno.worker.record import Measurement
-from dyno.worker.spec import BATCH, Trial, UserError, numbered
+from dyno.worker.spec import BATCH, Trial, UserError, add_noun
 from dyno.worker.tasks import Collector, EvaluationInputs
 
 # Batches through a session with all its slots in flight: the next are read while it runs, and outputs are processed at
@@ -72,7 +72,9 @@ class RandomInputs(BatchSource):
 
     def __init__(self, session: Session, trial: Trial, count: int) -> None:
         model, tensors = trial.model, session.inputs
-        self._batches = list(input_data.batches(trial.data, model.preprocess, tensors, trial.dims, count, model.inputs))
+        self._batches = list(
+            input_data.read_batches(trial.data, model.preprocess, tensors, trial.dims, count, model.inputs)
+        )
 
     def new_arrays(self) -> dict[str, np.ndarray]:
         return {name: np.zeros_like(array) for name, array in self._batches[0].items()}
@@ -245,7 +247,7 @@ class _RowTest:
         self._session, self._trial, self._batch, self._declared = session, trial, batch, declared
         self._place = batch // 2
         model, tensors = trial.model, session.inputs
-        first, second = input_data.batches(trial.data, model.preprocess, tensors, trial.dims, 2, model.inputs)
+        first, second = input_data.read_batches(trial.data, model.preprocess, tensors, trial.dims, 2, model.inputs)
         self._feeds, self._other = first, second
         repeated = input_data.repeat_input(
             first, {n: trial.dims.batch_axis(n, a.shape) for n, a in first.items()}, self._place
@@ -487,7 +489,7 @@ def evaluate(
         stages = {
             name: s / batch for name, s in pipeline.stages(evaluate_batch, min(STAGES_S, trial.plan.seconds)).items()
         }
-    metadata = input_data.metadata(trial.data)
+    metadata = input_data.read_metadata(trial.data)
     arrays = {**raw_outputs.arrays(), **collector.arrays(result.results), **_identify_rows(decoded, count, metadata)}
     decode = float(metadata.get("decode_s") or 0)
     oddities = (*metadata.get("warnings", ()), *_left_out(metadata.get("unreadable", ())))
@@ -509,7 +511,7 @@ def _identify_rows(decoded: DecodedImages | None, count: int, metadata: dict[str
 
 def _left_out(unreadable: Sequence[str]) -> list[str]:
     shown = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
-    return [f"{numbered(len(unreadable), 'image')} can't be read, left out: {shown}"] if unreadable else []
+    return [f"{add_noun(len(unreadable), 'image')} can't be read, left out: {shown}"] if unreadable else []
 
 
 def _find_batch(session: Session, trial: Trial) -> int:

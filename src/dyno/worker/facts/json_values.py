@@ -30,7 +30,7 @@ class Sparse:
         chosen, cls = set(names), cast(Any, type(self))
         return {
             name: value
-            for name, default in defaults(cls).items()
+            for name, default in read_defaults(cls).items()
             if (not chosen or name in chosen) and _differs(value := getattr(self, name), default)
         }
 
@@ -45,7 +45,7 @@ def _differs(value: Any, default: Any) -> bool:
 
 
 @lru_cache(maxsize=64)
-def defaults(kind: Any) -> dict[str, Any]:
+def read_defaults(kind: Any) -> dict[str, Any]:
     """Return the default of each field of a dataclass in which every field has one."""
     blank = kind()
     return {f.name: getattr(blank, f.name) for f in fields(kind)}
@@ -63,7 +63,7 @@ class Misfit(Exception):
 
 
 @lru_cache(maxsize=256)
-def reader(kind: Any) -> Callable[[Any], Any]:
+def make_reader(kind: Any) -> Callable[[Any], Any]:
     """Return a function that reads JSON as the annotation `kind`: dataclass, tuple, dict, union or plain value.
 
     It is made once for each kind: a run folder has thousands of records.
@@ -73,12 +73,12 @@ def reader(kind: Any) -> Callable[[Any], Any]:
         return _dataclass_reader(kind)
     if origin in (Union, types.UnionType):
         inner = [a for a in args if a is not type(None)]
-        read = reader(inner[0]) if len(inner) == 1 else _plain_reader(tuple(inner))
+        read = make_reader(inner[0]) if len(inner) == 1 else _plain_reader(tuple(inner))
         return lambda data: None if data is None and len(inner) < len(args) else read(data)
     if origin is tuple:
         return _tuple_reader(args)
     if origin is dict:
-        return _dict_reader(reader(args[1]))
+        return _dict_reader(make_reader(args[1]))
     if kind in (int, float):
         return _number_reader((float, int) if kind is float else int)
     return _plain_reader(object if kind is Any else kind)
@@ -112,7 +112,7 @@ def _number_reader(takes: Any) -> Callable[[Any], Any]:
 
 def _tuple_reader(args: tuple[Any, ...]) -> Callable[[Any], Any]:
     check, number = _plain_reader((list, tuple)), None if args[-1] is Ellipsis else len(args)
-    read = reader(args[0])  # of several values, all are of one type
+    read = make_reader(args[0])  # of several values, all are of one type
 
     def read_all(data: Any) -> Any:
         if number not in (None, len(check(data))):
@@ -147,7 +147,7 @@ def _dataclass_reader(kind: Any) -> Callable[[Any], Any]:
     def read_dataclass(data: Any) -> Any:
         if not readers:  # on first use, as a kind may hold instances of itself
             hints = typing.get_type_hints(kind)
-            readers.update({name: reader(hints[name]) for name in names})
+            readers.update({name: make_reader(hints[name]) for name in names})
         values, other = {}, {}
         for key, item in check(data).items():
             name = current.get(key, key)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.facts.engine import Calibration
-from dyno.worker.inputs.input_data import Images, batches
-from dyno.worker.inputs.specs import axes, channels_last, rows
+from dyno.worker.inputs.input_data import Images, read_batches
+from dyno.worker.inputs.specs import channels_last, count_rows, find_axes
 from dyno.worker.spec import Artifact, DataSpec, InputSpec, ModelSpec, Recipe, Tensor, Trial, UserError
 
 SAMPLES = 128
@@ -116,7 +116,7 @@ class CalibrationInputs:
         drawn = len(self._from_files) < len(self._specs)
         axes = {spec.name: recipe.dims.batch_axis(spec.name, spec.shape) for spec in self._from_files}
         batched = [s for s in self._from_files if (k := axes[s.name]) is not None and isinstance(s.shape[k], str)]
-        counts = (rows(spec, axes[spec.name] or 0) for spec in batched or self._from_files)
+        counts = (count_rows(spec, axes[spec.name] or 0) for spec in batched or self._from_files)
         self.available = self._requested if drawn else max(counts)
         self.count = min(self.available, self._requested)
         self.batch = _find_batch(recipe, parent)
@@ -172,7 +172,7 @@ def _image_input(parent: Artifact) -> Tensor:
 
 
 def _check_shape(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
-    expected = [tensor.shape[axis] for axis in axes(tensor.shape)]
+    expected = [tensor.shape[axis] for axis in find_axes(tensor.shape)]
     if any(isinstance(wanted, int) and wanted != actual for wanted, actual in zip(expected, shape, strict=True)):
         given, needed = ("x".join(map(str, sizes)) for sizes in (shape, expected))
         raise UserError(
@@ -180,7 +180,7 @@ def _check_shape(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
         )
 
 
-def example(recipe: Recipe, parent: Artifact) -> dict[str, np.ndarray]:
+def make_example(recipe: Recipe, parent: Artifact) -> dict[str, np.ndarray]:
     """Return one batch of the calibration data, or of seeded random numbers if the recipe has no data."""
     if recipe.data is not None:
         return next(calibration_of(recipe, parent).feeds(0, 1))
@@ -192,7 +192,7 @@ def _iter_batches(recipe: Recipe, parent: Artifact, count: int) -> Iterator[dict
     kinds = {tensor.name: tensor.dtype for tensor in parent.inputs}
     dims, model = replace(recipe.dims, batch=_find_batch(recipe, parent)), recipe.model
     data = DataSpec(seed=recipe.data.seed if recipe.data else 0)
-    for batch in batches(data, model.preprocess, parent.inputs, dims, count, model.inputs):
+    for batch in read_batches(data, model.preprocess, parent.inputs, dims, count, model.inputs):
         yield {name: batch[name].astype(kind, copy=False) for name, kind in kinds.items()}
 
 
@@ -208,7 +208,7 @@ def _find_batch(recipe: Recipe, parent: Artifact) -> int:
     return first if isinstance(first, int) else 1
 
 
-def reader(feeds: Iterator[dict[str, np.ndarray]]) -> Any:
+def make_reader(feeds: Iterator[dict[str, np.ndarray]]) -> Any:
     """Return the feeds as onnxruntime.quantization's data reader."""
     from onnxruntime.quantization import CalibrationDataReader
 

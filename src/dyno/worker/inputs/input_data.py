@@ -15,7 +15,7 @@ from dyno.worker.inputs.specs import (
     CHANNELS_LAST,
     MOST_CHANNELS,
     InputValues,
-    arranged,
+    arrange_channels,
     channels_first,
     channels_last,
     is_image,
@@ -52,7 +52,9 @@ class Images:
 
     def batch(self, start: int, count: int, dtype: str = "float32") -> np.ndarray:
         """Return `count` images from `start` on, wrapping around: N x C x H x W, float32, or the pixels as uint8."""
-        return arranged(_as_read(self._pixels[self._choose_rows(start, count)], self._preprocess, dtype), self._last)
+        return arrange_channels(
+            _as_read(self._pixels[self._choose_rows(start, count)], self._preprocess, dtype), self._last
+        )
 
     def read_into(self, target: np.ndarray, start: int) -> None:
         """Fill `target` with images, as `batch` returns them: raw pixels if it is uint8.
@@ -64,7 +66,7 @@ class Images:
         if target.dtype == np.uint8 and target.flags.c_contiguous:
             np.take(self._pixels, self._choose_rows(start, len(target)), axis=0, out=target, mode="clip")
             return
-        mean, std = (array[0] for array in normalisation(self._preprocess, target.shape[1]))
+        mean, std = (array[0] for array in read_normalisation(self._preprocess, target.shape[1]))
         direct, raw = target.dtype == np.float32, target.dtype == np.uint8
         values: np.ndarray = np.empty(target.shape[1:], np.float32)
         for i, chosen in enumerate(self._choose_rows(start, len(target))):
@@ -85,7 +87,7 @@ class Images:
         return chosen
 
 
-def metadata(data: DataSpec) -> dict[str, Any]:
+def read_metadata(data: DataSpec) -> dict[str, Any]:
     """Return the decoded data set's meta.json, with its classes among others; {} for data without a folder."""
     if not data.folder:
         return {}
@@ -96,7 +98,7 @@ def metadata(data: DataSpec) -> dict[str, Any]:
         return {}
 
 
-def normalisation(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:
+def read_normalisation(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:
     """Return each channel's mean and standard deviation as float32, 1 x C x 1 x 1; one value serves all channels."""
     mean, std = (np.resize(np.asarray(v, np.float32), channels) for v in (preprocess.mean, preprocess.std))
     return mean.reshape(1, channels, 1, 1), std.reshape(1, channels, 1, 1)
@@ -107,7 +109,7 @@ def pixel_scale(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.n
 
     `pixel * scale + offset` is the normalised value.
     """
-    mean, std = (array.astype(np.float64) for array in normalisation(preprocess, channels))
+    mean, std = (array.astype(np.float64) for array in read_normalisation(preprocess, channels))
     return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
 
@@ -122,7 +124,7 @@ def _as_read(pixels: np.ndarray, preprocess: Preprocess, dtype: str) -> np.ndarr
     """Return the pixels as an input of that type reads them: unchanged for uint8, else normalised to float32."""
     if dtype == "uint8":
         return np.ascontiguousarray(pixels)
-    mean, std = normalisation(preprocess, pixels.shape[1])
+    mean, std = read_normalisation(preprocess, pixels.shape[1])
     values: np.ndarray = pixels.astype(np.float32)
     values /= 255
     values -= mean
@@ -130,7 +132,7 @@ def _as_read(pixels: np.ndarray, preprocess: Preprocess, dtype: str) -> np.ndarr
     return values
 
 
-def batches(
+def read_batches(
     data: DataSpec,
     preprocess: Preprocess,
     tensors: Sequence[Tensor],
@@ -214,7 +216,7 @@ def _make_random_values(rng: np.random.Generator, tensor: Tensor, preprocess: Pr
     floating = dtype.startswith(("float", "bfloat"))
     if is_image(tensor) and channels_first(shape)[1] <= MOST_CHANNELS:
         pixels = rng.integers(0, 256, channels_first(shape), np.uint8)
-        return arranged(_as_read(pixels, preprocess, dtype), channels_last(shape))
+        return arrange_channels(_as_read(pixels, preprocess, dtype), channels_last(shape))
     if floating:
         return rng.standard_normal(shape, dtype=np.float32)
     if dtype == "bool":
@@ -243,7 +245,7 @@ def relative_change(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm((a - b).ravel()) / max(np.linalg.norm(a.ravel()), np.finfo(np.float64).tiny))
 
 
-def fingerprint(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess | None = None) -> str:
+def hash_feeds(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess | None = None) -> str:
     """Return the sha256 of the feeds' bytes: two runs with the same value had the same feeds.
 
     With `preprocess`, raw images are normalised first, so that the same images have the same value in either form. A
@@ -256,7 +258,7 @@ def fingerprint(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess |
             if preprocess is not None and array.ndim == 4 and array.dtype == np.uint8:
                 last = channels_last(array.shape)
                 pixels = array.transpose(CHANNELS_LAST) if last else array
-                array = arranged(_as_read(pixels, preprocess, "float32"), last)
+                array = arrange_channels(_as_read(pixels, preprocess, "float32"), last)
             hashed.update((name if len(feed) > 1 else ONLY).encode())
             hashed.update(np.ascontiguousarray(array).tobytes())
     return hashed.hexdigest()

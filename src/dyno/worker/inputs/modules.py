@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.inputs import input_data as feeds
-from dyno.worker.inputs.specs import ALIAS, arguments, axes, check_values, has_batch, image_of, is_image, tensors
+from dyno.worker.inputs.specs import (
+    ALIAS,
+    check_values,
+    find_axes,
+    has_batch,
+    image_of,
+    is_image,
+    list_tensors,
+    make_arguments,
+)
 from dyno.worker.spec import BATCH, DataSpec, Dims, InputSpec, ModelSpec, Tensor, UserError
 
 SIZE = ("height", "width")
@@ -75,7 +84,9 @@ def describe_inputs(
         missing = [*signature.required][:1]
     if len(missing) > 1:
         names = ", ".join(missing)
-        raise UserError(f"{model.name} takes {names}, whose shapes and types are unknown; {advice(model, missing)}")
+        raise UserError(
+            f"{model.name} takes {names}, whose shapes and types are unknown; {advise_on_inputs(model, missing)}"
+        )
     if missing:
         by_keyword = bool(specs) or missing[0] in signature.keyword_only
         specs[missing[0]] = InputSpec(missing[0], "float32", (BATCH, model.channels, *SIZE), keyword=by_keyword)
@@ -137,7 +148,7 @@ def _list_program_keywords(module: Any) -> frozenset[str]:
     return frozenset(sides[1].context or ()) if len(sides) == 2 and sides[1].type is dict else frozenset()
 
 
-def advice(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
+def advise_on_inputs(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
     """Return advice on inputs of unknown shape and type, as the end of a message."""
     if not model.source:
         return "give example inputs too: models=(module, inputs)"
@@ -303,7 +314,7 @@ def _insert_symbols(specs: tuple[InputSpec, ...]) -> ModuleInputs:
         if spec in arrays and not named and shape[0] == first:
             shape = (BATCH, *shape[1:])
         if spec.name in images and _find_sides(shape) == image:
-            places = dict(zip(axes(shape)[1:], SIZE, strict=True))
+            places = dict(zip(find_axes(shape)[1:], SIZE, strict=True))
             shape = tuple(places.get(axis, length) for axis, length in enumerate(shape))
         return replace(spec, shape=shape)
 
@@ -311,7 +322,7 @@ def _insert_symbols(specs: tuple[InputSpec, ...]) -> ModuleInputs:
 
 
 def _find_sides(shape: Sequence[int | str]) -> tuple[int | str, int | str]:
-    _, height, width = axes(shape)
+    _, height, width = find_axes(shape)
     return shape[height], shape[width]
 
 
@@ -337,7 +348,7 @@ def verify_inputs(
     first axis is none, since its rows have no separate outputs, the second is tried: recurrent networks take time x
     batch x features.
     """
-    result, limits = _run_and_record(module, *example(model, described.inputs, dims), described.inputs)
+    result, limits = _run_and_record(module, *make_example(model, described.inputs, dims), described.inputs)
     specs = tuple(
         replace(spec, low=0, high=limits[spec.name] - 1)
         if spec.name in limits and not spec.feeds and spec.name not in described.ranged
@@ -390,11 +401,11 @@ def _has_mixed_rows(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...],
     import torch
     from torch.utils import _pytree
 
-    (arrays,) = feeds.batches(DataSpec(), model.preprocess, tensors(specs, dims), dims, 1, specs)
+    (arrays,) = feeds.read_batches(DataSpec(), model.preprocess, list_tensors(specs, dims), dims, 1, specs)
     batched = {spec.name: spec.shape.index(BATCH) for spec in specs if BATCH in spec.shape}
     place, answers = dims.batch // 2, []
     for fed in (arrays, arrays, feeds.repeat_input(arrays, batched, place)):
-        args, keywords = arguments(specs, {name: torch.from_numpy(np.array(array)) for name, array in fed.items()})
+        args, keywords = make_arguments(specs, {name: torch.from_numpy(np.array(array)) for name, array in fed.items()})
         try:
             with torch.inference_mode():
                 leaves = _pytree.tree_leaves(module(*args, **keywords))
@@ -486,19 +497,21 @@ def call(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims
     """Return the module's result for random inputs of these dims."""
     import torch
 
-    args, keywords = example(model, specs, dims)
+    args, keywords = make_example(model, specs, dims)
     with torch.inference_mode():
         return module(*args, **keywords)
 
 
-def example(model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> tuple[list[Any], dict[str, Any]]:
+def make_example(model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> tuple[list[Any], dict[str, Any]]:
     """Return random arguments of forward: tensors in the described ranges."""
     import torch
 
-    (arrays,) = feeds.batches(DataSpec(), model.preprocess, tensors(specs, dims), dims, 1, specs)
-    return arguments(specs, {name: torch.from_numpy(np.asarray(array, order="C")) for name, array in arrays.items()})
+    (arrays,) = feeds.read_batches(DataSpec(), model.preprocess, list_tensors(specs, dims), dims, 1, specs)
+    return make_arguments(
+        specs, {name: torch.from_numpy(np.asarray(array, order="C")) for name, array in arrays.items()}
+    )
 
 
-def listed(specs: Sequence[InputSpec], dims: Dims) -> str:
+def list_inputs(specs: Sequence[InputSpec], dims: Dims) -> str:
     """Return the inputs' names, shapes and types, for messages."""
-    return ", ".join(f"{t.name} {'x'.join(map(str, t.shape)) or 'scalar'} {t.dtype}" for t in tensors(specs, dims))
+    return ", ".join(f"{t.name} {'x'.join(map(str, t.shape)) or 'scalar'} {t.dtype}" for t in list_tensors(specs, dims))

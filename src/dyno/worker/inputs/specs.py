@@ -60,7 +60,7 @@ def image_of(tensors: Sequence[Tensor]) -> Tensor | None:
     beside_tokens = any(len(t.shape) == 2 and t.dtype.startswith("int") for t in tensors)
     images = [tensor for tensor in tensors if is_image(tensor)]
     if beside_tokens:
-        images = [t for t in images if PICTURE.search(t.name) or t.shape[axes(t.shape)[0]] in (1, 3)]
+        images = [t for t in images if PICTURE.search(t.name) or t.shape[find_axes(t.shape)[0]] in (1, 3)]
     return images[0] if images else None
 
 
@@ -86,18 +86,18 @@ def is_side(axis: int | str) -> bool:
     return isinstance(axis, str) and bool(SIDE.search(axis))
 
 
-def axes(shape: Sequence[int | str]) -> tuple[int, int, int]:
+def find_axes(shape: Sequence[int | str]) -> tuple[int, int, int]:
     """Return the axes of an image's channels, height and width."""
     return (3, 1, 2) if channels_last(shape) else (1, 2, 3)
 
 
 def channels_first(shape: Sequence[int]) -> tuple[int, int, int, int]:
     """Return the same sizes as N x C x H x W."""
-    c, h, w = axes(shape)
+    c, h, w = find_axes(shape)
     return shape[0], shape[c], shape[h], shape[w]
 
 
-def arranged(images: np.ndarray, last: bool) -> np.ndarray:
+def arrange_channels(images: np.ndarray, last: bool) -> np.ndarray:
     """Return images N x C x H x W, with channels last if `last`; contiguous."""
     return np.ascontiguousarray(images.transpose(0, 2, 3, 1)) if last else images
 
@@ -126,7 +126,7 @@ def _resolve_shape(tensor: Tensor, dims: Dims, first_image: bool) -> Shape:
     requested = None if described is None else dims.resolve(described)
     lengths = {dims.batch_axis(tensor.name, tensor.shape) or 0: ("batch", dims.batch)}
     if is_image(tensor) and dims.height:  # of a server's model no size is known before it describes itself
-        _, height, width = axes(tensor.shape)
+        _, height, width = find_axes(tensor.shape)
         lengths |= {height: ("height", dims.height), width: ("width", dims.width)}
     if requested is not None:
         if len(requested) != len(tensor.shape):
@@ -155,7 +155,7 @@ def _resolve_length(
     return length
 
 
-def fitted(feeds: Mapping[str, np.ndarray], tensor: Tensor, shape: Shape) -> np.ndarray:
+def fit_feed(feeds: Mapping[str, np.ndarray], tensor: Tensor, shape: Shape) -> np.ndarray:
     """Return the tensor's feed in the engine's type and C order, copied if needed.
 
     Raises a `UserError` for a feed that is missing, or of another shape.
@@ -208,7 +208,7 @@ def _errors_explained() -> Iterator[None]:
         raise ValueError(str(e).strip().partition("\n")[0] or type(e).__name__) from e
 
 
-def tensors(specs: Sequence[InputSpec], dims: Dims) -> tuple[Tensor, ...]:
+def list_tensors(specs: Sequence[InputSpec], dims: Dims) -> tuple[Tensor, ...]:
     """Return the arguments that are tensors, in the trial's shapes."""
     return tuple(Tensor(spec.name, spec.dtype, dims.resolve(spec.shape)) for spec in specs if spec.dtype)
 
@@ -218,7 +218,7 @@ def has_batch(specs: Sequence[InputSpec]) -> bool:
     return any(BATCH in spec.shape for spec in specs)
 
 
-def arguments(specs: Sequence[InputSpec], arrays: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def make_arguments(specs: Sequence[InputSpec], arrays: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return forward's positional and keyword arguments, tensors from `arrays`; without specs only `input`."""
     if not specs:
         return [arrays["input"]], {}
@@ -329,7 +329,7 @@ def _make_mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray
     return mask.astype(dtype)
 
 
-def rows(spec: InputSpec, axis: int = 0) -> int:
+def count_rows(spec: InputSpec, axis: int = 0) -> int:
     """Return the number of rows of the user's array for an input, on the batch's axis; 1 for a number."""
     array = _read_array(spec)
     return array.shape[axis] if axis < array.ndim else 1
@@ -362,7 +362,7 @@ def size_before_crop(size: tuple[int, int], crop: tuple[int, int], preprocess: P
     return to_height * width // height, to_height
 
 
-def geometry(height: float, width: float, to_height: int, to_width: int) -> tuple[float, int, int, int, int]:
+def fit_geometry(height: float, width: float, to_height: int, to_width: int) -> tuple[float, int, int, int, int]:
     """Return scale, new height and width, top and left margin of an image (square pixels) inside its letterbox.
 
     The same numbers serve both directions: into the network, and from its boxes back to the image.

@@ -22,14 +22,14 @@ from dyno.worker.facts.job import APPLICATION_STAGES as STAGES
 from dyno.worker.facts.job import ApplicationFacts
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.modules import signature_of
-from dyno.worker.jobs.run_trial import answer_all, failure
+from dyno.worker.jobs.run_trial import answer_all, make_failure
 from dyno.worker.journal import Journal
 from dyno.worker.nets import models
 from dyno.worker.nets.models import Application
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
 from dyno.worker.sessions.torch_support import first_line, import_torch, is_memory_error, named_outputs
-from dyno.worker.spec import Job, Unavailable, UserError, numbered, shorten
+from dyno.worker.spec import Job, Unavailable, UserError, add_noun, shorten
 
 ARRAYS = "application.npz"  # seconds by stage, float64 [requests, passes]
 INPUTS = "inputs.npz"
@@ -78,7 +78,7 @@ def run_application(job: Job, journal: Journal) -> None:
     journal.stage("close")
     session.close()
     if not any_finite:
-        raise failure()
+        raise make_failure()
 
 
 def _answer_known(job: Job, session: Session, journal: Journal) -> bool:
@@ -87,7 +87,7 @@ def _answer_known(job: Job, session: Session, journal: Journal) -> bool:
     trial, model = job.trial, job.trial.model
     data = (trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEEDS, model.inputs)
     inherited = job.artifact.made_by.set_fields(ORIGIN) if job.artifact else {}
-    journal.facts(inputs_sha256=input_data.fingerprint([*input_data.batches(*data)], model.preprocess), **inherited)
+    journal.facts(inputs_sha256=input_data.hash_feeds([*input_data.read_batches(*data)], model.preprocess), **inherited)
     journal.stage("evaluate")
     return answer_all(session, trial, journal, timed=False)
 
@@ -303,17 +303,17 @@ def _store_inputs(requests: _InstrumentedApplication, journal: Journal) -> None:
     if len(shapes) > 1:
         several = " and ".join([*shapes][:2])
         raise UserError(
-            f"the network gets inputs of {numbered(len(shapes), 'shape')} or types, such as {several}; engines are "
+            f"the network gets inputs of {add_noun(len(shapes), 'shape')} or types, such as {several}; engines are "
             "compared on one: give requests, or a preprocess, that lead to one"
         )
     batch = next((array.shape[0] for array in calls[0].values() if array.ndim), 0)
     if not batch:
         raise UserError(f"the network gets {_describe(calls[0]) if calls[0] else 'no input'}; it needs a batch")
-    save_arrays(journal.folder / INPUTS, {name: _stack(name, calls, batch) for name in calls[0]})
+    save_arrays(journal.folder / INPUTS, {name: _stack_rows(name, calls, batch) for name in calls[0]})
     journal.facts(application=ApplicationFacts(done, len(calls) // done, batch, len(requests.requests)))
 
 
-def _stack(name: str, calls: Sequence[Arrays], batch: int) -> np.ndarray:
+def _stack_rows(name: str, calls: Sequence[Arrays], batch: int) -> np.ndarray:
     """Return the rows of an input in all calls, or the whole of one that has no row for each input of the batch."""
     arrays = [feeds[name] for feeds in calls]
     if arrays[0].ndim and len(arrays[0]) == batch:

@@ -47,9 +47,9 @@ def cold_start(job: Job, journal: Journal) -> None:
             session = backend.load(trial, job.artifact)
         with clock.part(INPUTS):
             data = (trial.data, trial.model.preprocess, session.inputs, trial.dims, 1, trial.model.inputs)
-            feeds = [session.stage(feed) for feed in input_data.batches(*data)]
+            feeds = [session.stage(feed) for feed in input_data.read_batches(*data)]
         with clock.part(FIRST):
-            answer = measure.step(session, "all", feeds)
+            answer = measure.make_step(session, "all", feeds)
             answer()
     whole = time.monotonic() - started
     later = tuple(_time_action(answer) for _ in range(LATER))
@@ -57,7 +57,7 @@ def cold_start(job: Job, journal: Journal) -> None:
     if device is None:
         del parts[CONTEXT]
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
-    code = _read_bytes(), _list_code_files(trial, job.artifact), *system.compiled()
+    code = _read_bytes(), _list_code_files(trial, job.artifact), *system.count_compiled()
     journal.facts(cold_start=ColdStart(parts, whole, later, *code))
     journal.stage("close")
     session.close()

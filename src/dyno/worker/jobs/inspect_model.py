@@ -10,7 +10,7 @@ from typing import Any, Union
 from dyno.worker import registry, tasks
 from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
-from dyno.worker.inputs.specs import axes, image_of, is_image, is_length, is_side, static_shapes
+from dyno.worker.inputs.specs import find_axes, image_of, is_image, is_length, is_side, static_shapes
 from dyno.worker.inspection import Inspection, Purpose
 from dyno.worker.nets import file_facts, flops, libraries, local_code, models, saved_modules, ultralytics_models
 from dyno.worker.nets.file_facts import DEFAULT_SIZE
@@ -182,7 +182,7 @@ class _Lengths:
         """Return the axes of height and width, of an input that is an image beside another or the model's own."""
         if self._image is None or not is_image(tensor):
             return {}
-        _, height, width = axes(tensor.shape)
+        _, height, width = find_axes(tensor.shape)
         return {height: "height", width: "width"}
 
     def _name_axis(self, tensor: Tensor, k: int) -> str:
@@ -368,7 +368,7 @@ def _count_operations(module: Any, model: ModelSpec, inputs: ModuleInputs, dims:
         if not inputs.inputs:
             image = torch.zeros(dims.batch, model.channels, dims.height, dims.width)
             return flops.of_module(module, image) // dims.batch
-        args, keywords = modules.example(model, inputs.inputs, dims)
+        args, keywords = modules.make_example(model, inputs.inputs, dims)
         return flops.of_module(module, *args, **keywords) // dims.batch
     except Exception:  # a module that runs may still fail in the counter: it has no count
         return 0
@@ -398,7 +398,7 @@ def _try_inputs(
         raise
     except Exception as e:  # the module is anyone's code, and may raise anything for an input that it doesn't take
         reason = first_line(e)
-        shown = modules.listed(inputs.inputs, dims) or f"{dims.batch}x{model.channels}x{dims.height}x{dims.width}"
+        shown = modules.list_inputs(inputs.inputs, dims) or f"{dims.batch}x{model.channels}x{dims.height}x{dims.width}"
         raise UserError(
             f"the model refuses {shown}: {reason}{_advise_on_refusal(module, model, reason, inputs.inputs)}"
         ) from e
@@ -442,7 +442,7 @@ def _inspect_file(
 ) -> Inspection:
     model, kind = trial.model, registry.format_of(trial.model.file)
     if kind is None:  # a plug-in that is installed where the study runs, and not here
-        raise UserError(f"nothing here reads {model.file}; known files: {', '.join(registry.suffixes())}")
+        raise UserError(f"nothing here reads {model.file}; known files: {', '.join(registry.list_suffixes())}")
     contents = kind.read(model.file, trial)
     tensors = contents.inputs
     if not tensors:

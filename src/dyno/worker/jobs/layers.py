@@ -21,11 +21,11 @@ from dyno.worker.nets import models
 from dyno.worker.nets.file_facts import DEFAULT_SIZE
 from dyno.worker.numerics import compare
 from dyno.worker.numerics.compare import Limits, TensorComparison
-from dyno.worker.numerics.engine import Graph, GraphEngine, StoredTensors, TensorWriter, cast, once
+from dyno.worker.numerics.engine import Graph, GraphEngine, StoredTensors, TensorWriter, cast, run_once
 from dyno.worker.onnx_graph import graph_facts
 from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.registry import find
-from dyno.worker.sessions.torch_support import import_torch, refusals
+from dyno.worker.sessions.torch_support import import_torch, raise_refusals
 from dyno.worker.spec import Artifact, Dims, Job, Trial, UserError
 
 # An ONNX file with notes at its nodes, which viewers such as Netron show; what it computes stays as it is.
@@ -71,7 +71,9 @@ def count(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     journal.stage("load")
     session = backend.load(trial, job.artifact)
-    feeds = input_data.batches(trial.data, trial.model.preprocess, session.inputs, trial.dims, 1, trial.model.inputs)
+    feeds = input_data.read_batches(
+        trial.data, trial.model.preprocess, session.inputs, trial.dims, 1, trial.model.inputs
+    )
     inputs = session.stage(next(feeds))
     session.bind(inputs)
     journal.stage("first call")
@@ -144,7 +146,7 @@ def _without_values(built: Any) -> Any:
 
 
 def _run_module(torch: Any, model: Any, dims: Dims) -> LayerGraph:
-    with refusals(f"{model.name} can't be run once to see its layers"):
+    with raise_refusals(f"{model.name} can't be run once to see its layers"):
         return _read_calls(torch, models.build(model, dims), model, dims)
 
 
@@ -153,7 +155,7 @@ def _read_calls(torch: Any, built: Any, model: Any, dims: Dims) -> LayerGraph:
     device = next((p.device for p in built.parameters()), torch.device("cpu"))
     if not model.inputs:
         return module.read(built, torch.zeros(dims.batch, model.channels, dims.height, dims.width, device=device))
-    args, keywords = modules.example(model, model.inputs, dims)
+    args, keywords = modules.make_example(model, model.inputs, dims)
     return module.read(built, *_move_tensors(list(args), device), **_move_tensors(keywords, device))
 
 
@@ -210,7 +212,7 @@ def store_reference(job: Job, folder: Path, report: Report) -> None:
 
 def _make_feeds(trial: Trial, inputs: Any, count: int) -> list[dict[str, np.ndarray]]:
     model = trial.model
-    feeds = [*input_data.batches(trial.data, model.preprocess, inputs, trial.dims, count, model.inputs)]
+    feeds = [*input_data.read_batches(trial.data, model.preprocess, inputs, trial.dims, count, model.inputs)]
     compare.check_finite(feeds)
     return feeds
 
@@ -271,7 +273,7 @@ def _run_unmodified(session: Session, comparison: TensorComparison) -> list[list
     kinds = {tensor.name: np.dtype(tensor.dtype) for tensor in session.inputs}
     feeds = comparison.stored.feeds([*kinds])
     try:
-        return [once(session, {name: cast(array, kinds[name]) for name, array in feed.items()}) for feed in feeds]
+        return [run_once(session, {name: cast(array, kinds[name]) for name, array in feed.items()}) for feed in feeds]
     finally:
         session.close()
 
@@ -282,16 +284,16 @@ def _compare_layers(comparison: TensorComparison, folder: Path, report: Report, 
     sizes = compare.count_bytes(graph, {name: array.shape for name, array in comparison.feeds[0].items()})
     report("run the marked graph")
     named = comparison.tensors
-    total, marked, parts = compare.marked(comparison, sizes)
+    total, marked, parts = compare.mark_tensors(comparison, sizes)
     _check_shapes(comparison, named, path)
     report("run each layer alone")
-    own = compare.isolated(comparison, sizes, folder / ISOLATED)
+    own = compare.isolate_layers(comparison, sizes, folder / ISOLATED)
     matched = len(comparison.tensors)
     for _ in range(PASSES):
-        if not (others := compare.mismatched(comparison, total, own)):
+        if not (others := compare.find_mismatched(comparison, total, own)):
             break
         comparison.tensors = [name for name in comparison.tensors if name not in others]
-        own = compare.isolated(comparison, sizes, folder / ISOLATED)
+        own = compare.isolate_layers(comparison, sizes, folder / ISOLATED)
     return LayerErrors(
         layers=_list_layer_errors(comparison, total, own), marked=marked, runs=comparison.stored.runs, parts=parts,
         unmatched=len(graph.float_tensors) - matched, mismatched=matched - len(comparison.tensors),
@@ -349,21 +351,21 @@ def profile(job: Job, journal: Journal) -> None:
     backend = find(trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
-    data = input_data.batches(
+    data = input_data.read_batches(
         trial.data, trial.model.preprocess, session.inputs, trial.dims, input_data.FEEDS, trial.model.inputs
     )
     feeds = [session.stage(feed) for feed in data]
     watch = measure.watch(session, "model", journal.warn)
-    once = measure.step(session, "model", feeds, watch)
+    once = measure.make_step(session, "model", feeds, watch)
     journal.timed("first_call", "first call", once)
-    restore = measure.restoring(session, feeds, journal.warn)
+    restore = measure.find_restore(session, feeds, journal.warn)
     journal.stage("warm up")
     if not measure.warm_up(once, trial.plan, restore):
         journal.warn(f"the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
     journal.stage("time")
     contention = system.CpuContention()
-    sampling = measure.latency(once, trial.plan, watch, restore=restore)
-    parts = measure.parts(session, feeds, trial.plan)
+    sampling = measure.measure_latency(once, trial.plan, watch, restore=restore)
+    parts = measure.measure_parts(session, feeds, trial.plan)
     journal.stage("profile")
     times = session.profile(int(job.options["runs"]))
     journal.contended("model", contention.busy(), trial.runtime.device, contention.withheld())

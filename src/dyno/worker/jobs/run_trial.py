@@ -124,7 +124,7 @@ def record_finite(arrays: Arrays, journal: Journal) -> bool:
     return nan + infinite < values
 
 
-def failure() -> UserError:
+def make_failure() -> UserError:
     """Return the error for the row of an engine whose outputs have not a single finite value."""
     return UserError(
         "the outputs are not finite (NaN or infinity), not a single value of them: this engine is wrong, its precision "
@@ -157,15 +157,17 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
         session = _slow_session(session, float(job.options[SLOWDOWN]), journal)
     model = trial.model
     host_feeds = list(
-        input_data.batches(trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEEDS, model.inputs)
+        input_data.read_batches(
+            trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEEDS, model.inputs
+        )
     )
-    journal.facts(inputs_sha256=input_data.fingerprint(host_feeds, model.preprocess), threads=trial.runtime.threads)
+    journal.facts(inputs_sha256=input_data.hash_feeds(host_feeds, model.preprocess), threads=trial.runtime.threads)
     feeds = [session.stage(feed) for feed in host_feeds]
     with _drawn_inputs_named(model, host_feeds[0]):
-        journal.timed("first_call", "first call", measure.step(session, "model", feeds))
+        journal.timed("first_call", "first call", measure.make_step(session, "model", feeds))
     first = _read_outputs(session) if job.round == 0 else {}
     turns.loaded()
-    restore = measure.restoring(session, feeds, journal.warn)
+    restore = measure.find_restore(session, feeds, journal.warn)
     _time_boundaries(session, job.plan, trial, feeds, journal, turns, restore)
     if job.round == 0 and "throughput" in job.plan.boundaries and (slow := measure.find_slow_slot(session, feeds)):
         journal.warn(slow)
@@ -182,7 +184,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     if not any_finite:
         journal.stage("evaluate")
         session.close()
-        raise failure()
+        raise make_failure()
     journal.stage(CLOSE)
     try:
         session.close()
@@ -229,7 +231,7 @@ def _time_boundaries(
     for boundary in plan.boundaries:
         before = restore if boundary == "model" else None  # the others bind their inputs anew
         watch = measure.watch(session, boundary, journal.warn)
-        once = measure.step(session, "all" if boundary == "throughput" else boundary, feeds, watch)
+        once = measure.make_step(session, "all" if boundary == "throughput" else boundary, feeds, watch)
         journal.stage(f"warm up {boundary}")
         if not measure.warm_up(once, plan, before):
             journal.warn(f"{boundary}: the median was not steady after {plan.warmup_s:g} s of warm-up")
@@ -238,10 +240,10 @@ def _time_boundaries(
         turns.delays, turns.core_latencies = [], []
         blocks = contention.during(turns.blocks(boundary, plan)) if plan.blocks else None
         if boundary == "throughput":
-            sampling = measure.throughput(session, feeds, trial.dims.batch, plan, blocks)
+            sampling = measure.measure_throughput(session, feeds, trial.dims.batch, plan, blocks)
             journal.sampled("throughput", boundary, "1/s", "rate", sampling)
         else:
-            sampling = measure.latency(once, plan, watch, blocks, before)
+            sampling = measure.measure_latency(once, plan, watch, blocks, before)
             journal.sampled("latency", boundary, "s", "duration", sampling)
         journal.contended(
             boundary, contention.busy(), trial.runtime.device, contention.withheld(), contention.overheated()
@@ -251,9 +253,9 @@ def _time_boundaries(
         if any(turns.core_latencies):
             known = journal.record.facts.core_latencies
             journal.facts(core_latencies={**known, boundary: tuple(turns.core_latencies)})
-        if watch and not before and (seconds := measure.queued(session, watch, plan)) is not None:
+        if watch and not before and (seconds := measure.measure_queued(session, watch, plan)) is not None:
             journal.queued(seconds)
-    if "all" in plan.boundaries and (parts := measure.parts(session, feeds, plan)):
+    if "all" in plan.boundaries and (parts := measure.measure_parts(session, feeds, plan)):
         journal.parted(parts)
 
 
@@ -261,9 +263,9 @@ def _sustain_load(session: Session, trial: Trial, feeds: measure.Feeds, journal:
     """Keep every slot busy for this long, so that the energy counters see nothing else."""
     journal.stage("run for the energy")
     endless = replace(trial.plan, max_samples=sys.maxsize)
-    measure.throughput(session, feeds, trial.dims.batch, replace(endless, seconds=SETTLING * seconds))
+    measure.measure_throughput(session, feeds, trial.dims.batch, replace(endless, seconds=SETTLING * seconds))
     contention = system.CpuContention()
-    sampling = measure.throughput(session, feeds, trial.dims.batch, replace(endless, seconds=seconds))
+    sampling = measure.measure_throughput(session, feeds, trial.dims.batch, replace(endless, seconds=seconds))
     journal.facts(sustained=SustainedLoad(sampling.window, float(sampling.value or 0.0), round(contention.busy(), 3)))
 
 
@@ -274,7 +276,7 @@ def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = T
     save_arrays(journal.folder / "outputs.npz", arrays)
     journal.evaluated(evaluation)
     # The hash of the photographs, the same at every size, and the number set aside for calibration, where known.
-    metadata = input_data.metadata(trial.data)
+    metadata = input_data.read_metadata(trial.data)
     photographs_and_set_aside = str(metadata.get("photographs") or ""), int(metadata.get("set_aside") or 0)
     journal.facts(
         data=AnsweredImages(trial.data.name, trial.data.split, len(arrays["sample"]), *photographs_and_set_aside)
@@ -293,14 +295,14 @@ def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = T
 def repeat(session: Session, feeds: Arrays, first: Mapping[str, Kept], journal: Journal) -> None:
     """Warn where the first call and one more on the same input differ by far more than rounding: the model draws random
     numbers, or keeps something of each call. Of what it keeps, two calls in a row would show little."""
-    last = answers(session, feeds)
+    last = keep_answers(session, feeds)
     distance = max((_compute_distance(first[name], last[name]) for name in last), default=0.0)
     if distance > CHANGED:
         journal.facts(random_outputs=distance)
         journal.warn(f"the outputs change from call to call: two on one input are {distance:.2g} of their size apart")
 
 
-def answers(session: Session, feeds: Arrays) -> dict[str, Kept]:
+def keep_answers(session: Session, feeds: Arrays) -> dict[str, Kept]:
     """Run one more call, and return the part of its outputs that `repeat` compares."""
     session.bind(feeds)
     session.run()

@@ -17,7 +17,7 @@ from dyno.worker.extras import load_library
 from dyno.worker.facts.engine import ORIGIN
 from dyno.worker.facts.job import ServeFacts, ServeStep
 from dyno.worker.inputs import input_data
-from dyno.worker.jobs.run_trial import answer_all, answers, failure, record_finite, repeat
+from dyno.worker.jobs.run_trial import answer_all, keep_answers, make_failure, record_finite, repeat
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
@@ -107,7 +107,9 @@ def _list_powers(most: int) -> list[int]:
 
 def _make_feeds(trial: Trial, session: Session, size: int) -> list[dict[str, np.ndarray]]:
     model, dims = trial.model, replace(trial.dims, batch=size)
-    return list(input_data.batches(trial.data, model.preprocess, session.inputs, dims, input_data.FEEDS, model.inputs))
+    return list(
+        input_data.read_batches(trial.data, model.preprocess, session.inputs, dims, input_data.FEEDS, model.inputs)
+    )
 
 
 def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal) -> None:
@@ -117,10 +119,10 @@ def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal
     first = instances.first
     feeds = _make_feeds(trial, first.session, first.size)
     inherited = job.artifact.made_by.set_fields(ORIGIN) if job.artifact else {}
-    journal.facts(inputs_sha256=input_data.fingerprint(feeds, trial.model.preprocess), **inherited)
+    journal.facts(inputs_sha256=input_data.hash_feeds(feeds, trial.model.preprocess), **inherited)
     any_finite = True
     try:
-        before = instances.call(lambda: answers(first.session, feeds[0]))
+        before = instances.call(lambda: keep_answers(first.session, feeds[0]))
         any_finite = instances.call(
             lambda: answer_all(BatchFormingSession(instances.ladder, trial.dims), trial, journal, timed=False)
         )
@@ -128,7 +130,7 @@ def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal
     except Unanswered as e:  # of a server with too much to do: a rate says so
         journal.warn(f"{e}: not all outputs could be compared")
     if not any_finite:
-        raise failure()
+        raise make_failure()
 
 
 class _ServeJob:
@@ -158,8 +160,10 @@ class _ServeJob:
         self._check_answers()
         journal.stage("full batches")
         contention = system.CpuContention()
-        once = measure.step(rung.session, "all", rung.feeds)
-        journal.sampled("latency", "all", "s", "duration", self._instances.call(lambda: measure.latency(once, plan)))
+        once = measure.make_step(rung.session, "all", rung.feeds)
+        journal.sampled(
+            "latency", "all", "s", "duration", self._instances.call(lambda: measure.measure_latency(once, plan))
+        )
         rate = self._measure_capacity(plan.seconds)
         journal.sampled("throughput", "throughput", "1/s", "rate", rate)
         journal.contended("all", contention.busy(), self._trial.runtime.device, contention.withheld())
@@ -188,7 +192,7 @@ class _ServeJob:
         before = self._journal.record.facts.finite
         any_finite = [record_finite(arrays, self._journal) for arrays in answered]
         if before and answered and not any(any_finite):
-            raise failure()
+            raise make_failure()
 
     def _measure_capacity(self, seconds: float) -> measure.Sampling:
         """Measure requests per second with full batches on every lane; a sample for each lane and batch."""

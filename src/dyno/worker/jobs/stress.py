@@ -98,7 +98,7 @@ def _stage_images(session: Session, trial: Trial, most: int) -> Arrays:
     """Return twice as many images as the largest batch, staged once; batches are slices of them."""
     dims = replace(trial.dims, batch=2 * most)
     model = trial.model
-    (feeds,) = input_data.batches(trial.data, model.preprocess, session.inputs, dims, 1, model.inputs)
+    (feeds,) = input_data.read_batches(trial.data, model.preprocess, session.inputs, dims, 1, model.inputs)
     return session.stage(feeds)
 
 
@@ -154,7 +154,7 @@ def _warm_up(session: Session, pool: Arrays, low: int, high: int) -> None:
 
 def _measure_memory(session: Session) -> tuple[int, int]:
     """Return the bytes in use on the device (by all processes) and by this process on the host."""
-    return session.device_memory(), system.memory()
+    return session.device_memory(), system.read_memory()
 
 
 # The most arithmetic that this device was seen to do: large matrix products in each type, through PyTorch; and copies.

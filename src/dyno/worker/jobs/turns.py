@@ -121,7 +121,7 @@ class Interleaved(Uninterleaved):
         return word
 
 
-def conductor() -> Uninterleaved:
+def find_conductor() -> Uninterleaved:
     """Return the source of this process's turns: the conductor behind the inherited pipes, or none."""
     ends = os.environ.pop(CONDUCTOR, "")
     return Interleaved(*map(int, ends.split(","))) if ends else Uninterleaved()

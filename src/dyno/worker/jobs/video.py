@@ -157,9 +157,9 @@ class _VideoJob:
         if self._ends is not None:  # a record's figures are from host to host
             feeds = self._engine.call(lambda: on_device.host_feeds(bench.feeds, self._host))
             batch, plan = self._preparation.batch, self._trial.plan
-            rate = self._engine.call(lambda: measure.throughput(self._host, feeds, batch, plan))
-        once = measure.step(self._host, "all", feeds)
-        latency = self._engine.call(lambda: measure.latency(once, self._trial.plan))
+            rate = self._engine.call(lambda: measure.measure_throughput(self._host, feeds, batch, plan))
+        once = measure.make_step(self._host, "all", feeds)
+        latency = self._engine.call(lambda: measure.measure_latency(once, self._trial.plan))
         journal.sampled("latency", "all", "s", "duration", latency)
         journal.sampled("throughput", "throughput", "1/s", "rate", rate)
         journal.contended("all", contention.busy(), self._trial.runtime.device, contention.withheld())
@@ -194,7 +194,7 @@ class _VideoJob:
         preparations, tracker = self._new_preparations(), self._new_tracker()
         bench = alone.Bench(self._source, self._engine, preparations, self._reader, tracker, sink)
         if first:
-            journal.timed("first_call", "first call", measure.step(session, "all", bench.feeds))
+            journal.timed("first_call", "first call", measure.make_step(session, "all", bench.feeds))
             journal.stage("each stage alone")
         bench.run(self._options.frames)
         if path:

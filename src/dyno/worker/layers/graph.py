@@ -15,13 +15,13 @@ from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.onnx_graph.graph_facts import check_files_beside, open_graph
 from dyno.worker.onnx_graph.repair import read_opset
 from dyno.worker.sessions.onnx_runtime_session import Kernel, Profile
-from dyno.worker.sessions.torch_support import import_torch, tensors
+from dyno.worker.sessions.torch_support import import_torch, walk_tensors
 from dyno.worker.spec import Dims, InputSpec, ModelSpec
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # what PyTorch's newer exporter writes at a node: its modules, outermost first
 CLASSES = "pkg.torch.onnx.class_hierarchy"  # and the classes of these
 # Around a module with described inputs is one of Dyno's own at its export, which calls it `model`.
-WRAPPED, WRAPPER = "dyno.worker.sessions.torch_support.positional.", "model"
+WRAPPED, WRAPPER = "dyno.worker.sessions.torch_support.make_positional.", "model"
 NOWHERE = "_empty_nn_module_stack_from_metadata_hook"  # the exporter's word for a node of which it lost the module
 UNKNOWN = (-1,)  # the shape of a tensor of which not even the number of dimensions is known
 
@@ -227,8 +227,8 @@ def list_program_parts(model: ModelSpec, dims: Dims) -> Any:
         return None
     specs = model.inputs or (InputSpec("input", "float32", ("batch", model.channels, "height", "width")),)
     try:
-        found = _name_classes(saved_modules.unflattened(path))
-        _check_same(models.build(model, dims), found, lambda: modules.example(model, specs, dims))
+        found = _name_classes(saved_modules.load_unflattened(path))
+        _check_same(models.build(model, dims), found, lambda: modules.make_example(model, specs, dims))
     except MemoryError:
         raise
     except Exception:  # torch's unflatten refuses some programs; their parts stay unknown
@@ -272,8 +272,8 @@ def _check_same(program: Any, found: Any, example: Callable[[], tuple[Any, Any]]
         for each in (program, found):
             torch.manual_seed(0)  # a program may draw numbers
             args, keywords = example()
-            results.append(list(tensors(each(*args, **keywords))))
+            results.append(list(walk_tensors(each(*args, **keywords))))
     torch.testing.assert_close(*results, equal_nan=True)
     args, keywords = example()
-    with flops.counting():  # which has operators run in other forms
+    with flops.count_operations():  # which has operators run in other forms
         found(*args, **keywords)

@@ -20,7 +20,7 @@ from dyno.worker.facts.engine import range_name
 from dyno.worker.facts.job import MODULES, UNWATCHED, Layer, LayerGraph, Port
 from dyno.worker.layers import kernel_trace
 from dyno.worker.nets import flops
-from dyno.worker.sessions.torch_support import import_torch, takes_hooks, tensors
+from dyno.worker.sessions.torch_support import import_torch, takes_hooks, walk_tensors
 from dyno.worker.spec import Unavailable, UserError
 
 UNSEEN = f"{UNWATCHED}; look at its graph: dyno inspect MODEL onnx"
@@ -45,7 +45,7 @@ def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
     torch = import_torch()
     if isinstance(module, torch.jit.ScriptModule):
         raise UserError(f"it is TorchScript, {UNSEEN}")
-    with _make_dispatch_mode() as ran, flops.counting() as counter:
+    with _make_dispatch_mode() as ran, flops.count_operations() as counter:
         watch = _ModuleWatch(torch, module, lambda: (counter.get_total_flops(), ran.count))
         with hold_hooks(torch, module, lambda _: watch.enter_part, watch.make_leave_hook):
             run()
@@ -73,8 +73,8 @@ def _make_dispatch_mode() -> Any:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.count += 1
             result = func(*args, **(kwargs or {}))
-            latest = max(tensors((args, kwargs or {})), key=_find_writer, default=None)
-            for tensor in tensors(result) if latest is not None and _find_writer(latest) >= 0 else ():
+            latest = max(walk_tensors((args, kwargs or {})), key=_find_writer, default=None)
+            for tensor in walk_tensors(result) if latest is not None and _find_writer(latest) >= 0 else ():
                 if _find_writer(tensor) < 0:
                     setattr(tensor, MARK, getattr(latest, MARK))
             return result
@@ -160,12 +160,12 @@ class _ModuleWatch:
                 self._open[-1].flops += spent
                 self._open[-1].operators += ran
             number = len(self._calls)
-            read = [_make_port(t, "") for t in tensors((args, keywords))]
+            read = [_make_port(t, "") for t in walk_tensors((args, keywords))]
             nothing = ran == call.operators
             # What a part of this one wrote is the part's, and what went through is whose it was.
             written = [
                 _make_port(t, "" if nothing or _find_writer(t) >= call.first else f"{number}:{k}")
-                for k, t in enumerate(tensors(result))
+                for k, t in enumerate(walk_tensors(result))
             ]
             layer = Layer(name=name, type=type(part).__name__, outputs=tuple(written), flops=spent - call.flops)
             inputs = tuple(port for port in read if port.name)

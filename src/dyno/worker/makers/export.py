@@ -19,15 +19,23 @@ from dyno.worker import system
 from dyno.worker.backend import Maker
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs import input_data
-from dyno.worker.inputs.specs import REFUSALS, arguments, has_batch, tensors
+from dyno.worker.inputs.specs import REFUSALS, has_batch, list_tensors, make_arguments
 from dyno.worker.makers.control_flow import batch_limit, check_control_flow, follow_batch, traced_values
-from dyno.worker.makers.verify import Case, ExportSource, RefusedGraph, UndecidedGraph, WrongGraph, doubtful, verified
+from dyno.worker.makers.verify import (
+    Case,
+    ExportSource,
+    RefusedGraph,
+    UndecidedGraph,
+    WrongGraph,
+    list_doubts,
+    verify_graph,
+)
 from dyno.worker.nets import file_facts, libraries, models
-from dyno.worker.onnx_graph.file import artifact, import_onnx, prepare_given, read_io, read_model
+from dyno.worker.onnx_graph.file import import_onnx, make_artifact, prepare_given, read_io, read_model
 from dyno.worker.onnx_graph.fold import has_close_outputs
 from dyno.worker.onnx_graph.graph_facts import graphs_in
 from dyno.worker.onnx_graph.repair import WHOLE, lower_file, read_opset
-from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
+from dyno.worker.sessions.torch_support import first_line, import_torch, make_positional, memory_errors, named_outputs
 from dyno.worker.spec import (
     BATCH,
     Artifact,
@@ -77,7 +85,7 @@ def _drop_prefix(prefix: str, instead: str, names: Collection[str]) -> dict[str,
 # Attention and GELU as PyTorch's dynamo exporter writes them, in the forms that engines fuse.
 
 
-def fusible(model: Any) -> Any:
+def make_fusible(model: Any) -> Any:
     """Return the graph with each swap of the last two axes as one Transpose, and GELUs as by the other exporter.
 
     The exporter flattens the keys to three axes, swaps two and unflattens them again (Reshape, Transpose, Reshape, and
@@ -176,7 +184,7 @@ REAL_IMAGES = 8
 NETWORKS = ("torchvision", "timm", "ultralytics", "transformers")  # libraries that may have the module
 
 
-def exported(
+def export_recipe(
     model: ModelSpec,
     dims: Dims,
     runtime: Runtime,
@@ -213,8 +221,8 @@ class OnnxExport(Maker):
         started = time.perf_counter()
         with memory_errors():
             made_by = _export_module(recipe, folder / "model.onnx")
-        made_by = replace(made_by, backend=self.name, versions=system.versions(self.requires))
-        return artifact(str(folder / "model.onnx"), time.perf_counter() - started, made_by)
+        made_by = replace(made_by, backend=self.name, versions=system.find_versions(self.requires))
+        return make_artifact(str(folder / "model.onnx"), time.perf_counter() - started, made_by)
 
 
 ONNX_EXPORT = OnnxExport()
@@ -248,7 +256,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
             traced = _write_graph(torch, source, exporter, number, path)
             if traced and not static and not detects:
                 raise WrongGraph(f"made a constant of a value of its example ({traced})")
-            checked = verified(path, read_io(str(path))[1], source)
+            checked = verify_graph(path, read_io(str(path))[1], source)
             if traced and source.free_batch:
                 notes += _verify_larger(torch, module, recipe, source, path)
         except WrongGraph as e:
@@ -262,7 +270,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
             ):
                 attempts.append((exporter, LATER))
             continue
-        notes += doubtful(checked)
+        notes += list_doubts(checked)
         file_facts.write_purpose(str(path), recipe.model, models.read_purpose(recipe.model, module).class_names)
         written = read_model(str(path))
         return replace(
@@ -333,7 +341,7 @@ def make_source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> 
     plain = not model.inputs and isinstance(result, torch.Tensor) and not scripted
     if isinstance(module, torch.fx.GraphModule):  # behind a wrapper a program's operators lose their modules' names
         plain = all(spec.dtype and not spec.keyword for spec in model.inputs)
-    flat = module if plain else positional(torch, module, model.inputs, flat=True)
+    flat = module if plain else make_positional(torch, module, model.inputs, flat=True)
     if scripted:  # the exporter refuses TorchScript within a module of Python's, but not what is traced around it
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -348,7 +356,7 @@ def _run_case(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
     Raises a `UserError` if it refuses them, or returns bfloat16.
     """
     copies = {name: torch.from_numpy(array.copy()) for name, array in feeds.items()}  # a module may write into them
-    args, keywords = arguments(model.inputs, copies)
+    args, keywords = make_arguments(model.inputs, copies)
     try:
         with torch.no_grad():
             result = module(*args, **keywords)
@@ -389,7 +397,7 @@ def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: ExportSource
     except UserError:
         return []
     try:
-        verified(path, read_io(str(path))[1], replace(source, expected=(case,)))
+        verify_graph(path, read_io(str(path))[1], replace(source, expected=(case,)))
     except WrongGraph as e:
         raise WrongGraph(f"is right with few images and not with {case.batch}: {e}") from e
     return []
@@ -431,8 +439,8 @@ def _iter_feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool
         own_dims, data = replace(dims, batch=batch), DataSpec(seed=number)
         shape = own_dims.resolve(dims.shapes.get("input", (BATCH, model.channels, "height", "width")))
         if model.inputs or pixels:
-            inputs = tensors(model.inputs, own_dims) if model.inputs else (Tensor("input", "float32", shape),)
-            yield next(input_data.batches(data, model.preprocess, inputs, own_dims, 1, model.inputs))
+            inputs = list_tensors(model.inputs, own_dims) if model.inputs else (Tensor("input", "float32", shape),)
+            yield next(input_data.read_batches(data, model.preprocess, inputs, own_dims, 1, model.inputs))
         else:
             yield {"input": torch.randn(*shape, generator=generator).numpy()}
 
@@ -473,7 +481,7 @@ def _write_graph(torch: Any, source: ExportSource, exporter: str, opset: int, pa
         unwrap(path)
     if dynamo and not options["external_data"]:
         onnx = import_onnx()
-        onnx.save(fusible(onnx.load(path)), path)
+        onnx.save(make_fusible(onnx.load(path)), path)
     try:
         lower_file(path, opset)  # dynamo writes 18 at least, even if the opset is lower
     except UserError as e:

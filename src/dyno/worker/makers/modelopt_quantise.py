@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from dyno.worker.backend import Maker, derived
+from dyno.worker.backend import Maker, make_derived
 from dyno.worker.extras import ONNX_RUNTIME_BUILDS, load_library
 from dyno.worker.facts.engine import Calibration
 from dyno.worker.facts.files import OutputCheck
-from dyno.worker.inputs.calibration import CalibrationImages, example
-from dyno.worker.onnx_graph.check import compared, outputs
-from dyno.worker.onnx_graph.placement import decoding
+from dyno.worker.inputs.calibration import CalibrationImages, make_example
+from dyno.worker.onnx_graph.check import compare_outputs, compute_outputs
+from dyno.worker.onnx_graph.placement import list_decoding_nodes
 from dyno.worker.onnx_graph.repair import with_metadata
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, UserError
 
@@ -33,7 +33,7 @@ EXACT = "fp32"  # the same of a detector: it converts all of the rest or nothing
 HERE = "give a Python that has it, --python modelopt=PATH (there: pip install nvidia-modelopt[onnx])"
 
 
-def quantised(parent: Recipe, precision: str, data: DataSpec, options: dict[str, Option]) -> Recipe:
+def quantise_recipe(parent: Recipe, precision: str, data: DataSpec, options: dict[str, Option]) -> Recipe:
     """Return the recipe of the parent's file in fp8 or int8; options `samples` and `method`. Pure."""
     return replace(
         parent,
@@ -75,7 +75,7 @@ class OnnxModelopt(Maker):
             check=_check_outputs(path, recipe, parent),
             warnings=tuple(images.warnings),
         )
-        return derived(parent, path, recipe.precision, made_by, started)
+        return make_derived(parent, path, recipe.precision, made_by, started)
 
 
 ONNX_MODELOPT = OnnxModelopt()
@@ -89,7 +89,7 @@ def _quantise_file(parent: Artifact, recipe: Recipe, method: str, images: Calibr
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         # It writes files beside the one it reads, and knows nodes by names that not every exporter gives.
         source, model = Path(scratch) / "source.onnx", onnx.load(parent.path)
-        head = decoding(model.graph, recipe.model)
+        head = list_decoding_nodes(model.graph, recipe.model)
         onnx.save(model, source)
         quantize(
             str(source),
@@ -133,7 +133,9 @@ def _check_outputs(path: Path, recipe: Recipe, parent: Artifact) -> OutputCheck:
 
     ONNX Runtime's optimiser changes the results of such graphs, so it is off.
     """
-    feeds = example(recipe, parent)
-    before, _ = outputs(parent.path, feeds)
-    after, ran = outputs(str(path), feeds, recipe.precision, optimised=False)
-    return compared(before, after, f"{recipe.model.name} in {recipe.precision}", f"{ran}, without graph optimisation")
+    feeds = make_example(recipe, parent)
+    before, _ = compute_outputs(parent.path, feeds)
+    after, ran = compute_outputs(str(path), feeds, recipe.precision, optimised=False)
+    return compare_outputs(
+        before, after, f"{recipe.model.name} in {recipe.precision}", f"{ran}, without graph optimisation"
+    )

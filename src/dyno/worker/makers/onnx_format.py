@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from dyno.worker.backend import FileContents, FileFormat
-from dyno.worker.makers.precision import VALUES, converted
+from dyno.worker.makers.precision import VALUES, convert_recipe
 from dyno.worker.nets import file_facts, flops
 from dyno.worker.onnx_graph import file, graph_facts
 from dyno.worker.option_values import check_values
@@ -31,7 +31,7 @@ class OnnxFormat(FileFormat):
     def recipe(self, trial: Trial) -> Recipe:
         """Return the file's recipe for the engine in the option `target`, with a free batch where the trial's is 0."""
         check_values(self.name, trial.options, VALUES)
-        return converted(trial, str(trial.options.get("target", "onnxruntime")), trial.dims.batch)
+        return convert_recipe(trial, str(trial.options.get("target", "onnxruntime")), trial.dims.batch)
 
     def read(self, path: str, trial: Trial) -> FileContents:
         """Read the file; raise a `UserError` also for a graph that ONNX's own checker refuses."""
@@ -67,7 +67,7 @@ TRACED: Options = {"exporter": "torchscript"}
 FIXED: Options = {"static": True}
 
 
-def routed(trial: Trial, target: str, finish: Callable[[Recipe], Recipe], *, static: bool = False) -> Recipe:
+def route_recipe(trial: Trial, target: str, finish: Callable[[Recipe], Recipe], *, static: bool = False) -> Recipe:
     """Return the recipe that `finish` makes of the trial's ONNX file by the usual route, with fallbacks. Pure.
 
     The other routes are the fallbacks. `static`: the engine takes this trial's shapes alone, so that they are fixed and
@@ -76,7 +76,7 @@ def routed(trial: Trial, target: str, finish: Callable[[Recipe], Recipe], *, sta
     recipe: Recipe | None = None
     for options in reversed(_list_candidates(trial, static)):
         requested = replace(trial, options={**options, **trial.options})
-        recipe = replace(finish(converted(requested, target)), fallback=recipe)
+        recipe = replace(finish(convert_recipe(requested, target)), fallback=recipe)
     assert recipe is not None
     return recipe
 

@@ -13,21 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Maker, derived
+from dyno.worker.backend import Maker, make_derived
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import QUANTISED
 from dyno.worker.facts.files import OutputCheck, PixelInput
 from dyno.worker.inputs import input_data
-from dyno.worker.inputs.calibration import NO_DATA, SAMPLES, calibration_data, example
+from dyno.worker.inputs.calibration import NO_DATA, SAMPLES, calibration_data, make_example
 from dyno.worker.inputs.input_data import READ, pixel_scale, wants_pixels
-from dyno.worker.inputs.specs import axes, static_shapes
-from dyno.worker.makers.export import EXPORTERS, OPSET_RANGE, WRITTEN, exported
+from dyno.worker.inputs.specs import find_axes, static_shapes
+from dyno.worker.makers.export import EXPORTERS, OPSET_RANGE, WRITTEN, export_recipe
 from dyno.worker.makers.modelopt_quantise import METHODS as MODELOPT_METHODS
-from dyno.worker.makers.modelopt_quantise import quantised
-from dyno.worker.makers.sensitivity import layers_to_keep, ranked
-from dyno.worker.onnx_graph.check import compared, outputs
+from dyno.worker.makers.modelopt_quantise import quantise_recipe
+from dyno.worker.makers.sensitivity import layers_to_keep, rank_recipe
+from dyno.worker.onnx_graph.check import compare_outputs, compute_outputs
 from dyno.worker.onnx_graph.file import import_onnx, read_io
-from dyno.worker.onnx_graph.fold import folded, lifted
+from dyno.worker.onnx_graph.fold import fold_graph, lift_constants
 from dyno.worker.onnx_graph.graph_facts import add_weight, list_files_beside, read_graph_facts, set_nodes
 from dyno.worker.onnx_graph.half_precision import to_bf16, to_fp16
 from dyno.worker.onnx_graph.int8 import METHOD, METHODS, to_int8
@@ -44,8 +44,8 @@ from dyno.worker.spec import (
     Trial,
     Unavailable,
     UserError,
+    add_noun,
     check_known,
-    numbered,
     shorten,
 )
 
@@ -69,21 +69,21 @@ class OnnxStatic(Maker):
         assert parent is not None
         if list_files_beside(Path(parent.path)):
             raise UserError("a graph with its weights in other files can't be folded here; give the option fold=false")
-        model, path = lifted(onnx.load(parent.path)), folder / "model.onnx"
+        model, path = lift_constants(onnx.load(parent.path)), folder / "model.onnx"
         shapes = static_shapes(parent.inputs, recipe.dims)
         for value in model.graph.input:
             for axis, size in enumerate(shapes[value.name]):
                 value.type.tensor_type.shape.dim[axis].dim_value = size
         _forget_shapes(model.graph)
         model_inputs, preprocess = recipe.model.inputs, recipe.model.preprocess
-        feeds = next(input_data.batches(DataSpec(), preprocess, parent.inputs, recipe.dims, 1, model_inputs))
+        feeds = next(input_data.read_batches(DataSpec(), preprocess, parent.inputs, recipe.dims, 1, model_inputs))
         typed = {tensor.name: feeds[tensor.name].astype(tensor.dtype) for tensor in parent.inputs}
-        slim, fold_warnings = folded(model, typed, folder)
+        slim, fold_warnings = fold_graph(model, typed, folder)
         onnx.save(with_metadata(slim, model), path)
         read, written = read_io(str(path))
         warnings = (*parent.made_by.warnings, *fold_warnings)
         made_by = replace(parent.made_by, steps=(), backend=self.name, folded=not fold_warnings, warnings=warnings)
-        return replace(derived(parent, path, parent.precision, made_by, started), inputs=read, outputs=written)
+        return replace(make_derived(parent, path, parent.precision, made_by, started), inputs=read, outputs=written)
 
 
 ONNX_STATIC = OnnxStatic()
@@ -131,7 +131,7 @@ class OnnxInput(Maker):
         started = time.perf_counter()
         assert parent is not None
         image = _find_image(parent)
-        channel = axes(image.shape)[0]
+        channel = find_axes(image.shape)[0]
         beside = [-1 if axis == channel else 1 for axis in range(4)]
         scale, offset = (v.reshape(beside) for v in pixel_scale(recipe.model.preprocess, int(image.shape[channel])))
         model, path = onnx.load(parent.path), folder / "model.onnx"
@@ -146,7 +146,7 @@ class OnnxInput(Maker):
             input=PixelInput("uint8", tuple(scale.ravel().tolist()), tuple(offset.ravel().tolist())),
             input_check=_check_outputs(path, recipe, parent, image),
         )
-        artifact = derived(parent, path, parent.precision, made_by, started)
+        artifact = make_derived(parent, path, parent.precision, made_by, started)
         return replace(artifact, inputs=(replace(image, dtype="uint8"),))
 
 
@@ -156,7 +156,7 @@ ONNX_INPUT = OnnxInput()
 def _find_image(parent: Artifact) -> Tensor:
     inputs = parent.inputs
     one = len(inputs) == 1 and len(inputs[0].shape) == 4
-    if not one or not isinstance(inputs[0].shape[axes(inputs[0].shape)[0]], int):
+    if not one or not isinstance(inputs[0].shape[find_axes(inputs[0].shape)[0]], int):
         names = ", ".join(tensor.name for tensor in inputs) or "none"
         raise UserError(f"input=uint8 needs a model with one image input (N x C x H x W); this one has {names}")
     if not inputs[0].dtype.startswith("float"):
@@ -198,13 +198,13 @@ def _prepend_nodes(graph: Any, name: str, scale: np.ndarray, offset: np.ndarray)
 
 def _check_outputs(path: Path, recipe: Recipe, parent: Artifact, image: Tensor) -> OutputCheck:
     """Compare both files on one random picture, for the effect of normalising in the graph."""
-    before, ran = outputs(parent.path, _make_feeds(recipe, parent, image), recipe.precision)
-    after, _ = outputs(str(path), _make_feeds(recipe, parent, replace(image, dtype="uint8")), recipe.precision)
-    return compared(before, after, f"{recipe.model.name} with input=uint8", ran)
+    before, ran = compute_outputs(parent.path, _make_feeds(recipe, parent, image), recipe.precision)
+    after, _ = compute_outputs(str(path), _make_feeds(recipe, parent, replace(image, dtype="uint8")), recipe.precision)
+    return compare_outputs(before, after, f"{recipe.model.name} with input=uint8", ran)
 
 
 def _make_feeds(recipe: Recipe, parent: Artifact, image: Tensor) -> dict[str, np.ndarray]:
-    feeds = example(replace(recipe, data=None), replace(parent, inputs=(image,)))
+    feeds = make_example(replace(recipe, data=None), replace(parent, inputs=(image,)))
     return {name: array.astype(image.dtype) for name, array in feeds.items()}
 
 
@@ -230,7 +230,7 @@ OPSETS: dict[str, Option] = {"tensorrt": 17}
 INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check", "kept", "ranked")
 
 
-def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
+def convert_recipe(trial: Trial, target: str, batch: int = 0) -> Recipe:
     """Return the recipe of this trial's ONNX file: exported, then converted to its precision for the target engine.
 
     The export has a free batch unless one is given, so that all batches of a study share one file and one calibration;
@@ -243,7 +243,7 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
     # Files are made in the Python that has the model, even if the trial runs in another one.
     options = {"opset": OPSETS[target], **trial.options} if target in OPSETS else trial.options
     dims = replace(trial.dims, batch=batch or (trial.dims.batch if trial.options.get("static") else 0))
-    parent = exported(trial.model, dims, Runtime(), options, trial.data)
+    parent = export_recipe(trial.model, dims, Runtime(), options, trial.data)
     parent = static_of(parent, trial) if trial.options.get("fold") else parent
     recipe = _lower_recipe(trial, target, parent)
     return reading_pixels(recipe) if wants_pixels(trial.options) else recipe
@@ -264,7 +264,7 @@ def _lower_recipe(trial: Trial, target: str, parent: Recipe) -> Recipe:
     keep = _read_keep_option(trial)
     if precision not in ("int8", "fp8"):
         data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
-        parent = ranked(parent, precision, data if data.folder else None, {}) if keep else parent
+        parent = rank_recipe(parent, precision, data if data.folder else None, {}) if keep else parent
         return replace(parent, maker=OnnxPrecision.name, precision=precision, options=keep, data=None, parent=parent)
     data = calibration_data(trial)
     calibration = {key: value for key, value in trial.options.items() if key in ("samples", "method", "percentile")}
@@ -276,11 +276,11 @@ def _lower_recipe(trial: Trial, target: str, parent: Recipe) -> Recipe:
             raise UserError(f"{precision} by nvidia-modelopt is for TensorRT, not for {target}")
         if not data.folder:
             raise UserError(NO_DATA.replace("int8", precision))
-        return quantised(parent, precision, data, options)
+        return quantise_recipe(parent, precision, data, options)
     check_known("calibration method", str(options["method"]), METHODS)
     options = {"target": target, **options, **({JOINTS: True} if trial.options.get(JOINTS) else {})}
     if keep:
-        parent = ranked(parent, precision, data, options)
+        parent = rank_recipe(parent, precision, data, options)
         options = {**options, **keep}
     return replace(parent, maker=OnnxPrecision.name, precision=precision, options=options, data=data, parent=parent)
 
@@ -314,10 +314,10 @@ class OnnxPrecision(Maker):
                 f"an ONNX graph can't be made {recipe.precision} here (it can be made {', '.join(conversions)})"
             )
         assert parent is not None
-        model, path = lifted(_read_model(parent.path)), folder / "model.onnx"
+        model, path = lift_constants(_read_model(parent.path)), folder / "model.onnx"
         parents_count = parent.made_by.parameters
         parameters = read_graph_facts(model).parameters if parents_count is None else parents_count
-        before, _ = outputs(parent.path, example(recipe, parent), parent.precision)
+        before, _ = compute_outputs(parent.path, make_example(recipe, parent), parent.precision)
         higher = layers_to_keep(recipe, parent)
         keywords = {"higher": [layer.node for layer in higher]} if higher else {}
         converted, facts = convert(model, recipe, parent, folder, **keywords)
@@ -335,10 +335,12 @@ class OnnxPrecision(Maker):
             ranked=len(parent.made_by.ranking) if higher else None,
         )
         inputs, outputs_ = read_io(str(path))  # their types differ from the parent's where that was cast up
-        artifact = replace(derived(parent, path, recipe.precision, made_by, started), inputs=inputs, outputs=outputs_)
+        artifact = replace(
+            make_derived(parent, path, recipe.precision, made_by, started), inputs=inputs, outputs=outputs_
+        )
         # The same input for both: outputs must stay finite, and their distance is recorded.
-        after, runtime = outputs(artifact.path, example(recipe, artifact), recipe.precision)
-        check = compared(before, after, f"{recipe.model.name} overflows in {recipe.precision}", runtime)
+        after, runtime = compute_outputs(artifact.path, make_example(recipe, artifact), recipe.precision)
+        check = compare_outputs(before, after, f"{recipe.model.name} overflows in {recipe.precision}", runtime)
         return replace(artifact, made_by=replace(made_by, check=check))
 
 
@@ -375,7 +377,7 @@ def _check_conversion(model: Any, precision: str, name: str) -> list[str]:
     where = f" ({facts.enclosed} are inside {' and '.join(facts.enclosing)} operators)" if facts.enclosed else ""
     if total and not lowered:
         raise UserError(
-            f"nothing in {name} can be made {precision}: all of its {numbered(total, 'layer')} with weights stay in "
+            f"nothing in {name} can be made {precision}: all of its {add_noun(total, 'layer')} with weights stay in "
             f"{max(facts.layers, key=lambda kind: facts.layers[kind])}{where}; run it in the file's own precision"
         )
     partly = facts.enclosed and lowered < total

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Maker, derived
+from dyno.worker.backend import Maker, make_derived
 from dyno.worker.facts.files import MakerFacts, RankedLayer
-from dyno.worker.inputs.calibration import calibration_of, example
-from dyno.worker.onnx_graph.check import session
-from dyno.worker.onnx_graph.fold import lifted
-from dyno.worker.onnx_graph.graph_facts import add_weight, copied, set_nodes
-from dyno.worker.onnx_graph.half_precision import sensitive
-from dyno.worker.onnx_graph.int8 import CalibratedGraph, Scheme, observed
-from dyno.worker.onnx_graph.placement import LINEAR, channel_axis, named, sites
+from dyno.worker.inputs.calibration import calibration_of, make_example
+from dyno.worker.onnx_graph.check import make_session
+from dyno.worker.onnx_graph.fold import lift_constants
+from dyno.worker.onnx_graph.graph_facts import add_weight, copy_message, set_nodes
+from dyno.worker.onnx_graph.half_precision import list_sensitive
+from dyno.worker.onnx_graph.int8 import CalibratedGraph, Scheme, observe_ranges
+from dyno.worker.onnx_graph.placement import LINEAR, channel_axis, list_sites, name_nodes
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, UserError
 
 # How much each layer of an ONNX graph costs when it alone is in the lower type: which ones to keep higher first.
@@ -54,14 +54,14 @@ def rank(
     layers = []
     for done, (name, change) in enumerate(changes.items()):
         report(done, len(changes))
-        copy = copied(model)
+        copy = copy_message(model)
         change(copy.graph)
-        ratio = sqnr(exact, _compute_outputs(copy, feeds, threads))
+        ratio = compute_sqnr(exact, _compute_outputs(copy, feeds, threads))
         layers.append(RankedLayer(name, kinds[name], round(ratio, 2)))
     return sorted(layers, key=lambda layer: layer.sqnr_db)
 
 
-def sqnr(exact: Sequence[np.ndarray], rounded: Sequence[np.ndarray]) -> float:
+def compute_sqnr(exact: Sequence[np.ndarray], rounded: Sequence[np.ndarray]) -> float:
     """Return the ratio of the outputs' power to that of their error in dB, within ±120."""
     signal = sum(float(np.square(a, dtype=np.float64).sum()) for a in exact)
     noise = sum(float(np.square(b.astype(np.float64) - a).sum()) for a, b in zip(exact, rounded, strict=True))
@@ -74,7 +74,7 @@ def sqnr(exact: Sequence[np.ndarray], rounded: Sequence[np.ndarray]) -> float:
 
 def _compute_outputs(model: Any, feeds: Feeds, threads: int) -> list[np.ndarray]:
     # Optimised, casts that round would be taken out and Q/DQ pairs fused into something that isn't this layer alone.
-    ready = session(model.SerializeToString(), optimised=False, threads=threads)
+    ready = make_session(model.SerializeToString(), optimised=False, threads=threads)
     with np.errstate(all="ignore"):
         runs = [ready.run(None, dict(feed)) for feed in feeds]
     return [np.concatenate([np.atleast_1d(run[k]) for run in runs]) for k in range(len(runs[0]))]
@@ -91,7 +91,7 @@ def int8_changes(seen: CalibratedGraph) -> dict[str, Changed]:
 def _int8_sites(seen: CalibratedGraph) -> Iterator[tuple[Any, int]]:
     """Yield the quantised activations, as node and number of its input."""
     if seen.scheme.fused:
-        yield from sites(seen.model.graph, seen.excluded, seen.transformer)
+        yield from list_sites(seen.model.graph, seen.excluded, seen.transformer)
         return
     for node in seen.model.graph.node:
         if node.op_type in seen.types - PASSING and node.name not in seen.excluded:
@@ -206,7 +206,7 @@ def _insert_nodes(graph: Any, node: Any, before: Sequence[Any], after: Sequence[
     set_nodes(graph, [*graph.node[:place], *before, node, *after, *graph.node[place + 1 :]])
 
 
-def ranked(parent: Recipe, precision: str, data: DataSpec | None, options: dict[str, Option]) -> Recipe:
+def rank_recipe(parent: Recipe, precision: str, data: DataSpec | None, options: dict[str, Option]) -> Recipe:
     """Return the recipe of the parent's file with its layers ranked for the precision.
 
     The options are those of the conversion.
@@ -243,7 +243,7 @@ class OnnxSensitivity(Maker):
             ranking=tuple(ranking),
             ranked_on=sum(len(next(iter(feed.values()))) for feed in feeds),
         )
-        return derived(parent, path, parent.precision, made_by, started)
+        return make_derived(parent, path, parent.precision, made_by, started)
 
 
 ONNX_SENSITIVITY = OnnxSensitivity()
@@ -253,19 +253,19 @@ def _prepare_graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any,
     """Return the graph with named nodes, and for each layer a function that lowers its precision alone."""
     import onnx
 
-    model = lifted(onnx.load(parent.path))
+    model = lift_constants(onnx.load(parent.path))
     if recipe.precision == "fp16":
-        named(model.graph)
-        return model, fp16_changes(model, sensitive())
+        name_nodes(model.graph)
+        return model, fp16_changes(model, list_sensitive())
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        seen = observed(model, recipe, calibration_of(recipe, parent), Path(scratch))
+        seen = observe_ranges(model, recipe, calibration_of(recipe, parent), Path(scratch))
     return seen.model, int8_changes(seen)
 
 
 def _load_feeds(recipe: Recipe, parent: Artifact) -> Sequence[dict[str, np.ndarray]]:
     """Return inputs for the ranking, spread over the calibration's data; one random batch without data."""
     if recipe.data is None:
-        return [example(recipe, parent)]
+        return [make_example(recipe, parent)]
     fewer = replace(recipe, options={**recipe.options, "samples": IMAGES})
     data = calibration_of(fewer, parent)
     return list(data.feeds(0, len(data)))

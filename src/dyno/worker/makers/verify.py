@@ -13,7 +13,7 @@ import numpy as np
 from dyno.worker.extras import install
 from dyno.worker.facts.files import ExportCheck
 from dyno.worker.facts.job import MANY, is_labels
-from dyno.worker.onnx_graph.check import session
+from dyno.worker.onnx_graph.check import make_session
 from dyno.worker.sessions.torch_support import first_line, import_torch, named_outputs, one_thread
 from dyno.worker.spec import Tensor
 
@@ -75,7 +75,7 @@ class ExportSource:
         return found
 
 
-def verified(path: Path, outputs: Sequence[Tensor], source: ExportSource) -> ExportCheck | None:
+def verify_graph(path: Path, outputs: Sequence[Tensor], source: ExportSource) -> ExportCheck | None:
     """Compare the graph with the module; `WrongGraph` where they differ, None without ONNX Runtime.
 
     Rounding alone moves the outputs of a deep network with random weights by more than the usual tolerance. So before a
@@ -83,7 +83,7 @@ def verified(path: Path, outputs: Sequence[Tensor], source: ExportSource) -> Exp
     """
     _check_signature(outputs, source)
     try:
-        runner = session(str(path))
+        runner = make_session(str(path))
         input_names = {tensor.name for tensor in runner.get_inputs()}  # an exporter may drop an input without effect
         all_feeds = [
             {name: array for name, array in case.feeds.items() if name in input_names} for case in source.expected
@@ -152,7 +152,7 @@ def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) ->
     return close
 
 
-def doubtful(checked: ExportCheck | None) -> list[str]:
+def list_doubts(checked: ExportCheck | None) -> list[str]:
     """Return warnings of a comparison that wasn't made, or with rounding beyond the usual tolerance."""
     if checked is None:
         return [f"the graph was not verified: onnxruntime is not installed ({install('onnxruntime')})"]

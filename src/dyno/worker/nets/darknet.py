@@ -210,7 +210,7 @@ def shortcut(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOut
 
 
 def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
-    """Add the boxes of a grid's cells: see `boxes`."""
+    """Add the boxes of a grid's cells: see `decode_boxes`."""
     (value,) = inputs
     classes, pixels = section.number("classes", 20, 1), section.numbers("anchors", float)
     if len(pixels) % 2:
@@ -226,11 +226,11 @@ def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]
         )
     scale, activated = section.number("scale_x_y", 1.0, -1e9, 1e9), bool(section.number("new_coords", 0))
     chosen = [anchors[k] for k in mask]
-    node = place.graph.call_function(boxes, (value.node, chosen, int(value.stride), scale, activated))
+    node = place.graph.call_function(decode_boxes, (value.node, chosen, int(value.stride), scale, activated))
     return LayerOutput(node, BOX + classes, value.stride, classes)
 
 
-def boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, scale: float, activated: bool) -> Any:
+def decode_boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, scale: float, activated: bool) -> Any:
     """Decode boxes: B x (anchors * (5 + classes)) x H x W to B x (4 + classes) x (anchors * H * W).
 
     Centre, width and height are in input pixels, of which a cell has `stride` along a side; a score is the objectness

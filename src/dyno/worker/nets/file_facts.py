@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker import tasks
-from dyno.worker.inputs.specs import axes, image_of
+from dyno.worker.inputs.specs import find_axes, image_of
 from dyno.worker.inspection import ATTACHED, Inspection, Purpose, order_class_names
 from dyno.worker.nets import ultralytics_models
 from dyno.worker.spec import InputSpec, ModelSpec, Preprocess, Tensor, UserError, from_json, to_json
@@ -69,7 +69,7 @@ def find_image_facts(
     image = image_of(tensors)
     if image is None:
         return Inspection()
-    channel, *sides = axes(image.shape)
+    channel, *sides = find_axes(image.shape)
     fixed = [_read_length(image.shape[side]) for side in sides]
     given = shapes.get(image.name, ())
     requested = [_read_length(given[side]) for side in sides] if len(given) == 4 else [0, 0]

@@ -24,13 +24,13 @@ SECOND = {"QLinearConv": 3, "QLinearMatMul": 3}
 
 def of_module(module: Any, *args: Any, **keywords: Any) -> int:
     """Run one call of the module with these arguments; return its operations by `torch.utils.flop_counter`."""
-    with counting() as counter:
+    with count_operations() as counter:
         module(*args, **keywords)
         return int(counter.get_total_flops())
 
 
 @contextmanager
-def counting() -> Iterator[Any]:
+def count_operations() -> Iterator[Any]:
     """Count the operations of the block with the `FlopCounterMode` that it gets, without gradients."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -20,8 +20,8 @@ from dyno.worker.facts.files import RANDOM
 from dyno.worker.inputs.specs import size_before_crop
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets.model_source import BuildCode, ImageConfig, ModelSource
-from dyno.worker.sessions.torch_support import eager
-from dyno.worker.spec import NETWORK_FOLDER, TIMM_FOLDER, Dims, ModelSpec, Preprocess, UserError, numbered
+from dyno.worker.sessions.torch_support import make_eager
+from dyno.worker.spec import NETWORK_FOLDER, TIMM_FOLDER, Dims, ModelSpec, Preprocess, UserError, add_noun
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 PROCESSOR, PROCESSORS = "preprocessor_config.json", "processor_config.json"  # the second is of several in one file
@@ -175,7 +175,7 @@ class HuggingFace(ModelSource):
         if hasattr(config, "use_cache"):
             config.use_cache = False  # a cache of keys and values would be an output
         if not model.pretrained:
-            return eager(torch, kind(config))
+            return make_eager(torch, kind(config))
         dtype = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # below transformers 4.56
         options = {"config": config, "local_files_only": True, dtype: "float32", "output_loading_info": True}
         try:
@@ -187,16 +187,16 @@ class HuggingFace(ModelSource):
             name, *shapes = other[0]
             stored, wanted = ("x".join(map(str, shape)) for shape in shapes)
             raise UserError(
-                f"{rest} has weights of other shapes than its {kind.__name__} for {numbered(len(other), 'tensor')}, "
+                f"{rest} has weights of other shapes than its {kind.__name__} for {add_noun(len(other), 'tensor')}, "
                 f"e.g. {name}, {stored} instead of {wanted}; correct config.json, or omit --classes"
             )
         if missing := sorted(report["missing_keys"]):
-            lacks = f"{numbered(len(missing), 'tensor')} of its {kind.__name__}, e.g. {missing[0]}"
+            lacks = f"{add_noun(len(missing), 'tensor')} of its {kind.__name__}, e.g. {missing[0]}"
             raise UserError(
                 f"{rest} has no weights for {lacks}, so they would be random; "
                 "save the trained model again, or correct architectures in config.json"
             )
-        return eager(torch, network)
+        return make_eager(torch, network)
 
     def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
         """Return how the folder's processor prepares images, and their height and width; None where it doesn't say."""

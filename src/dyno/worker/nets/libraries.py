@@ -245,7 +245,7 @@ def init_detector(torch: Any, module: Any, height: int, width: int) -> None:
         # A head that serves several scales is held to the widest.
         measured[layer] = max(measured.get(layer, 0.0), float(out.double().std()))
 
-    image = (0.5 + random_weights.noise(torch, 3, height, width)[:1].float() / 4).clamp(0, 1)
+    image = (0.5 + random_weights.make_noise(torch, 3, height, width)[:1].float() / 4).clamp(0, 1)
     with ExitStack() as hooks, torch.no_grad(), one_thread(torch):
         for layer in _find_scoring_layers(torch, module):
             hooks.enter_context(layer.register_forward_hook(measure_deviation))

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from dyno.worker.sessions.torch_support import import_torch, settings_kept
-from dyno.worker.spec import Unavailable, UserError, absolute
+from dyno.worker.spec import Unavailable, UserError, make_absolute
 
 
 def sha256_with_imports(file: Path) -> str:
@@ -39,7 +39,7 @@ def sha256_with_imports(file: Path) -> str:
 
 def local_files(file: Path) -> list[Path]:
     """Return the files below the file's own folder that it imports, directly or through each other, alphabetically."""
-    file = absolute(file)
+    file = make_absolute(file)
     root, seen, todo = _find_root(file), {file}, [file]
     while todo:
         for path in _find_imports(todo.pop(), root):
@@ -51,7 +51,7 @@ def local_files(file: Path) -> list[Path]:
 
 def _find_root(file: Path) -> Path:
     """Return the folder that absolute imports start from: for a package, its parent."""
-    folder = absolute(file).parent
+    folder = make_absolute(file).parent
     return folder.parent if file.name == "__init__.py" else folder
 
 
@@ -108,7 +108,7 @@ def load_module(location: str, source: str) -> Any:
     """Import the module of that name; raise a `UserError` if that fails."""
     what = f"model {source!r}"
     try:
-        with running(f"{what}: importing {location}", ModuleNotFoundError):
+        with run_user_code(f"{what}: importing {location}", ModuleNotFoundError):
             return importlib.import_module(location)
     except ModuleNotFoundError as e:
         raise UserError(
@@ -123,13 +123,13 @@ def load_file(path: Path, sha256: str) -> Any:
     if sha256 and sha256_with_imports(path) != sha256:
         what = f"model file {path}, or one that it imports,"
         raise UserError(f"{what} changed since the study was planned; run the same command again")
-    name = f"dyno_model_{hashlib.sha256(str(absolute(path)).encode()).hexdigest()[:12]}"
+    name = f"dyno_model_{hashlib.sha256(str(make_absolute(path)).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # true for every path that ends with .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling inside the file look their module up by name
     sys.meta_path.append(_SiblingFinder(path, name))  # last, so that modules beside the file shadow nothing
-    with running(f"model file {path}"):
+    with run_user_code(f"model file {path}"):
         spec.loader.exec_module(module)
     return module
 
@@ -141,7 +141,7 @@ class _SiblingFinder(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, file: Path, name: str) -> None:
-        self._folder = str(absolute(file).parent)
+        self._folder = str(make_absolute(file).parent)
         self._named = {path.relative_to(_find_root(file)).parts[0].removesuffix(".py") for path in local_files(file)}
         self._own = {name}
 
@@ -164,7 +164,7 @@ class _SiblingFinder(importlib.abc.MetaPathFinder):
 
 
 @contextlib.contextmanager
-def running(what: str, passed: type[Exception] = UserError) -> Iterator[None]:
+def run_user_code(what: str, passed: type[Exception] = UserError) -> Iterator[None]:
     """Turn any exception of the user's code in the block into a one-line `UserError` that begins with `what`.
 
     Errors of the type `passed` pass unchanged. PyTorch's process-wide settings are restored at the end.
@@ -215,7 +215,7 @@ class _OpenedFiles:
         if event == "open" and self.running and isinstance(given[0], (str, bytes, os.PathLike)):
             with contextlib.suppress(OSError, ValueError):
                 writes = isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-                (self.written if writes else self.read).add(str(absolute(Path(os.fsdecode(given[0])))))
+                (self.written if writes else self.read).add(str(make_absolute(Path(os.fsdecode(given[0])))))
 
 
 _OPENED = _OpenedFiles()
@@ -245,9 +245,9 @@ def hash_files_read(source: Path | None) -> dict[str, str]:
     """
     libraries = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     modules = [module for name, module in [*sys.modules.items()] if name not in _OPENED.imported_before]
-    code = {str(absolute(Path(file))) for module in modules if (file := getattr(module, "__file__", None))}
+    code = {str(make_absolute(Path(file))) for module in modules if (file := getattr(module, "__file__", None))}
     code = {name for name in code if name.endswith(".py") and not Path(name).is_relative_to(OWN)}
-    code -= {str(absolute(path)) for path in (source, *local_files(source))} if source else set()
+    code -= {str(make_absolute(path)) for path in (source, *local_files(source))} if source else set()
     data = {name for name in _OPENED.read - _OPENED.written if not name.endswith(CODE)}
     found = {}
     for name in sorted(code | data):

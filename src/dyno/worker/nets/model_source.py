@@ -87,7 +87,7 @@ class ModelSource(ABC):
 @cache
 def list_sources() -> dict[str, ModelSource]:
     """Return every kind of source by its name."""
-    return plugins.declared(sys.modules[__package__], ModelSource)  # type: ignore[type-abstract]
+    return plugins.list_declared(sys.modules[__package__], ModelSource)  # type: ignore[type-abstract]
 
 
 def name_classes(module: Any) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from dyno.worker.inspection import Purpose
 from dyno.worker.nets import darknet, local_code, saved_modules
 from dyno.worker.nets.checkpoint import apply, by_own_names, head_classes, read_checkpoint
 from dyno.worker.nets.model_source import ModelSource, check_unchanged, list_sources
-from dyno.worker.sessions.torch_support import eager, evaluating
+from dyno.worker.sessions.torch_support import make_eager, set_eval
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
 
 FUNCTIONS = ("python", "module")  # sources without a prefix: FILE.py:FUNCTION and MODULE:FUNCTION
@@ -111,16 +111,16 @@ def build(model: ModelSpec, dims: Dims | None = None) -> Any:
         if model.classes is None and classes is not None and source.library:
             module = _build_seeded(replace(model, classes=classes), dims)
         apply(module, state, model.weights, _other_classes(model, classes) if classes is not None else "")
-    return module if source is saved_modules.SAVED else evaluating(module)
+    return module if source is saved_modules.SAVED else set_eval(module)
 
 
 def _build_seeded(model: ModelSpec, dims: Dims | None, state: Mapping[str, Any] | None = None) -> Any:
-    _seed(model.seed)
+    _seed_generators(model.seed)
     source, rest = find_source(model)
     return source.build(model, rest, dims, state)
 
 
-def _seed(seed: int) -> None:
+def _seed_generators(seed: int) -> None:
     """Seed every generator that the user's code may draw from, so that each process makes the same network."""
     load_library("torch").manual_seed(seed)
     np.random.seed(seed % 2**32)
@@ -212,17 +212,17 @@ class UserFunction(ModelSource):
     def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
         torch = load_library("torch")
         value = _call_function(_find_function(model), model)
-        module = saved_modules.runnable(_find_network(torch, value) if _has_stages(value) else value)
+        module = saved_modules.make_runnable(_find_network(torch, value) if _has_stages(value) else value)
         if not isinstance(module, torch.nn.Module):
             raise UserError(f"{model.source} returned a {type(value).__name__}; it must return a torch.nn.Module")
-        return eager(torch, module)
+        return make_eager(torch, module)
 
     def make_examples(self, model: ModelSpec, rest: str) -> Any:
         """Return what FUNCTION_inputs() beside the function returns, where it is."""
         source = f"{model.source.partition('(')[0]}_inputs"
         if _find_attribute(source, model.source_sha256)[2] is None:
             return None
-        _seed(model.seed)
+        _seed_generators(model.seed)
         example = replace(model, source=source)
         return _call_function(_find_function(example), example)
 
@@ -280,7 +280,7 @@ def call_options(model: ModelSpec, function: Callable[..., Any] | None = None) -
 def _call_function(function: Callable[..., Any], model: ModelSpec) -> Any:
     options = call_options(model, function)
     _check_arguments(model.source, function, options)
-    with local_code.running(model.source):
+    with local_code.run_user_code(model.source):
         return function(**options)
 
 
@@ -332,7 +332,7 @@ def load_application(model: ModelSpec) -> Application:
     kind, rest = parse(model.source)
     if kind not in FUNCTIONS:
         raise UserError(f"{model.source} is a network alone; give an application as FILE.py:NAME, with {NEEDED}")
-    _seed(model.seed)
+    _seed_generators(model.seed)
     location, module, attribute = _find_attribute(model.source, model.source_sha256)
     value = _call_function(_check_function(model, location, module, attribute), model)
     name = rest.rpartition("/")[2]
@@ -345,7 +345,7 @@ def load_application(model: ModelSpec) -> Application:
     network = _find_network(torch, value)
     if network is None:
         raise UserError(f"{name} is a {type(value).__name__} without a model; an application has {NEEDED}")
-    inner = evaluating(eager(torch, network))
+    inner = set_eval(make_eager(torch, network))
     if inner is not network and getattr(value, "model", None) is network:  # compiled by the user
         value.model = inner
     function = f"{rest.partition('(')[0].rpartition(':')[2].rpartition('.')[2]}_requests"

@@ -73,7 +73,7 @@ def init_batch_norm(torch: Any, module: Any, channels: int, size: tuple[int, int
     norms = [m for m in module.modules() if isinstance(m, kind) and m.running_mean is not None]
     initial = [{name: value.clone() for name, value in norm.state_dict().items()} for norm in norms]
     for height, width in dict.fromkeys((*SIZES, size)) if norms else ():
-        images = noise(torch, channels, height, width)
+        images = make_noise(torch, channels, height, width)
         try:
             _damp_branches(torch, module.eval(), norms, images[:1].float())
             with one_thread(torch), _in_float64(module), _without_borders(torch, module), _measure_statistics(norms):
@@ -139,7 +139,7 @@ def _round_statistics(norm: Any) -> None:
     norm.running_mean.copy_((norm.running_mean.double() / step).round() * step + 0.0)
 
 
-def noise(torch: Any, channels: int, height: int, width: int) -> Any:
+def make_noise(torch: Any, channels: int, height: int, width: int) -> Any:
     """Return images of unit variance, [IMAGES, channels, height, width] in float64."""
     draw = torch.Generator().manual_seed(SEED)
     total = torch.zeros(IMAGES, channels, height, width, dtype=torch.float64)

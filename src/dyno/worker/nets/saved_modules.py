@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.inputs.input_data import relative_change
-from dyno.worker.inputs.modules import ModuleInputs, call, listed
-from dyno.worker.inputs.specs import arguments, tensors
+from dyno.worker.inputs.modules import ModuleInputs, call, list_inputs
+from dyno.worker.inputs.specs import list_tensors, make_arguments
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets import file_facts
 from dyno.worker.nets.model_source import ImageConfig, ModelSource, check_unchanged
@@ -36,7 +36,7 @@ OPERATOR = re.compile(rb'"torch\.ops\.(\w+)\.(\w+)')  # the target of a node
 
 def load(path: str) -> Any:
     """Load the module; raise a `UserError` for a file that is missing or that this PyTorch can't read."""
-    return runnable(_load_program(path)) if path.endswith(PROGRAM) else _load_script(path)
+    return make_runnable(_load_program(path)) if path.endswith(PROGRAM) else _load_script(path)
 
 
 class Saved(ModelSource):
@@ -58,7 +58,7 @@ class Saved(ModelSource):
         return None, file_facts.find_size(file_facts.read_attached(rest))
 
     def make_examples(self, model: ModelSpec, rest: str) -> Any:
-        return examples(rest)
+        return read_examples(rest)
 
     def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
         attached = file_facts.read_attached(rest)
@@ -68,7 +68,7 @@ class Saved(ModelSource):
 SAVED = Saved()
 
 
-def runnable(value: Any) -> Any:
+def make_runnable(value: Any) -> Any:
     """Return the module that runs a program of torch.export; anything else unchanged.
 
     It doesn't check at each call what the export took for granted of the inputs' shapes: `check_guards` does.
@@ -77,7 +77,7 @@ def runnable(value: Any) -> Any:
 
     if not isinstance(value, ExportedProgram):
         return value
-    module = _tie_weights(value.module(**unguarded()))
+    module = _tie_weights(value.module(**guard_options()))
     if guards := getattr(value.module(), "_guards_fn", None):
         module.meta[GUARDS] = guards.forward
     return module
@@ -97,13 +97,13 @@ def check_guards(module: Any, model: ModelSpec, inputs: Sequence[InputSpec], dim
     most = min(find_most_batch(module, specs) or SEVERAL, SEVERAL)
     for batch in (dims.batch,) if dims.batch else range(1, most + 1):
         each = replace(dims, batch=batch)
-        fed = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in tensors(specs, each)}
-        args, keywords = arguments(specs, fed)
+        fed = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in list_tensors(specs, each)}
+        args, keywords = make_arguments(specs, fed)
         try:
             guards(*args, *(keywords[name] for name in names if name in keywords))
         except AssertionError as e:
             raise UserError(
-                f"{model.name} holds for the shapes of its example and not for {listed(specs, each)} "
+                f"{model.name} holds for the shapes of its example and not for {list_inputs(specs, each)} "
                 f"({str(e).removeprefix('Guard failed: ')} is false); "
                 + (
                     "export it again with an example of this size"
@@ -134,7 +134,7 @@ def compare_answers(
     stored = load(path)
     for dims in tried:
         own, its = (
-            partial(_answer, each, model, specs, dims) for each, specs in zip((module, stored), inputs, strict=True)
+            partial(_run_module, each, model, specs, dims) for each, specs in zip((module, stored), inputs, strict=True)
         )
         try:
             expected = own()
@@ -143,12 +143,12 @@ def compare_answers(
         if _are_close(expected, found := its()):
             continue
         if _are_close(expected, own()):
-            raise ValueError(f"its outputs at {listed(inputs[0], dims)} are not the module's")
+            raise ValueError(f"its outputs at {list_inputs(inputs[0], dims)} are not the module's")
         if _are_close(found, its()):
             raise ValueError("its outputs are the same at each call, and the module's change")
 
 
-def _answer(module: Any, model: ModelSpec, specs: Sequence[InputSpec], dims: Dims) -> list[np.ndarray]:
+def _run_module(module: Any, model: ModelSpec, specs: Sequence[InputSpec], dims: Dims) -> list[np.ndarray]:
     result = call(module, model, tuple(specs), dims)
     return [as_fetched(tensor).numpy().copy() for tensor in named_outputs(result).values()]
 
@@ -159,7 +159,7 @@ def _are_close(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool
     return same_form and all(relative_change(a, b) <= CLOSE for a, b in pairs)
 
 
-def unflattened(path: str) -> Any:
+def load_unflattened(path: str) -> Any:
     """Return a stored program as modules with their names from before the export."""
     from torch.export import unflatten
 
@@ -172,14 +172,14 @@ def unflattened(path: str) -> Any:
     return module
 
 
-def unguarded() -> dict[str, Any]:
+def guard_options() -> dict[str, Any]:
     """Return options of a program's `module`: newer versions check inputs at every call, which costs time."""
     from torch.export import ExportedProgram
 
     return {"check_guards": False} if "check_guards" in inspect.signature(ExportedProgram.module).parameters else {}
 
 
-def examples(path: str) -> Any:
+def read_examples(path: str) -> Any:
     """Return the inputs described when the module was saved, else a program's own examples, else None."""
     extra = {INPUTS: ""}
     program = _load_program(path, extra) if path.endswith(PROGRAM) else _load_script(path, extra)
@@ -193,7 +193,7 @@ def examples(path: str) -> Any:
 
 
 def program_examples(program: Any) -> Any:
-    """Return the inputs with which a program was exported, in the form of `examples`."""
+    """Return the inputs with which a program was exported, in the form of `read_examples`."""
     args, keywords = program.example_inputs
     if not keywords:
         return tuple(args)  # a program refuses by name what it was exported with by place

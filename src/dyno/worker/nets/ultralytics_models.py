@@ -48,7 +48,7 @@ RAW = """network = tasks.{kind}(CONFIG, ch={channels}, nc={classes}, verbose=Fal
     return network"""
 
 
-def library() -> Any:
+def import_library() -> Any:
     """Import `ultralytics.nn.tasks`; raise `Unavailable` with the package to install."""
     if "ultralytics" in sys.modules:
         return load_library("ultralytics.nn.tasks")
@@ -72,7 +72,7 @@ class Ultralytics(ModelSource):
         exist, weights that don't fit, or a YOLO that isn't supported.
         """
         check_unchanged(rest, model.source_sha256, "model file")
-        tasks, source = library(), model.source
+        tasks, source = import_library(), model.source
         if model.pretrained:
             raise UserError(f"{source} has no published weights here; get the file yourself and give it as "
                             "ultralytics:FILE.pt")  # fmt: skip
@@ -98,7 +98,7 @@ class Ultralytics(ModelSource):
 
         Raises a `UserError` for an unsupported task.
         """
-        tasks = library()
+        tasks = import_library()
         stored = read_checkpoint(rest) if self.has_weights(rest) else None
         config = stored.config if stored else _read_config(tasks, model.source, rest)
         task = find_task(_find_task(tasks, model.source, config))
@@ -171,7 +171,7 @@ def _from_checkpoint(tasks: Any, model: ModelSpec, name: str) -> Any:
     if channels != model.channels:
         raise UserError(f"{model.source} takes images of {channels} channels; give --channels {channels}")
     module = _build_from_config(tasks, _fit_model(replace(model, weights=name), config, weights), config)
-    apply(module, weights, name, advice(name))
+    apply(module, weights, name, advise_on_checkpoint(name))
     module.names = checkpoint.module.state.get("names")
     return module
 
@@ -277,7 +277,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     module = nets_checkpoint.find_module_stub(loaded)
     config = module.state.get("yaml") if module is not None else None
     if not isinstance(config, dict) or not {"backbone", "head"} <= set(config):
-        raise UserError(f"{path} holds no module with its architecture; {advice(path)}")
+        raise UserError(f"{path} holds no module with its architecture; {advise_on_checkpoint(path)}")
     return Checkpoint(
         _copy_config(config, path), module, _find_longest_side(module.state.get("args") or loaded.get("train_args"))
     )
@@ -290,7 +290,7 @@ def _find_longest_side(arguments: Any) -> int:
     return max((side for side in sides if isinstance(side, int) and 0 < side <= MAX_SIDE), default=0)
 
 
-def advice(path: str) -> str:
+def advise_on_checkpoint(path: str) -> str:
     """Return the two lines of Python that split a trusted checkpoint where this module can't."""
     return (
         f"if you trust it, run m = ultralytics.YOLO({path!r}).model.float(); "
@@ -307,14 +307,16 @@ def _copy_config(config: dict[str, Any], path: str) -> dict[str, Any]:
         nonlocal remaining
         remaining -= 1
         if remaining < 0 or depth > 10:
-            raise UserError(f"the architecture in {path} is too large to be a network's; {advice(path)}")
+            raise UserError(f"the architecture in {path} is too large to be a network's; {advise_on_checkpoint(path)}")
         if isinstance(value, dict):
             return {copy_value(key, depth + 1): copy_value(item, depth + 1) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [copy_value(item, depth + 1) for item in value]
         if value is None or isinstance(value, (str, int, float, bool)):
             return value
-        raise UserError(f"{path} has something in its architecture that is neither text nor a number; {advice(path)}")
+        raise UserError(
+            f"{path} has something in its architecture that is neither text nor a number; {advise_on_checkpoint(path)}"
+        )
 
     copy: dict[str, Any] = copy_value(config, 0)
     return copy

@@ -35,7 +35,7 @@ class Closeness:
     labels_changed: float = math.nan
 
 
-def closeness(pairs: Iterable[tuple[np.ndarray, np.ndarray]], rtol: float, atol: float) -> Closeness:
+def compare_all(pairs: Iterable[tuple[np.ndarray, np.ndarray]], rtol: float, atol: float) -> Closeness:
     """Compare arrays of as many values, all pairs as one: labels exactly, and the rest in double precision."""
     labels, values = [], [(np.zeros(0), np.zeros(0))]
     for a, b in pairs:
@@ -76,7 +76,7 @@ def shares_changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return shares
 
 
-def errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.ndarray:
+def relative_errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.ndarray:
     """Return |a - b| / |b| in the 2-norm of each input (axis 0).
 
     With `channels` it is the worst channel's (axis 1), if there are several. A value that isn't finite is infinitely

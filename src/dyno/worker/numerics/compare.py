@@ -19,7 +19,7 @@ import numpy as np
 from dyno.worker.backend import Session
 from dyno.worker.facts.job import Difference, LayerError
 from dyno.worker.nets import flops
-from dyno.worker.numerics.closeness import closeness, errors
+from dyno.worker.numerics.closeness import compare_all, relative_errors
 from dyno.worker.numerics.engine import (
     DELTA,
     Feeds,
@@ -28,12 +28,12 @@ from dyno.worker.numerics.engine import (
     StoredTensors,
     TensorWriter,
     cast,
-    counterparts,
-    once,
+    match_inputs,
+    run_once,
 )
-from dyno.worker.onnx_graph.check import session
-from dyno.worker.onnx_graph.graph_facts import copied
-from dyno.worker.sessions.torch_support import import_torch, real_view, takes_hooks, tensors
+from dyno.worker.onnx_graph.check import make_session
+from dyno.worker.onnx_graph.graph_facts import copy_message
+from dyno.worker.sessions.torch_support import import_torch, real_view, takes_hooks, walk_tensors
 from dyno.worker.spec import UserError
 
 # The reference's tensors: what every layer of a module, or of a graph, computes on a few inputs.
@@ -62,8 +62,8 @@ def run_module_reference(
     outputs the names are what is wrong.
     """
     with _Hooks(module) as hooks:
-        outputs = [once(session, feeds[0])]
-        own = {name: feeds[0][given] for name, given in counterparts(graph.inputs, [*feeds[0]]).items()}
+        outputs = [run_once(session, feeds[0])]
+        own = {name: feeds[0][given] for name, given in match_inputs(graph.inputs, [*feeds[0]]).items()}
         calls = _by_values(hooks.results, graph, engine, own)
         if not _same_outputs(graph, engine, own, outputs[0]):
             taken = {*calls.values()}
@@ -73,7 +73,7 @@ def run_module_reference(
             if feed is feeds[0]:
                 continue
             hooks.clear()
-            outputs.append(once(session, feed))
+            outputs.append(run_once(session, feed))
             for tensor, runs in values.items():
                 if calls[tensor] in hooks.results:
                     runs.append(hooks.results[calls[tensor]])
@@ -96,7 +96,7 @@ class _Hooks(ExitStack):
 
     def _make_hook(self, name: str) -> Callable[..., None]:
         def store_result(part: Any, args: Any, result: Any) -> None:
-            first = next(tensors(result), None)
+            first = next(walk_tensors(result), None)
             if first is not None:  # a copy: what follows may write in place
                 self.results[name, self._calls[name]] = np.array(real_view(first.detach()).cpu().float().numpy())
             self._calls[name] += 1
@@ -120,7 +120,8 @@ def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: GraphEn
     matched: dict[str, Call] = {}
     for name, (own,) in _iter_tensors(graph, engine, [feed]):
         distances = {
-            call: float(errors(own[None], results[call][None]).max(initial=0.0)) for call in by_shape[own.shape]
+            call: float(relative_errors(own[None], results[call][None]).max(initial=0.0))
+            for call in by_shape[own.shape]
         }
         nearest = min(distances, key=lambda call: distances[call], default=None)
         if nearest is not None and distances[nearest] <= SAME:
@@ -132,7 +133,7 @@ def _same_outputs(graph: Graph, engine: GraphEngine, feed: Feeds, outputs: Seque
     """Return whether the graph's outputs have these values."""
     (own,) = engine.run(graph.marked([], {}), [feed], graph.dtypes(graph.inputs))
     return len(own) == len(outputs) and all(
-        a.shape == b.shape and errors(a[None], b[None]).max(initial=0.0) <= SAME
+        a.shape == b.shape and relative_errors(a[None], b[None]).max(initial=0.0) <= SAME
         for a, b in zip(own, outputs, strict=True)
     )
 
@@ -171,7 +172,7 @@ def within_memory(feeds: Sequence[Feeds], of_one: Callable[[], int]) -> Iterator
 
 def count_bytes(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Return the bytes of each tensor whose shape can be inferred from the inputs', at four bytes a value."""
-    inferred = flops.with_shapes(copied(graph.model), shapes)
+    inferred = flops.with_shapes(copy_message(graph.model), shapes)
     known = inferred[1] if inferred else {}
     return {name: 4 * math.prod(shape) for name, shape in known.items() if 0 not in shape}
 
@@ -247,12 +248,12 @@ class TensorComparison:
 
 def _compute_difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], limits: Limits) -> Difference:
     """Return the difference of several tensors as one: the largest error, and the close share of all values."""
-    error = max((float(errors(a, b).max(initial=0.0)) for a, b in pairs), default=0.0)
-    c = closeness(pairs, limits.rtol, limits.atol)
+    error = max((float(relative_errors(a, b).max(initial=0.0)) for a, b in pairs), default=0.0)
+    c = compare_all(pairs, limits.rtol, limits.atol)
     return Difference(error, c.close, c.max_abs, c.max_rel, c.nonfinite, c.reference_nonfinite)
 
 
-def marked(
+def mark_tensors(
     comparison: TensorComparison, sizes: Mapping[str, int]
 ) -> tuple[dict[str, Difference], Difference | None, int]:
     """Return each tensor's total difference, the outputs', and the number of parts in which the graph was run.
@@ -274,7 +275,7 @@ def marked(
     return differences, outputs, len(parts)
 
 
-def isolated(comparison: TensorComparison, sizes: Mapping[str, int], folder: Path) -> dict[str, Difference]:
+def isolate_layers(comparison: TensorComparison, sizes: Mapping[str, int], folder: Path) -> dict[str, Difference]:
     """Return each tensor's difference when its layer reads the reference's values; store its values in the folder."""
     stops, differences, writer = {*comparison.tensors}, dict[str, Difference](), TensorWriter(folder)
     for part in in_parts(comparison.tensors, {name: 2 * size for name, size in sizes.items()}):
@@ -293,7 +294,7 @@ def _reference_feeds(comparison: TensorComparison, reads: Sequence[str]) -> Iter
         yield {name: feed[name] if name in feed else comparison.stored[name][run] for name in reads}
 
 
-def mismatched(
+def find_mismatched(
     comparison: TensorComparison, total: Mapping[str, Difference], own: Mapping[str, Difference]
 ) -> set[str]:
     """Return the tensors that are off, with a reader that is nearer in the engine than on the reference's values.
@@ -312,8 +313,8 @@ def with_effects(
 ) -> tuple[LayerError, ...]:
     """Return the layers, with the effects of those with the largest own errors.
 
-    `folder` contains the values stored by `isolated`; `path` is where the reference's graph is written with deltas as
-    inputs.
+    `folder` contains the values stored by `isolate_layers`; `path` is where the reference's graph is written with
+    deltas as inputs.
     """
     import onnx
 
@@ -321,7 +322,7 @@ def with_effects(
     able = [layer for layer in layers if layer.own.error > 0 and layer.tensor in graph.float_tensors]
     chosen = [layer.tensor for layer in sorted(able, key=lambda layer: -layer.own.error)[:CANDIDATES]]
     onnx.save(graph.with_deltas(chosen), path)
-    ready = session(str(path), optimised=False, threads=comparison.engine.threads)
+    ready = make_session(str(path), optimised=False, threads=comparison.engine.threads)
     kinds = graph.dtypes((*graph.inputs, *chosen))
     feeds = [{name: cast(a, kinds[name]) for name, a in feed.items()} for feed in comparison.stored.feeds(graph.inputs)]
     still = {name + DELTA: np.zeros((), kinds[name]) for name in chosen}
@@ -340,7 +341,7 @@ def _largest_error(runs: Sequence[Sequence[Any]], base: Sequence[Sequence[Any]])
     """Return the largest error of any output that has the same shape in every run."""
     pairs = zip(zip(*runs, strict=True), zip(*base, strict=True), strict=True)
     same = [(a, b) for a, b in pairs if len({array.shape for array in (*a, *b)}) == 1]
-    return max((float(errors(np.stack(a), np.stack(b)).max(initial=0.0)) for a, b in same), default=0.0)
+    return max((float(relative_errors(np.stack(a), np.stack(b)).max(initial=0.0)) for a, b in same), default=0.0)
 
 
 # Suspects tested again without marks: marked tensors change what an engine fuses, and may hide an error or make one.

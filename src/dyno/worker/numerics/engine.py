@@ -14,8 +14,8 @@ import numpy as np
 
 from dyno.worker.backend import Session, answer_feeds
 from dyno.worker.onnx_graph.file import import_onnx, read_io
-from dyno.worker.onnx_graph.fold import lifted
-from dyno.worker.onnx_graph.graph_facts import check_files_beside, copied, graphs_of, reads_of, set_nodes
+from dyno.worker.onnx_graph.fold import lift_constants
+from dyno.worker.onnx_graph.graph_facts import check_files_beside, copy_message, graphs_of, reads_of, set_nodes
 from dyno.worker.spec import Artifact, Tensor, Trial, UserError
 
 Feeds = Mapping[str, np.ndarray]
@@ -53,12 +53,12 @@ class GraphEngine:
         trial = replace(self._trial, dims=replace(self._trial.dims, shapes=shapes))
         session = self._load(trial, artifact)
         try:
-            return [once(session, feed) for feed in (first, *others)]
+            return [run_once(session, feed) for feed in (first, *others)]
         finally:
             session.close()
 
 
-def once(session: Session, feed: Feeds) -> list[np.ndarray]:
+def run_once(session: Session, feed: Feeds) -> list[np.ndarray]:
     """Return the session's outputs for the feed, in order."""
     return [*answer_feeds(session, feed).values()]
 
@@ -69,7 +69,7 @@ def cast(array: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:
         return np.array(array, kind, order="C")
 
 
-def counterparts(names: Sequence[str], inputs: Sequence[str]) -> dict[str, str]:
+def match_inputs(names: Sequence[str], inputs: Sequence[str]) -> dict[str, str]:
     """Return the reference's input for each name: the one of that name, else the one at its place.
 
     Raises a `UserError` for a name without one.
@@ -106,8 +106,8 @@ class StoredTensors:
         return self._load_array(str(self._files[name]))
 
     def feeds(self, names: Sequence[str]) -> list[dict[str, np.ndarray]]:
-        """Return the inputs of each run under these names; see `counterparts`."""
-        pairs = counterparts(names, self._feeds)
+        """Return the inputs of each run under these names; see `match_inputs`."""
+        pairs = match_inputs(names, self._feeds)
         arrays = {name: self._load_array(f"feed{self._feeds.index(own)}") for name, own in pairs.items()}
         return [{name: array[run] for name, array in arrays.items()} for run in range(self.runs)]
 
@@ -154,7 +154,7 @@ class Graph:
         self._onnx = import_onnx()
         read_io(path)
         check_files_beside(path)
-        self.model = lifted(self._onnx.load(path))
+        self.model = lift_constants(self._onnx.load(path))
         graph = self.model.graph
         self.inputs = [value.name for value in graph.input]
         self.outputs = [value.name for value in graph.output]
@@ -258,11 +258,11 @@ class Graph:
 
     def with_deltas(self, tensors: Sequence[str]) -> Any:
         """Return the graph with an input TENSOR/delta for each of the tensors, which is added to it."""
-        model = copied(self.model)
+        model = copy_message(self.model)
         before = {name: f"{name}/before" for name in tensors}
         nodes = []
         for node in self.nodes:
-            copy = copied(node)
+            copy = copy_message(node)
             moved = [name for name in node.output if name in before]
             copy.output[:] = [before.get(name, name) for name in node.output]
             nodes += [copy, *(self._onnx.helper.make_node("Add", [before[n], n + DELTA], [n]) for n in moved)]
@@ -294,7 +294,7 @@ class Graph:
         """Return a tensor's name, type and shape; ONNX Runtime and OpenVINO infer those unknown here."""
         given = next((v for v in (*self.model.graph.input, *self.model.graph.output) if v.name == tensor), None)
         if tensor not in shapes and given is not None:
-            value = copied(given)
+            value = copy_message(given)
             value.name = name
             return value
         kind = self._types.get(tensor) or self._onnx.TensorProto.FLOAT
@@ -324,7 +324,7 @@ def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
 
 def _rename_tensors(node: Any, names: Mapping[str, str], read: Collection[str], suffix: str) -> Any:
     """Return a copy whose tensors have these names, except those read from outside; the same for a graph inside it."""
-    copy = copied(node)
+    copy = copy_message(node)
     copy.name = node.name and node.name + suffix  # ONNX Runtime takes no name twice, but none as often as one likes
     copy.input[:] = [name if name in read else names.get(name, name) for name in node.input]
     copy.output[:] = [names.get(name, name) for name in node.output]

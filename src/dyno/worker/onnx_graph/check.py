@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.facts.files import OutputCheck
-from dyno.worker.onnx_graph.half_precision import EMULATION, emulated
+from dyno.worker.onnx_graph.half_precision import EMULATION, emulate_bfloat16
 from dyno.worker.spec import UserError, shorten
 from dyno.worker.system import physical_cores
 
@@ -18,7 +18,7 @@ Feeds = Mapping[str, np.ndarray]
 HALF_CRASHES = ("NchwcTransformer",)
 
 
-def compared(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: str) -> OutputCheck:
+def compare_outputs(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: str) -> OutputCheck:
     """Return the largest difference and value of the outputs' finite values, and `ran`; raise a `UserError` for
     overflow, where only the values afterwards are not finite."""
     pairs = list(zip(after, before, strict=True))
@@ -33,20 +33,20 @@ def compared(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: 
     return OutputCheck(difference, max(float(np.abs(b).max(initial=0)) for _, b in finite), ran)
 
 
-def outputs(
+def compute_outputs(
     path: str, feeds: Feeds, precision: str = "fp32", *, optimised: bool = True
 ) -> tuple[list[np.ndarray], str]:
     """Return the file's outputs as float64, and the form in which it ran: as it is, or emulated for BF16."""
     import onnx
 
     bf16 = precision == "bf16"
-    model = emulated(onnx.load(path)).SerializeToString() if bf16 else path
-    loaded = session(model, optimised=optimised and not bf16)
+    model = emulate_bfloat16(onnx.load(path)).SerializeToString() if bf16 else path
+    loaded = make_session(model, optimised=optimised and not bf16)
     arrays = [np.asarray(output, np.float64) for output in loaded.run(None, dict(feeds))]
     return arrays, EMULATION if bf16 else "as it is"
 
 
-def session(model: str | bytes, *, optimised: bool = True, threads: int = 0) -> Any:
+def make_session(model: str | bytes, *, optimised: bool = True, threads: int = 0) -> Any:
     """Load a file or its bytes in ONNX Runtime on the CPU, with a thread per physical core that this process may use.
 
     Without a number the library ties a thread to each core of the machine, other programs' cores among them.

@@ -103,7 +103,7 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
         weights_sha256=_hash_files(path),
     )
     copy = folder / "model.onnx"
-    repaired, warnings = repair.repaired(model)
+    repaired, warnings = repair.repair_graph(model)
     if warnings:
         onnx.load_external_data_for_model(repaired, str(Path(path).parent))
         repair.save(repaired, copy)
@@ -116,10 +116,10 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
             warnings.append(str(e))
         else:
             made_by, path = replace(made_by, opset=wanted), str(copy)
-    return artifact(path, 0.0, replace(made_by, warnings=tuple(warnings)))
+    return make_artifact(path, 0.0, replace(made_by, warnings=tuple(warnings)))
 
 
-def artifact(path: str, seconds: float, made_by: MakerFacts) -> Artifact:
+def make_artifact(path: str, seconds: float, made_by: MakerFacts) -> Artifact:
     inputs, outputs = read_io(path)
     size = sum(file.stat().st_size for file in (Path(path), *list_files_beside(Path(path))))
     return Artifact("onnx", path, _hash_files(path), size, "fp32", inputs, outputs, seconds, made_by=made_by)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import system
-from dyno.worker.onnx_graph.check import session
-from dyno.worker.onnx_graph.graph_facts import add_weight, copied, drop_weight_inputs, set_nodes
+from dyno.worker.onnx_graph.check import make_session
+from dyno.worker.onnx_graph.graph_facts import add_weight, copy_message, drop_weight_inputs, set_nodes
 from dyno.worker.onnx_graph.repair import DOMAINS
 from dyno.worker.sessions.torch_support import first_line
 
@@ -25,19 +25,19 @@ APART = 1e-2  # of the largest output: the two graphs differ by rounding alone, 
 Folder = Callable[[Any, Path], Any]
 
 
-def folded(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[Any, list[str]]:
+def fold_graph(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[Any, list[str]]:
     """Return the graph folded and its shapes inferred, and warnings; `scratch` is a folder for temporary files.
 
     It is folded by onnxslim, else by ONNX Runtime's basic optimisation: the first whose graph gives the same outputs
-    for the feeds. If neither does, the graph is only `lifted`, with a warning.
+    for the feeds. If neither does, the graph is only `lift_constants`, with a warning.
     """
     import onnx
 
-    model, notes = lifted(model), []
+    model, notes = lift_constants(model), []
     expected = _compute_outputs(model, feeds)
     for name, fold in {"slimmed": _fold_with_onnxslim, "optimised": _fold_with_onnx_runtime}.items():
         try:
-            candidate = onnx.shape_inference.infer_shapes(fold(copied(model), scratch), data_prop=True)
+            candidate = onnx.shape_inference.infer_shapes(fold(copy_message(model), scratch), data_prop=True)
             onnx.checker.check_model(candidate)
             if has_close_outputs(expected, _compute_outputs(candidate, feeds)):
                 return _infer_types(candidate), []
@@ -51,11 +51,11 @@ def folded(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[
     return _infer_types(inferred), [f"constants and batch norms could not be folded ({'; '.join(notes)})"]
 
 
-def lifted(model: Any) -> Any:
+def lift_constants(model: Any) -> Any:
     """Return the graph with Constant nodes as initialisers, and no initialiser listed as an input too."""
     import onnx
 
-    copy = copied(model)
+    copy = copy_message(model)
     graph, remaining = copy.graph, []
     outputs = {value.name for value in graph.output}
     for node in graph.node:
@@ -80,9 +80,9 @@ def _infer_types(model: Any) -> Any:
     untyped = [name for node in model.graph.node for name in node.output if name and name not in typed]
     if not untyped:
         return model
-    probe = copied(model)
+    probe = copy_message(model)
     probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in untyped)
-    for output in session(probe.SerializeToString(), optimised=False).get_outputs():
+    for output in make_session(probe.SerializeToString(), optimised=False).get_outputs():
         if output.name in untyped and output.type in TYPES:
             kind = getattr(onnx.TensorProto, TYPES[output.type])
             model.graph.value_info.append(onnx.helper.make_tensor_value_info(output.name, kind, output.shape))
@@ -95,7 +95,7 @@ def _read_constant(node: Any) -> Any:
 
     (value,) = node.attribute
     if value.name == "value":
-        tensor = copied(value.t)
+        tensor = copy_message(value.t)
         tensor.name = node.output[0]
         return tensor
     kinds = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
@@ -178,7 +178,7 @@ def _fold_with_onnx_runtime(model: Any, scratch: Path) -> Any:
 
 
 def _compute_outputs(model: Any, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    loaded = session(model.SerializeToString(), optimised=False)
+    loaded = make_session(model.SerializeToString(), optimised=False)
     return [np.asarray(output) for output in loaded.run(None, dict(feeds))]
 
 

@@ -262,7 +262,7 @@ def reads_of(node: Any) -> list[str]:
     return names
 
 
-def copied(message: Any) -> Any:
+def copy_message(message: Any) -> Any:
     """Return a copy of a model, a node or any other message of protobuf."""
     copy = type(message)()
     copy.CopyFrom(message)

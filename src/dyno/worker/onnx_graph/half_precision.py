@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.facts.files import MakerFacts
-from dyno.worker.inputs.calibration import example, reader
-from dyno.worker.onnx_graph.graph_facts import copied, read_graph_facts, reads_of, set_nodes
-from dyno.worker.onnx_graph.placement import decoding, named
+from dyno.worker.inputs.calibration import make_example, make_reader
+from dyno.worker.onnx_graph.graph_facts import copy_message, read_graph_facts, reads_of, set_nodes
+from dyno.worker.onnx_graph.placement import list_decoding_nodes, name_nodes
 from dyno.worker.onnx_graph.repair import convert_opset, order, read_opset, retype
 from dyno.worker.spec import Artifact, Recipe, UserError
 
@@ -34,8 +34,8 @@ def to_fp16(
     The warnings include nodes kept for their large values.
     """
     refuse_unconvertible(model, parent, "fp16")
-    head = decoding(model.graph, recipe.model)
-    large = _too_large(model, example(recipe, parent), folder)
+    head = list_decoding_nodes(model.graph, recipe.model)
+    large = _too_large(model, make_example(recipe, parent), folder)
     converted, warnings = convert_mixed(model, set(), sorted({*large, *head, *higher}))
     if large:
         warnings.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
@@ -64,8 +64,8 @@ def convert_mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any,
 
     _own_outputs(model.graph)
     _describe_once(model.graph)
-    named(model.graph)
-    blocked_types = sorted({*sensitive(), *blocked})
+    name_nodes(model.graph)
+    blocked_types = sorted({*list_sensitive(), *blocked})
     _own_weights(
         model.graph, [node for node in model.graph.node if node.op_type in blocked_types or node.name in large]
     )
@@ -75,7 +75,7 @@ def convert_mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any,
         warnings.simplefilter("always")
         # The library's own limits, 1e-7 and 1e4, would change weights that half precision holds.
         converted = float16.convert_float_to_float16(
-            copied(model),
+            copy_message(model),
             min_positive_val=float(np.finfo(np.float16).smallest_subnormal),
             max_finite_val=float(np.finfo(np.float16).max),
             keep_io_types=True,
@@ -88,7 +88,7 @@ def convert_mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any,
     return converted, _summarise_warnings([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
 
 
-def sensitive() -> list[str]:
+def list_sensitive() -> list[str]:
     """Return the operators that stay in FP32 in every network: the library's and ours."""
     from onnxconverter_common import float16
 
@@ -196,7 +196,7 @@ def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         onnx.save(model, f"{folder}/source.onnx")
         calibrator = create_calibrator(Path(folder) / "source.onnx", None, f"{folder}/augmented.onnx")
-        calibrator.collect_data(reader(iter([feeds])))
+        calibrator.collect_data(make_reader(iter([feeds])))
         ranges = calibrator.compute_data().data
     limit = float(np.finfo(np.float16).max)
     large = {name for name, seen in ranges.items() if np.abs([*seen.range_value]).max() > limit}
@@ -232,7 +232,7 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple
     model = convert_opset(model, max(OPSET, read_opset(model)))
     unsupported = {node.op_type for node in model.graph.node if not _has_bf16(node, read_opset(model))}
     converted, _ = convert_mixed(
-        model, unsupported, sorted(decoding(model.graph, recipe.model))
+        model, unsupported, sorted(list_decoding_nodes(model.graph, recipe.model))
     )  # its warnings on weights beyond FP16's range don't apply to BF16
     kinds, exact = onnx.TensorProto, {tensor.name: tensor for tensor in model.graph.initializer}
     retype(converted, (kinds.FLOAT16,), kinds.BFLOAT16, exact)
@@ -254,7 +254,7 @@ def _has_bf16(node: Any, version: int) -> bool:
     return not floats or any("tensor(bfloat16)" in allowed for allowed in floats)
 
 
-def emulated(model: Any) -> Any:
+def emulate_bfloat16(model: Any) -> Any:
     """Return the graph in float32 with every bfloat16 result rounded to bfloat16: on any CPU the results of a GPU.
 
     Run it without graph optimisation, which would remove the rounding.
@@ -264,7 +264,7 @@ def emulated(model: Any) -> Any:
     bf16, single = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
     typed = onnx.shape_inference.infer_shapes(model).graph
     rounded = {v.name for v in (*typed.value_info, *typed.output) if v.type.tensor_type.elem_type == bf16}
-    converted = copied(model)
+    converted = copy_message(model)
     retype(converted, (bf16,), single)
 
     def iter_rounded_nodes(node: Any) -> Iterator[Any]:

@@ -18,10 +18,18 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.facts.files import MakerFacts
-from dyno.worker.inputs.calibration import CalibrationImages, CalibrationInputs, calibration_of, reader
-from dyno.worker.onnx_graph.check import session
-from dyno.worker.onnx_graph.fold import folded
-from dyno.worker.onnx_graph.placement import JOINTS, LINEAR, MOVES, OBSERVED, decoding, named, place
+from dyno.worker.inputs.calibration import CalibrationImages, CalibrationInputs, calibration_of, make_reader
+from dyno.worker.onnx_graph.check import make_session
+from dyno.worker.onnx_graph.fold import fold_graph
+from dyno.worker.onnx_graph.placement import (
+    JOINTS,
+    LINEAR,
+    MOVES,
+    OBSERVED,
+    list_decoding_nodes,
+    name_nodes,
+    place_pairs,
+)
 from dyno.worker.onnx_graph.repair import convert_opset, order, read_opset
 from dyno.worker.spec import Artifact, Recipe, check_known
 
@@ -85,10 +93,10 @@ def to_int8(
     """
     data = calibration_of(recipe, parent)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        seen = observed(model, recipe, data, Path(scratch))
+        seen = observe_ranges(model, recipe, data, Path(scratch))
         excluded = seen.excluded | {*higher}
         if seen.scheme.fused:
-            place(seen.model, seen.ranges, excluded, seen.transformer, joints=JOINTS in recipe.options)
+            place_pairs(seen.model, seen.ranges, excluded, seen.transformer, joints=JOINTS in recipe.options)
             made = seen.model
         else:
             extra = _extra_options(seen.scheme, seen.ranges)
@@ -122,14 +130,14 @@ class CalibratedGraph:
     warnings: tuple[str, ...]
 
 
-def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> CalibratedGraph:
+def observe_ranges(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> CalibratedGraph:
     """Prepare the graph and calibrate it, as the recipe's options `target` and `method` say; works in `scratch`."""
     target = str(recipe.options.get("target", ""))
     check_known("int8 target", target, SCHEMES)
     scheme = SCHEMES[target]
     prepared, notes = _prepare_graph(model, data, scratch)
     excluded, transformer = _find_attention(prepared)
-    excluded |= decoding(prepared.graph, recipe.model)
+    excluded |= list_decoding_nodes(prepared.graph, recipe.model)
     if scheme.quantise_bias:
         excluded |= _find_grouped(prepared)
     fused = (*OBSERVED, *(MOVES if JOINTS in recipe.options else ()))
@@ -233,8 +241,8 @@ def _prepare_graph(model: Any, data: Calibration, scratch: Path) -> tuple[Any, l
     import onnx
 
     (feeds,) = data.feeds(0, 1)
-    prepared, notes = folded(convert_opset(model, max(PER_CHANNEL_OPSET, read_opset(model))), feeds, scratch)
-    named(prepared.graph)
+    prepared, notes = fold_graph(convert_opset(model, max(PER_CHANNEL_OPSET, read_opset(model))), feeds, scratch)
+    name_nodes(prepared.graph)
     onnx.save(prepared, scratch / "prepared.onnx")
     return prepared, notes
 
@@ -281,10 +289,10 @@ def _calibrate_ranges(scratch: Path, types: Iterable[str], data: Calibration, re
         extra_options=percentile,
     )
     # Its own session would take a thread for each core of the machine and tie it there.
-    calibrator.infer_session = session(str(scratch / "augmented.onnx"), optimised=False)
+    calibrator.infer_session = make_session(str(scratch / "augmented.onnx"), optimised=False)
     for start in range(0, len(data), HISTOGRAM_BATCHES):
         end = min(start + HISTOGRAM_BATCHES, len(data))
-        calibrator.collect_data(reader(data.feeds(start, end)))
+        calibrator.collect_data(make_reader(data.feeds(start, end)))
     collected = calibrator.compute_data()
     ranges = ((name, collected[name].range_value) for name in collected)
     return {name: (float(np.min(low)), float(np.max(high))) for name, (low, high) in ranges}, collected

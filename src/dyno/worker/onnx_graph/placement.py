@@ -38,7 +38,7 @@ JOINTS = "joints"  # the option of a recipe
 Site = tuple[Any, int]  # a node and the number of its input
 
 
-def place(
+def place_pairs(
     model: Any,
     ranges: Mapping[str, tuple[float, float]],
     excluded: set[str],
@@ -48,13 +48,13 @@ def place(
 ) -> None:
     """Insert the pairs: symmetric, zero point 0, one scale per activation and per output channel of a weight.
 
-    `ranges` maps tensors to the lowest and highest value in calibration; `excluded` and `transformer` as in `sites`.
-    With `joints` pairs stand between layers, too, but for transformers. Weights stay float32 in front of
+    `ranges` maps tensors to the lowest and highest value in calibration; `excluded` and `transformer` as in
+    `list_sites`. With `joints` pairs stand between layers, too, but for transformers. Weights stay float32 in front of
     their pair: TensorRT 8 reads no INT8 initializers.
     """
     graph = model.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
-    wanted = sites(graph, excluded, transformer)
+    wanted = list_sites(graph, excluded, transformer)
     chosen = [node for node, _ in wanted if node.op_type in LINEAR]
     between = Joints(graph, wanted if joints and not transformer else (), excluded)
     peaks = {name: max(-low, high) for name, (low, high) in ranges.items()}
@@ -68,7 +68,7 @@ def place(
     set_nodes(graph, [new for node in graph.node for new in (*before.get(node.name, ()), node)])
 
 
-def sites(graph: Any, excluded: set[str], transformer: bool) -> list[tuple[Any, int]]:
+def list_sites(graph: Any, excluded: set[str], transformer: bool) -> list[tuple[Any, int]]:
     """Return the quantised activations, as node and number of its input.
 
     Nodes named in `excluded` stay in float, and so do the sums and pools of a transformer.
@@ -228,7 +228,7 @@ def _is_interpolating(node: Any) -> bool:
 SHAPING = ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Identity", "Flatten")
 
 
-def decoding(graph: Any, model: ModelSpec) -> set[str]:
+def list_decoding_nodes(graph: Any, model: ModelSpec) -> set[str]:
     """Return the names of the nodes behind the last layers with weights, for `model.task`; none for a classifier.
 
     The convolution behind a softmax isn't such a layer: it is the mean of a distribution over distances (Li et al.,
@@ -236,7 +236,7 @@ def decoding(graph: Any, model: ModelSpec) -> set[str]:
     """
     if tasks.find_task(model.task).labels == "classes":
         return set()
-    named(graph)
+    name_nodes(graph)
     weights = {tensor.name for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     outputs = {out.name for out in graph.output}
@@ -254,7 +254,7 @@ def decoding(graph: Any, model: ModelSpec) -> set[str]:
     return names
 
 
-def named(graph: Any) -> None:
+def name_nodes(graph: Any) -> None:
     """Give every node a name: its own, or its operator and place."""
     for number, node in enumerate(graph.node):
         node.name = node.name or f"{node.op_type}_{number}"

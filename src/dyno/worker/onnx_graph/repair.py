@@ -16,7 +16,7 @@ from dyno.worker.facts.files import AS_IN_TRAINING, IN_SINGLE, MakerFacts
 from dyno.worker.inputs.specs import is_image
 from dyno.worker.onnx_graph.graph_facts import (
     add_weight,
-    copied,
+    copy_message,
     drop_weight_inputs,
     graphs_in,
     graphs_of,
@@ -31,14 +31,14 @@ Functions = Mapping[tuple[str, str, str], Any]
 WHOLE = 2**31 - 2**26  # bytes of weights that a protobuf file has room for
 
 
-def repaired(model: Any) -> tuple[Any, list[str]]:
+def repair_graph(model: Any) -> tuple[Any, list[str]]:
     """Return a copy of the graph, and one line for each change in it; no lines for a valid graph.
 
     Nodes come after those whose results they take, axes stored as -1 or 0 become free ones (see `find_free_axes`),
     initialisers that are listed as inputs stop being inputs, the file's own functions become the operators they are
     made of, and a graph in float64 becomes one in float32. Weights beside the file are not touched.
     """
-    copy = copied(model)
+    copy = copy_message(model)
     return copy, [
         line
         for change in (order, _free_axes, _remove_weight_inputs, _inline_functions, _convert_doubles)
@@ -187,8 +187,8 @@ def _in_line(model: Any) -> Any:
     """
     import onnx.inliner
 
-    functions = {_key(f, f.name): f for f in model.functions}
-    made, left = copied(model), len(functions) + 1
+    functions = {_make_key(f, f.name): f for f in model.functions}
+    made, left = copy_message(model), len(functions) + 1
     while 0 < len(made.functions) < left:  # the outer ones first: which attributes their calls have is known then
         left = len(made.functions)
         _give_defaults(made)
@@ -206,7 +206,7 @@ def _in_line(model: Any) -> Any:
     return made
 
 
-def _key(part: Any, name: str) -> tuple[str, str, str]:
+def _make_key(part: Any, name: str) -> tuple[str, str, str]:
     return part.domain, name, getattr(part, "overload", "")
 
 
@@ -220,9 +220,9 @@ def _nodes_of(function: Any) -> list[Any]:
 
 def _give_defaults(model: Any) -> None:
     """Write the defaults of functions into the graph's calls that lack those attributes: onnx's inliner drops them."""
-    functions = {_key(f, f.name): f for f in model.functions}
+    functions = {_make_key(f, f.name): f for f in model.functions}
     for node in (node for graph in graphs_in(model.graph) for node in graph.node):
-        if function := functions.get(_key(node, node.op_type)):
+        if function := functions.get(_make_key(node, node.op_type)):
             given = {attribute.name for attribute in node.attribute}
             node.attribute.extend(each for each in function.attribute_proto if each.name not in given)
 
@@ -249,7 +249,7 @@ def _iter_called_nodes(nodes: Sequence[Any], functions: Functions, call: str) ->
         name = node.name if node.name not in seen else f"{node.name or node.op_type}_{k}"
         seen.add(name)
         name = call + name
-        function = functions.get(_key(node, node.op_type))
+        function = functions.get(_make_key(node, node.op_type))
         if function is None:
             yield node, call, name
         else:

@@ -232,7 +232,7 @@ class Instances:
         """Warm up every session until it is steady, for `plan.warmup_s` seconds at most, one after the other."""
         for thread, rungs in self._owners:
             for rung in rungs:
-                thread.submit(measure.warm_up, measure.step(rung.session, "all", rung.feeds), plan).result()
+                thread.submit(measure.warm_up, measure.make_step(rung.session, "all", rung.feeds), plan).result()
 
     def each(self, work: Callable[[Lane], None]) -> None:
         """Do it with every lane at once, in its thread; raises what the first one raises."""

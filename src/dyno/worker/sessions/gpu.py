@@ -19,7 +19,7 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, DeviceBinding, Session
 from dyno.worker.extras import load_library
-from dyno.worker.inputs.specs import Shape, fitted
+from dyno.worker.inputs.specs import Shape, fit_feed
 from dyno.worker.spec import PARTS, Tensor, Trial, Unavailable, UserError
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -30,7 +30,7 @@ class CudaError(RuntimeError):
 
 
 @lru_cache(maxsize=1)
-def driver() -> Any:
+def load_driver() -> Any:
     """Return the driver API, initialised; raise `Unavailable` without cuda-bindings, a driver or a GPU."""
     cuda = load_library("cuda.bindings.driver")
     try:
@@ -51,7 +51,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the driver and return its results; `MemoryError` when the GPU's memory ran out, else `CudaError`."""
     error, *values = function(*arguments)
     if error:
-        text = f"{function.__name__}: {_describe_error(driver(), error)}"
+        text = f"{function.__name__}: {_describe_error(load_driver(), error)}"
         raise MemoryError(f"the GPU's memory ran out ({text})") if int(error) == OUT_OF_MEMORY else CudaError(text)
     return values[0] if len(values) == 1 else values
 
@@ -59,18 +59,18 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 @contextmanager
 def profiler_on() -> Iterator[None]:
     """Run the block between the start and the stop of the profiler, if this process runs under one."""
-    call(driver().cuProfilerStart)
+    call(load_driver().cuProfilerStart)
     try:
         yield
     finally:
-        call(driver().cuProfilerStop)
+        call(load_driver().cuProfilerStop)
 
 
 class Device:
     """One GPU by its name (`cuda:0`), its primary context made current; `close` frees all that it allocated."""
 
     def __init__(self, name: str) -> None:
-        self.cuda = driver()
+        self.cuda = load_driver()
         self.index = int(name.partition(":")[2] or 0)
         count = call(self.cuda.cuDeviceGetCount)
         if self.index >= count:
@@ -143,7 +143,7 @@ class Stopwatch:
     """GPU time between two points of a stream, by CUDA events (resolution about 0.5 us)."""
 
     def __init__(self, stream: int) -> None:
-        self._cuda = driver()
+        self._cuda = load_driver()
         self._stream = self._cuda.CUstream(int(stream))
         kind = int(self._cuda.CUevent_flags.CU_EVENT_DEFAULT)
         self._begin, self._end = call(self._cuda.cuEventCreate, kind), call(self._cuda.cuEventCreate, kind)
@@ -167,7 +167,7 @@ class CudaGraph:
     """A CUDA graph of all that `work` queues on a stream, captured once and replayed as one launch."""
 
     def __init__(self, stream: Any, work: Callable[[], None]) -> None:
-        self._cuda = driver()
+        self._cuda = load_driver()
         self._stream = stream
         mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         call(self._cuda.cuStreamBeginCapture, stream, mode)
@@ -261,7 +261,7 @@ class DeviceSession(Session):
         """Return the device address, host address and bytes of every copy to the device."""
         place, copies = self._slots[slot], []
         for tensor in self.inputs:
-            feed = fitted(feeds, tensor, self._shapes[tensor.name])
+            feed = fit_feed(feeds, tensor, self._shapes[tensor.name])
             if not self._is_staged(feed):
                 locked = self._reserve_memory(place, tensor.name, feed.nbytes)
                 np.copyto(locked.view(feed.dtype).reshape(feed.shape), feed)

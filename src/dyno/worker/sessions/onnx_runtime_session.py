@@ -15,7 +15,7 @@ import numpy as np
 
 from dyno.worker.facts.engine import COMPUTE, COMPUTED, UNKNOWN, EngineFacts, why_not_faster
 from dyno.worker.facts.job import LayerGraph
-from dyno.worker.inputs.specs import Shape, fitted
+from dyno.worker.inputs.specs import Shape, fit_feed
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions.gpu import Device, DeviceSession, slots_of
 from dyno.worker.spec import Option, Tensor, Trial, Unavailable
@@ -303,7 +303,7 @@ class Request:
     def bind(self, feeds: Mapping[str, np.ndarray], inputs: Sequence[Tensor], shapes: Mapping[str, Shape]) -> None:
         """Point it at the feeds, which are held until the next `bind`; copied only to change their type."""
         for tensor in inputs:
-            feed = fitted(feeds, tensor, shapes[tensor.name])
+            feed = fit_feed(feeds, tensor, shapes[tensor.name])
             self._binding.bind_input(tensor.name, "cpu", 0, feed.dtype.type, feed.shape, feed.ctypes.data)
             self.feeds[tensor.name] = feed
         for name in self._unplaced:  # its shape may change with the input

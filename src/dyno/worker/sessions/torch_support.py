@@ -19,7 +19,7 @@ import numpy as np
 from dyno.worker import system
 from dyno.worker.extras import load_library
 from dyno.worker.facts.engine import OUTSIDE
-from dyno.worker.inputs.specs import arguments
+from dyno.worker.inputs.specs import make_arguments
 from dyno.worker.spec import PARTS, InputSpec, Tensor, Trial, Unavailable, UserError, digest, shorten
 from dyno.worker.system import PROBES
 
@@ -91,7 +91,7 @@ def one_thread(torch: Any) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: bool = False) -> Any:
+def make_positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: bool = False) -> Any:
     """Return a wrapper of a module with described inputs that takes their tensors in order.
 
     With `flat` it returns a tuple of tensors, whatever the module returns.
@@ -104,16 +104,16 @@ def positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: bool =
             self.model = module
 
         def forward(self, *values: Any) -> Any:
-            args, keywords = arguments(specs, dict(zip(names, values, strict=True)))
+            args, keywords = make_arguments(specs, dict(zip(names, values, strict=True)))
             result = self.model(*args, **keywords)
-            return tuple(tensors(result)) if flat else result
+            return tuple(walk_tensors(result)) if flat else result
 
     wrapper = Positional()
     wrapper.training = module.training
     return wrapper
 
 
-def evaluating(module: Any) -> Any:
+def set_eval(module: Any) -> Any:
     """Return the module in eval mode; a program of torch.export has one fixed mode, and refuses to change it."""
     with contextlib.suppress(NotImplementedError):
         module.eval()
@@ -121,7 +121,7 @@ def evaluating(module: Any) -> Any:
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
+def silence_warnings() -> Iterator[None]:
     """Run the block without Python's warnings: exporters and compilers warn of their own internals."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -134,7 +134,7 @@ def named_outputs(result: Any) -> dict[str, Any]:
     Complex ones have their real and imaginary parts along a last axis, as in graphs: NumPy's and PyTorch's casts to a
     real type drop the imaginary part. Raises a `UserError` for a result without tensors, or with one that isn't dense.
     """
-    found = [*tensors(result)]
+    found = [*walk_tensors(result)]
     for tensor in found:
         if tensor.is_nested or str(tensor.layout) != "torch.strided":
             kind, dense = ("nested", "to_padded_tensor(0)") if tensor.is_nested else ("sparse", "to_dense()")
@@ -145,7 +145,7 @@ def named_outputs(result: Any) -> dict[str, Any]:
     return {f"output_{i}" if i else "output": tensor for i, tensor in enumerate(outputs)}
 
 
-def tensors(result: Any) -> Iterator[Any]:
+def walk_tensors(result: Any) -> Iterator[Any]:
     """Yield the tensors inside nested dicts, lists, tuples and dataclasses, in order.
 
     A strict export traces this, and refuses `hasattr` of most objects.
@@ -154,10 +154,10 @@ def tensors(result: Any) -> Iterator[Any]:
         yield result
     elif isinstance(result, (Mapping, list, tuple)):
         for item in result.values() if isinstance(result, Mapping) else result:
-            yield from tensors(item)
+            yield from walk_tensors(item)
     elif getattr(type(result), "__dataclass_fields__", None):
         for field in dataclasses.fields(result):
-            yield from tensors(getattr(result, field.name))
+            yield from walk_tensors(getattr(result, field.name))
 
 
 def real_view(tensor: Any) -> Any:
@@ -197,7 +197,7 @@ def cast(module: Any, kind: str) -> Any:
     return getattr(owner, name)(module)
 
 
-def unwrapped(torch: Any, module: Any) -> Any:
+def unwrap_module(torch: Any, module: Any) -> Any:
     """Return the module inside torch.compile and DataParallel: it runs eagerly on one device unless a backend differs.
 
     Raises `UserError` for lazy weights, which have no values to be compared.
@@ -210,16 +210,16 @@ def unwrapped(torch: Any, module: Any) -> Any:
     return module
 
 
-def eager(torch: Any, module: Any) -> Any:
-    """Return the module as `unwrapped` does, with its parts unwrapped in place."""
-    module = unwrapped(torch, module)
+def make_eager(torch: Any, module: Any) -> Any:
+    """Return the module as `unwrap_module` does, with its parts unwrapped in place."""
+    module = unwrap_module(torch, module)
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             continue
         if getattr(part, "_compiled_call_impl", None) is not None:  # by module.compile()
             part._compiled_call_impl = None
         for name, child in part._modules.items():
-            part._modules[name] = child if child is None else unwrapped(torch, child)
+            part._modules[name] = child if child is None else unwrap_module(torch, child)
     return module
 
 
@@ -273,7 +273,7 @@ def count_products(run: Callable[[], Any]) -> dict[str, int]:
                     return result
             result = operator(*args, **(options or {}))
             if multiplies:
-                kinds["int8" if is_quantised else str(next(tensors(result)).dtype).removeprefix("torch.")] += 1
+                kinds["int8" if is_quantised else str(next(walk_tensors(result)).dtype).removeprefix("torch.")] += 1
             return result
 
     try:
@@ -292,14 +292,14 @@ def is_quantised(module: Any) -> bool:
     return ".quantized" in type(module).__module__ and callable(getattr(module, "weight", None))
 
 
-def notes(trial: Trial) -> list[str]:
+def list_notes(trial: Trial) -> list[str]:
     """Return why a lower precision isn't faster on this CPU, as far as its feature flags show."""
     if trial.runtime.device != "cpu" or system.has_arithmetic(trial.precision):
         return []
     return [f"this CPU has no {trial.precision} arithmetic: PyTorch computes in float32 and converts around it"]
 
 
-def kernels() -> set[str]:
+def list_kernels() -> set[str]:
     """Return the compiled kernels in inductor's cache folder."""
     from torch._inductor.codecache import cache_dir
 
@@ -395,7 +395,7 @@ def memory_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refusals(sentence: str, advice: str = "") -> Iterator[None]:
+def raise_refusals(sentence: str, advice: str = "") -> Iterator[None]:
     """Raise what the block raises as a `UserError`: the sentence, the first line of the error, and the advice.
 
     For libraries and modules whose errors have no common type. Running out of memory stays a `MemoryError`.

@@ -29,11 +29,11 @@ def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder
     ran, and the `story` for the script's docstring. Returns the names of the files that were written. `UserError` for a
     backend without scripts.
     """
-    scripts = plugins.declared(sys.modules[__name__], Script, GROUP)
+    scripts = plugins.list_declared(sys.modules[__name__], Script, GROUP)
     if trial.backend not in scripts:
         raise UserError(f"there is no script for {trial.backend}; one can be written for {', '.join(scripts)}")
     part = scripts[trial.backend].part(trial, artifact, about, folder)
-    text = written(part, trial, inputs_of(trial, artifact), about)
+    text = write_script(part, trial, inputs_of(trial, artifact), about)
     (folder / "script.py").write_text(text, encoding="utf-8")
     return tuple(sorted(path.name for path in folder.iterdir() if path.name in ("script.py", "state.pt", "model.py")))
 
@@ -145,11 +145,11 @@ def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
         return tuple(Tensor(t.name, t.dtype, shapes[t.name]) for t in artifact.inputs)
     dims = trial.dims
     shape = dims.resolve(dims.shapes.get("input", (BATCH, trial.model.channels, "height", "width")))
-    tensors = specs.tensors(trial.model.inputs, dims) or (Tensor("input", "float32", tuple(shape)),)
+    tensors = specs.list_tensors(trial.model.inputs, dims) or (Tensor("input", "float32", tuple(shape)),)
     return tuple(replace(t, dtype="uint8") for t in tensors) if input_data.wants_pixels(trial.options) else tensors
 
 
-def written(part: ScriptPart, trial: Trial, tensors: tuple[Tensor, ...], about: Mapping[str, Any]) -> str:
+def write_script(part: ScriptPart, trial: Trial, tensors: tuple[Tensor, ...], about: Mapping[str, Any]) -> str:
     """Return the whole script."""
     image = _find_image(trial, tensors)
     constants = {
@@ -193,7 +193,7 @@ def _find_image(trial: Trial, tensors: tuple[Tensor, ...]) -> Tensor | None:
     """Return the input that takes photographs, if each other one has one value."""
     fixed = {spec.name for spec in trial.model.inputs if spec.low is not None and spec.low == spec.high}
     free = [tensor for tensor in tensors if tensor.name not in fixed]
-    takes = len(free) == 1 and len(free[0].shape) == 4 and free[0].shape[specs.axes(free[0].shape)[0]] in (1, 3)
+    takes = len(free) == 1 and len(free[0].shape) == 4 and free[0].shape[specs.find_axes(free[0].shape)[0]] in (1, 3)
     return free[0] if takes else None
 
 
@@ -208,7 +208,7 @@ def _find_ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[f
 
 def _collect_preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
     """Return the constants for the preprocessing of photographs."""
-    preprocess, channels = trial.model.preprocess, int(image.shape[specs.axes(image.shape)[0]])
+    preprocess, channels = trial.model.preprocess, int(image.shape[specs.find_axes(image.shape)[0]])
     constants: dict[str, Any] = {}
     if image.dtype != "uint8":
         mean, std = preprocess.mean, preprocess.std

@@ -139,7 +139,7 @@ def require_file(artifact: Artifact | None, trial: Trial) -> Artifact:
 def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code with session options and providers as in `OnnxFile.open`."""
     inputs = require_file(artifact, trial).inputs
-    settings = ort.settings(trial)
+    settings = ort.make_settings(trial)
     on_gpu = trial.runtime.device != "cpu"
     provider = None if on_gpu else ort.find_provider(ort.import_library(), trial)
     if provider and provider.devices:
@@ -151,7 +151,7 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
         "OPTIMIZATION": ort.OPTIMIZATION[settings["optimization"]],
         "DISABLED": settings["disabled_optimizers"],
         "SPINNING": str(int(settings["spinning"])),
-        "FREE_DIMENSIONS": ort.overrides(inputs, static_shapes(inputs, trial.dims)),
+        "FREE_DIMENSIONS": ort.find_overrides(inputs, static_shapes(inputs, trial.dims)),
         "PROVIDERS": cuda.list_providers(trial, _parse_device_index(trial)) if on_gpu else usual,
     }
     needs = ("numpy", "onnxruntime-gpu" if on_gpu else "onnxruntime")
@@ -169,7 +169,7 @@ def _parse_device_index(trial: Trial) -> int:
 def open_vino(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code with the settings of `OpenVinoSession`; outputs by place, as an IR gives one several names."""
     require_file(artifact, trial)
-    constants = {"FILE": locate_file(about), "OUTPUTS": list(about["outputs"]), "SETTINGS": vino.settings(trial)}
+    constants = {"FILE": locate_file(about), "OUTPUTS": list(about["outputs"]), "SETTINGS": vino.make_settings(trial)}
     return ScriptPart(("numpy", "openvino"), "import openvino\n", constants, OPEN_VINO)
 
 

@@ -144,7 +144,7 @@ def run(model, feeds):
 '''
 
 
-def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+def write_module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code that builds the network, whose state is stored beside the script.
 
     Raises a `UserError` for other weights than the measured ones, and for a network that can't be stored as weights.
@@ -239,7 +239,7 @@ def _export_network(network: Any, trial: Trial, folder: Path) -> ScriptPart:
 
 
 def _write_program_code() -> ScriptPart:
-    unguarded = ", ".join(f"{key}={value}" for key, value in saved_modules.unguarded().items())
+    unguarded = ", ".join(f"{key}={value}" for key, value in saved_modules.guard_options().items())
     call = f'torch.export.load(FILE.open("rb")).module({unguarded})'
     return ScriptPart((), "", {}, SAVED.format(call=call))
 
@@ -282,14 +282,14 @@ def _count_classes(model: ModelSpec, network: Any) -> int | None:
     return head_classes(bare, by_own_names(bare, read_checkpoint(model.weights), model.weights))
 
 
-PYTORCH_SCRIPT = Script("pytorch", module)
-COMPILE_SCRIPT = Script("compile", module)
+PYTORCH_SCRIPT = Script("pytorch", write_module)
+COMPILE_SCRIPT = Script("compile", write_module)
 
 
-def torchao(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+def write_torchao(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code that compiles the calibrated program, or that quantises the network's linear layers."""
     if artifact is None:
-        part = module(trial, artifact, about, folder)
+        part = write_module(trial, artifact, about, folder)
         return replace(part, needs=(*part.needs, "torchao"), imports=f"{part.imports}import torchao.quantization\n")
     settings = _collect_settings(trial, find(trial.backend).checked(trial))  # type: ignore[attr-defined]
     constants = {"FILE": locate_file(about), **{name: settings[name] for name in ("THREADS", "FREEZE", "MODE")}}
@@ -297,4 +297,4 @@ def torchao(trial: Trial, artifact: Artifact | None, about: dict[str, Any], fold
     return ScriptPart(("numpy", "torch", "torchao"), imports, constants, PROGRAM)
 
 
-TORCHAO_SCRIPT = Script("torchao", torchao)
+TORCHAO_SCRIPT = Script("torchao", write_torchao)

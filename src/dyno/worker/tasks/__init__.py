@@ -38,7 +38,7 @@ def list_metrics() -> list[str]:
 
 @cache
 def _load_tasks() -> dict[str, Task]:
-    return plugins.declared(sys.modules[__name__], Task, GROUP)  # type: ignore[type-abstract]
+    return plugins.list_declared(sys.modules[__name__], Task, GROUP)  # type: ignore[type-abstract]
 
 
 Arrays = Mapping[str, "np.ndarray"]

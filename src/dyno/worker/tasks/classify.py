@@ -51,7 +51,7 @@ class TopKCollector(Collector):
 
     def __init__(self, evaluated: EvaluationInputs) -> None:
         super().__init__(evaluated)
-        self.labelled = len(input_data.metadata(evaluated.trial.data).get("classes") or ())
+        self.labelled = len(input_data.read_metadata(evaluated.trial.data).get("classes") or ())
         self.ambiguous: tuple[str, ...] = ()
         self.is_sorted = False
 

@@ -208,7 +208,7 @@ class DetectionCollector(Collector):
         super().__init__(evaluated)
         self._task, self._model, self._samples = task, evaluated.trial.model, evaluated.samples
         data = evaluated.trial.data
-        about = input_data.metadata(data)
+        about = input_data.read_metadata(data)
         self._names = len(about.get("classes") or ())
         likely = (self._names, about.get("keypoints") or ())
         self._reader = BoxReader(task, self._model.classes or 0, self._model.keypoints, likely=likely)

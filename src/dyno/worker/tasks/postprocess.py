@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyno.worker.inputs.specs import geometry
+from dyno.worker.inputs.specs import fit_geometry
 
 CANDIDATES = 30_000  # pairs of an anchor and a class that go into the suppression, the best first
 
@@ -167,7 +167,7 @@ class ImagePlacement:
     def __init__(self, height: int, width: int, to_height: int, to_width: int, aspect: float = 1.0) -> None:
         self.height, self.width = height, width
         self.input = (to_height, to_width)
-        placed = geometry(height, width * aspect, to_height, to_width)
+        placed = fit_geometry(height, width * aspect, to_height, to_width)
         _, self.new_height, self.new_width, self.top, self.left = placed
         # Each side is rounded to whole pixels, so its own scale maps back, not the common one.
         self.down, self.across = self.new_height / height, self.new_width / width

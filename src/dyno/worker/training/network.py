@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.inputs.input_data import normalisation
+from dyno.worker.inputs.input_data import read_normalisation
 from dyno.worker.inputs.specs import REFUSALS
 from dyno.worker.nets import models
 from dyno.worker.nets.checkpoint import apply, by_own_names, head_classes, read_checkpoint
 from dyno.worker.record import write_bytes
-from dyno.worker.sessions.torch_support import first_line, tensors
-from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, UserError, numbered
+from dyno.worker.sessions.torch_support import first_line, walk_tensors
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, UserError, add_noun
 from dyno.worker.training.options import TrainOptions
 
 AUXILIARY = 0.3  # weight of the loss of an auxiliary classifier (Szegedy et al., Going deeper with convolutions, 2014)
@@ -75,7 +75,7 @@ def _check_network(module: Any, model: ModelSpec, dims: Dims) -> None:
                 out = tried.train(training)(image)
         except REFUSALS as e:
             raise UserError(f"the model refuses images of {dims.size} pixels: {first_line(e)}") from e
-        main = next(iter(tensors(out)), None)
+        main = next(iter(walk_tensors(out)), None)
         if main is None or main.dim() != 2 or (not training and not isinstance(out, torch.Tensor)):
             raise UserError(f"{model.source} doesn't return [batch, classes]; only classifiers can be trained")
         if main.shape[1] != model.classes:
@@ -101,7 +101,7 @@ def compute_loss(out: Any, labels: Any, smoothing: float) -> Any:
     """Return the cross-entropy of the scores, plus auxiliary classifiers' (GoogLeNet, Inception) at a fixed weight."""
     from torch.nn.functional import cross_entropy
 
-    main, *others = tensors(out)
+    main, *others = walk_tensors(out)
     total = cross_entropy(main, labels, label_smoothing=smoothing)
     for other in others:
         total = total + AUXILIARY * cross_entropy(other, labels, label_smoothing=smoothing)
@@ -252,7 +252,7 @@ class Split:
         if len(index) < 2:
             purpose = "test" if data.split == "test" else "train"
             raise UserError(
-                f"data set {data.name} has {numbered(len(index), 'image')} to {purpose} on; it takes 2 or more"
+                f"data set {data.name} has {add_noun(len(index), 'image')} to {purpose} on; it takes 2 or more"
             )
         return cls(pixels, np.load(folder / "labels.npy"), index, tuple(metadata["classes"]))
 
@@ -332,7 +332,7 @@ class BatchReader:
         import torch
 
         self.split, self.options, self._device = split, options, torch.device(options.device)
-        mean, std = normalisation(preprocess, split.pixels.shape[1])
+        mean, std = read_normalisation(preprocess, split.pixels.shape[1])
         self._mean, self._std = (torch.from_numpy(v).to(self._device) for v in (mean, std))
         self._keys: list[Key] = []  # the loader's sampler, filled anew for each epoch, so that workers live through all
         self._loader = torch.utils.data.DataLoader(

@@ -185,13 +185,13 @@ def measure_inference(
     engine: steps.SessionThread, feeds: Sequence[Arrays], plan: Plan, size: int
 ) -> tuple[IsolatedTimes, measure.Sampling]:
     """Measure inference with every slot or lane at work, on batches of the video; return it with its sampling."""
-    measure.warm_up(measure.step(engine.session, "all", feeds), plan)
+    measure.warm_up(measure.make_step(engine.session, "all", feeds), plan)
     cpu, began = time.process_time(), time.perf_counter()
     if engine.lanes > 1:
         answer = lambda feed: engine.answer(Batch([], feed))  # noqa: E731
         sampling = measure.throughput_in_lanes(answer, engine.lanes, feeds, size, plan)
     else:
-        sampling = measure.throughput(engine.session, feeds, size, plan)
+        sampling = measure.measure_throughput(engine.session, feeds, size, plan)
     share = (time.process_time() - cpu) / (time.perf_counter() - began)  # processors kept busy
     assert sampling.value is not None
     return IsolatedTimes(1 / sampling.samples, share / sampling.value), sampling

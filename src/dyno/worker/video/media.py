@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.inputs import input_data
-from dyno.worker.inputs.specs import channels_first, channels_last, geometry, static_shapes
+from dyno.worker.inputs.specs import channels_first, channels_last, fit_geometry, static_shapes
 from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.tasks.postprocess import Detections
 
@@ -454,7 +454,7 @@ class Preparation:
         self.batch, channels, height, width = channels_first(self.shape)
         self.size = height, width
         self._canvas = np.full((height, width, channels) if channels > 1 else (height, width), GREY, np.uint8)
-        mean, std = input_data.normalisation(preprocess, channels)
+        mean, std = input_data.read_normalisation(preprocess, channels)
         # A value for each of the 256 of a pixel, worked out as the evaluation does it: the same bits, at a look-up.
         values = np.arange(256, dtype=np.float32).reshape(1, 1, 1, 256) / 255
         self._table = np.ascontiguousarray(((values - mean) / std).reshape(channels, 256).T)[None]
@@ -472,7 +472,7 @@ class Preparation:
         if canvas.ndim == 2:
             image = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
         rows, columns = image.shape[:2]
-        _, height, width, top, left = geometry(rows, columns * float(picture.aspect), *self.size)
+        _, height, width, top, left = fit_geometry(rows, columns * float(picture.aspect), *self.size)
         if self._filled != (height, width, top, left):
             canvas[:] = GREY
             self._filled = (height, width, top, left)

@@ -17,7 +17,7 @@ import numpy as np
 
 from dyno.worker.backend import DeviceBinding, Session
 from dyno.worker.inputs import input_data
-from dyno.worker.inputs.specs import geometry
+from dyno.worker.inputs.specs import fit_geometry
 from dyno.worker.sessions.torch_support import host_type
 from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.tasks.detect import BoxReader
@@ -78,7 +78,7 @@ class DevicePreparation(Preparation):
         super().__init__(preprocess, inputs, dims)
         torch, channels = ends.torch, self._table.shape[-1]
         self._ends, self._torch, self._dtype = ends, torch, getattr(torch, inputs[0].dtype)
-        mean_and_std = input_data.normalisation(preprocess, channels)
+        mean_and_std = input_data.read_normalisation(preprocess, channels)
         self._mean, self._std = (torch.from_numpy(array).to(ends.device) for array in mean_and_std)
         self._stream, self._channels = ends.stream(), channels
         self._growing = threading.Lock()
@@ -196,7 +196,7 @@ class DevicePreparation(Preparation):
         if self._channels == 1:
             shares = zip(GREYS, image.split(1, dim=1), strict=True)
             image = sum(share * part for share, part in shares).round_()
-        _, height, width, top, left = geometry(kind.height, kind.width * float(kind.aspect), *self.size)
+        _, height, width, top, left = fit_geometry(kind.height, kind.width * float(kind.aspect), *self.size)
         if (height, width) != (kind.height, kind.width):
             resize = self._torch.nn.functional.interpolate
             image = resize(image, (height, width), mode="bilinear", align_corners=False).round_()

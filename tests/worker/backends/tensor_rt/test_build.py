@@ -16,8 +16,8 @@ import pytest
 from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.facts.engine import Probe
 from dyno.worker.facts.files import MakerFacts, RankedLayer
-from dyno.worker.makers.precision import converted
-from dyno.worker.registry import find, maker
+from dyno.worker.makers.precision import convert_recipe
+from dyno.worker.registry import find, get_maker
 from dyno.worker.spec import (
     Artifact,
     Dims,
@@ -53,7 +53,7 @@ def recipe(precision: str = "fp32", batch: int = 4, size: int = 8, **options: An
 
 
 def make(parent: Artifact, folder: Path, precision: str = "fp32", batch: int = 4, **options: Any) -> Artifact:
-    return maker(NAME).make(recipe(precision, batch, **options), parent, folder)
+    return get_maker(NAME).make(recipe(precision, batch, **options), parent, folder)
 
 
 def described(path: Path) -> Artifact:
@@ -126,9 +126,9 @@ def lowered(digits: Any, precision: str, folder: Path, ranking: tuple[RankedLaye
     """The digits' file in another precision for TensorRT, without the layers of a ranking."""
     keep = {"keep": len(ranking)} if ranking else {}
     trial = digits.trial(NAME, precision, batch=0, target="tensorrt", samples=32, **keep)
-    recipe = converted(trial, "tensorrt", trial.dims.batch)
+    recipe = convert_recipe(trial, "tensorrt", trial.dims.batch)
     file = replace(digits.artifact, made_by=replace(digits.artifact.made_by, ranking=ranking))
-    return maker("onnx_precision").make(recipe, file, folder)
+    return get_maker("onnx_precision").make(recipe, file, folder)
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("fp16", "float16"), ("bf16", "bfloat16"), ("int8", "int8")])
@@ -189,7 +189,7 @@ def test_a_route_that_ended_with_tensorrt_10(digits: Any, tmp_path: Path, route:
     precision = "fp16" if route == "flags" else "int8"
     asked = replace(recipe(), precision=precision, options={"route": route}, data=digits.data)
     with pytest.raises(Unavailable, match=r"TensorRT-RTX .* has no builder flag for .*; give route=graph"):
-        maker(NAME).make(asked, digits.artifact, tmp_path)
+        get_maker(NAME).make(asked, digits.artifact, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_file_cut_short(digits: Any, tmp_path: Path) -> None:
 
 
 def test_no_file() -> None:
-    refuses("an engine is built from an ONNX file", maker(NAME).make, recipe(), None, Path())
+    refuses("an engine is built from an ONNX file", get_maker(NAME).make, recipe(), None, Path())
 
 
 def test_an_operator_that_it_lacks_is_named_with_its_node(onnx_file: Any, tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_given_engine_needs_a_gpu_to_be_read(engine: Artifact, tmp_path: Path)
     asked = find(NAME).recipe(Trial(model, NAME, "fp32", Dims(4, 8, 8), runtime=GPU))
     assert asked is not None
     with pytest.raises((Unavailable, UserError)) as caught:  # no GPU, or one that RTX doesn't take
-        maker(NAME).make(asked, None, tmp_path)
+        get_maker(NAME).make(asked, None, tmp_path)
     assert "\n" not in str(caught.value)
 
 

@@ -56,15 +56,15 @@ def test_an_older_inspector() -> None:
 
 
 def test_summary_counts_compute_layers_and_what_stayed_wide() -> None:
-    found = layers.summary(older(OLDER), "fp16")
+    found = layers.summarise_layers(older(OLDER), "fp16")
     assert found.layers == 5 and found.reformats == 1
     assert found.layers_by_type == {"float16": 1, "float32": 1, "int8": 1}
     assert found.kept_float32 == ("conv2",)
     assert found.engine_parameters == 3 * (9408 + 64)
     assert found.operators["CaskConvolution"] == 3
     assert not found.precision_truth.ok
-    assert layers.summary(older(OLDER[2:3]), "fp32").kept_float32 == ()
-    assert layers.summary(older(OLDER[2:3]), "fp32").precision_truth.ok
+    assert layers.summarise_layers(older(OLDER[2:3]), "fp32").kept_float32 == ()
+    assert layers.summarise_layers(older(OLDER[2:3]), "fp32").precision_truth.ok
 
 
 def test_operations_of_mixed_types_are_counted_from_shapes_and_weights() -> None:
@@ -81,23 +81,23 @@ def test_operations_of_mixed_types_are_counted_from_shapes_and_weights() -> None
         sized("MatrixMultiply", HALF, [2, 4, 5, 16], [2, 4, 16, 7], [2, 4, 5, 7]),
         sized("gemm", HALF, [2, 5, 16], [2, 5, 7], **weights(16 * 7)),
     ]
-    found = layers.summary(older(listed), "int8")
+    found = layers.summarise_layers(older(listed), "int8")
     floats = 2 * (64 * 64 * 3 * 4 + 8 * 5 * 7 * 16 + 2 * 5 * 7 * 16)
     assert found.operations_by_type == {"int8": 2 * 64 * 64 * 27, "float16": floats}
     assert found.precision_truth.ok and found.precision_truth.sentence.endswith("67% of the arithmetic in int8")
     attention = sized("MultiHeadAttention", HALF, [2, 4, 5, 16], [2, 4, 16, 7], [2, 4, 5, 7])
-    unknown = layers.summary(older([*listed, attention]), "int8")
+    unknown = layers.summarise_layers(older([*listed, attention]), "int8")
     assert unknown.operations_by_type == {} and unknown.precision_truth.refuted, "one of five layers"
 
 
 def test_a_convolution_without_bias_counts() -> None:
     bare = convolution("conv", HALF, "Half") | {"Bias": {"Type": "Half", "Count": 0}}
-    assert layers.summary(older([bare]), "fp16").engine_parameters == 9408
-    assert layers.summary(layers.from_log(LOG), "fp16").engine_parameters is None
+    assert layers.summarise_layers(older([bare]), "fp16").engine_parameters == 9408
+    assert layers.summarise_layers(layers.from_log(LOG), "fp16").engine_parameters is None
 
 
 def test_layers_of_which_only_names_are_told_confirm_nothing() -> None:
-    found = layers.summary(older(["conv1 + relu", "pool"]), "fp16")
+    found = layers.summarise_layers(older(["conv1 + relu", "pool"]), "fp16")
     assert (found.layers, found.layers_by_type, found.precision_truth.ok) == (2, {}, False)
 
 
@@ -203,12 +203,12 @@ def test_layers_json_is_json() -> None:
 
 
 def test_notes_say_what_keeps_an_engine_slow() -> None:
-    said = layers.notes(older(OLDER), "fp16")
+    said = layers.list_notes(older(OLDER), "fp16")
     assert said == [
         "1 of 3 compute layers stayed in float32 (1 CaskConvolution)",
         "1 of 5 layers only change types or layouts",
     ]
-    assert layers.notes(older(OLDER[1:2]), "fp16") == []
+    assert layers.list_notes(older(OLDER[1:2]), "fp16") == []
 
 
 def test_information_that_is_no_json() -> None:
@@ -233,7 +233,7 @@ def test_the_nodes_in_a_layer_s_name(name: str, nodes: tuple[str, ...]) -> None:
 def test_a_layer_without_metadata_has_the_nodes_of_its_name_and_a_conversion_none() -> None:
     told = layer("a + b", "CaskConvolution", HALF, HALF, Metadata="[ONNX Layer: told]")
     moved = layer("Reformatting CopyNode for Input Tensor 0 to a + b", "Reformat", PLAIN, HALF)
-    found = layers.inside(older([told, convolution("c + d", HALF, "Half"), moved]), "TensorRT 8.6").layers
+    found = layers.list_layers(older([told, convolution("c + d", HALF, "Half"), moved]), "TensorRT 8.6").layers
     assert [each.nodes for each in found] == [("told",), ("c", "d"), ()]
 
 
@@ -266,7 +266,7 @@ def test_the_median_of_a_layer_leaves_the_first_run_out() -> None:
 
 
 def test_a_run_has_each_layer_once_and_those_nobody_listed_stand_at_the_end() -> None:
-    listed = layers.inside([CONV, MOVE, layers.EngineLayer("folded", "Constant", (), (), "")], "TensorRT 10")
+    listed = layers.list_layers([CONV, MOVE, layers.EngineLayer("folded", "Constant", (), (), "")], "TensorRT 10")
     reports = [{"conv1": 3.0, "to int8": 1.0}, {"conv1": 4.0, "new": 0.5}]
     runs = layers.watch_layers(SimpleNamespace(IProfiler=Profiler), *context_of(reports), 2)
     inside, seconds = layers.read_layer_times(listed, runs)
@@ -289,7 +289,7 @@ def test_a_layer_reported_several_times_in_a_run_is_their_sum() -> None:
 
 
 def test_of_layers_of_one_name_the_first_has_the_time() -> None:
-    inside, seconds = layers.read_layer_times(layers.inside([CONV, CONV], "TensorRT 10"), [{"conv1": 1e-3}])
+    inside, seconds = layers.read_layer_times(layers.list_layers([CONV, CONV], "TensorRT 10"), [{"conv1": 1e-3}])
     assert [layer.skipped for layer in inside.layers] == [False, True]
     assert seconds == pytest.approx(np.array([[1e-3, 0]]))
 
@@ -312,5 +312,5 @@ def test_a_library_that_reports_nothing_gives_nothing() -> None:
 
 
 def test_time_spent_on_types_and_layouts_is_a_note() -> None:
-    said = layers.notes([CONV, MOVE, *[CONV] * 10], "int8", {"CaskConvolution": 0.7, "Reformat": 0.3})
+    said = layers.list_notes([CONV, MOVE, *[CONV] * 10], "int8", {"CaskConvolution": 0.7, "Reformat": 0.3})
     assert said == ["30% of the time goes into changing types and layouts (Reformat)"]

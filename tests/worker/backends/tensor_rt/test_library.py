@@ -193,7 +193,7 @@ USAGE = "IBuilder::build: Error Code 4: API Usage Error (no profile. In validate
     ],
 )
 def test_one_line_of_reason(errors: list[str], said: str) -> None:
-    assert library.reason(errors) == said
+    assert library.find_reason(errors) == said
 
 
 def parser(desc: str, code: str = "ErrorCode.UNSUPPORTED_NODE") -> Any:

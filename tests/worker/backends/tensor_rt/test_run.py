@@ -168,7 +168,7 @@ def test_for_counters_a_second_run_without_a_graph_is_between_start_and_stop(mon
 
 def test_tensors_are_in_the_order_of_the_artifact_s_record(monkeypatch: pytest.MonkeyPatch) -> None:
     x, boxes, masks = (Tensor(name, "float32", (8, n)) for name, n in (("x", 3), ("output", 39), ("output_1", 32)))
-    monkeypatch.setattr(run, "tensors", lambda trt, engine: ((x,), (masks, boxes)))
+    monkeypatch.setattr(run, "list_tensors", lambda trt, engine: ((x,), (masks, boxes)))
     made, _ = profiled(None)
     assert made._check_tensors(SimpleNamespace(inputs=(x,), outputs=(boxes, masks))) == (x,)
     assert made.outputs == (boxes, masks)

@@ -20,12 +20,12 @@ from dyno.worker.backends.onnx_runtime import ONE_ADD
 from dyno.worker.backends.tensor_rt import library, settings
 from dyno.worker.backends.tensor_rt.build import build
 from dyno.worker.backends.tensor_rt.given import ENGINE as ENGINE
-from dyno.worker.backends.tensor_rt.given import SUFFIXES, given, inside, product_of
+from dyno.worker.backends.tensor_rt.given import SUFFIXES, describe_given, list_layers, product_of
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.facts.engine import Probe
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.calibration import NO_DATA
-from dyno.worker.makers.onnx_format import routed
+from dyno.worker.makers.onnx_format import route_recipe
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.onnx_graph.placement import JOINTS
 from dyno.worker.option_values import Check, flag
@@ -126,7 +126,7 @@ class TensorRT(Backend):
             runtime=trial.runtime,
         )
         parent_trial = trial if route == "graph" else replace(trial, precision="fp32")
-        return routed(parent_trial, "tensorrt", lambda file: replace(engine, parent=file), static=static)
+        return route_recipe(parent_trial, "tensorrt", lambda file: replace(engine, parent=file), static=static)
 
     def prepare(self, trial: Trial) -> None:
         """Load the product's library."""
@@ -141,9 +141,9 @@ class TensorRT(Backend):
     def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the layers that the build listed beside the engine, which needs no GPU; else those that it reports.
 
-        Raises `UserError` for an engine that doesn't report its layers, and the errors of `given`.
+        Raises `UserError` for an engine that doesn't report its layers, and the errors of `describe_given`.
         """
-        return inside(self.product, artifact.path if artifact else trial.model.file, trial.runtime.device)
+        return list_layers(self.product, artifact.path if artifact else trial.model.file, trial.runtime.device)
 
     def probe(self) -> Probe:
         """Build y = x + x and run it where the library supports the GPU."""
@@ -175,7 +175,7 @@ class Builder(Maker):
         While it builds, FOLDER/stage has its progress.
         """
         if recipe.model.file.endswith(SUFFIXES):
-            return given(self.name, recipe)
+            return describe_given(self.name, recipe)
         if parent is None:
             raise UserError("an engine is built from an ONNX file: give one, or a PyTorch model")
         stage = folder / "stage"

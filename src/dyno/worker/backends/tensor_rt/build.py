@@ -26,14 +26,14 @@ from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.facts.files import GpuFacts, MakerFacts, TimingUse
 from dyno.worker.inputs.calibration import CalibrationImages
 from dyno.worker.makers.precision import INHERITED
-from dyno.worker.record import TIMING, lock, replacing
+from dyno.worker.record import TIMING, lock, replace_file
 from dyno.worker.sessions.gpu import Device, call
 from dyno.worker.spec import Artifact, Recipe, Tensor, Unavailable, UserError
 
 # TensorRT's own INT8 calibrators (up to version 10), fed with real images; the graph route needs none of this.
 
 
-def calibrator(trt: Any, device: Any, method: str, images: CalibrationImages, folder: Path) -> Any:
+def make_calibrator(trt: Any, device: Any, method: str, images: CalibrationImages, folder: Path) -> Any:
     """Return a calibrator (entropy: IInt8EntropyCalibrator2, minmax: IInt8MinMaxCalibrator) fed with the images.
 
     `failure` is the exception that stopped it: the library swallows exceptions of callbacks, and would go on with the
@@ -145,7 +145,7 @@ class TimingCache:
                 other = config.create_timing_cache(current)
                 if other is not None:
                     cache.combine(other, False)
-            with replacing(self.path) as f:
+            with replace_file(self.path) as f:
                 f.write(bytes(cache.serialize()))
 
     def to_record(self, log: Any) -> TimingUse:
@@ -222,7 +222,9 @@ def _open_build(product: str, recipe: Recipe, parent: Artifact, folder: Path) ->
     settings = Settings.of(recipe.options)
     device = _open_device(trt, recipe.runtime.device)
     if settings.refit and device is None:
-        raise Unavailable(f"{library.title(trt)} builds engines that can be refitted only on a machine with a GPU")
+        raise Unavailable(
+            f"{library.name_library(trt)} builds engines that can be refitted only on a machine with a GPU"
+        )
     log = library.Log(trt)
     builder = trt.Builder(log)
     typed = library.is_typed(trt, "graph" if settings.route == "auto" else settings.route)
@@ -255,7 +257,7 @@ def _parse_network(job: EngineBuild) -> None:
     # By its path, so that weights in files beside it are found.
     if not parser.parse_from_file(str(path)):
         reason = library.parse_error(parser, job.log)
-        raise _make_error(job, f"{library.title(job.trt)} can't read {path.name}: {reason}", reason)
+        raise _make_error(job, f"{library.name_library(job.trt)} can't read {path.name}: {reason}", reason)
     if not job.network.num_outputs:
         raise UserError(f"{path.name} has no outputs: it is not a whole ONNX file; export it again")
 
@@ -307,7 +309,7 @@ def _set_calibrator(job: EngineBuild) -> None:
         raise Unavailable("a calibrator needs a GPU")
     (ends,) = job.shapes[0].values()
     images = images_for(job.recipe, job.parent, ends[1])
-    job.calibrator = calibrator(job.trt, job.device, job.settings.calibrator, images, job.folder)
+    job.calibrator = make_calibrator(job.trt, job.device, job.settings.calibrator, images, job.folder)
     job.config.int8_calibrator = job.calibrator
 
 
@@ -344,7 +346,7 @@ def _build_plan(job: EngineBuild, report: Report) -> tuple[bytes, float]:
         raise job.calibrator.failure
     if plan is None:
         reason = job.log.reason()
-        raise _make_error(job, f"{library.title(job.trt)} can't build {job.recipe.model.name}: {reason}", reason)
+        raise _make_error(job, f"{library.name_library(job.trt)} can't build {job.recipe.model.name}: {reason}", reason)
     return bytes(plan), seconds
 
 
@@ -383,14 +385,14 @@ def _make_error(job: EngineBuild, sentence: str, reason: str) -> Exception:
 def _list_layers(job: EngineBuild, path: Path) -> list[layers.EngineLayer]:
     if library.is_rtx(job.trt):
         return layers.from_log(job.log.listing)
-    from dyno.worker.backends.tensor_rt.run import deserialised
+    from dyno.worker.backends.tensor_rt.run import deserialise
 
-    _, engine = deserialised(job.trt, job.log, str(path))
+    _, engine = deserialise(job.trt, job.log, str(path))
     return layers.inspect(job.trt, engine)
 
 
 def _made_by(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> MakerFacts:
-    summary = layers.summary(listed, job.recipe.precision)
+    summary = layers.summarise_layers(listed, job.recipe.precision)
     inherited = {"parameters": summary.engine_parameters, **job.parent.made_by.set_fields(INHERITED)}
     rtx = library.is_rtx(job.trt)
     return MakerFacts(
@@ -403,7 +405,7 @@ def _made_by(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> MakerFac
         versions={library.INSTALL[job.trt.__name__]: job.trt.__version__},
         gpu=GpuFacts(job.device.model, job.device.capability) if job.device else None,
         warnings=tuple(_summarise_warnings(job)),
-        notes=(*([RTX_TIME] if rtx else []), *layers.notes(listed, job.recipe.precision)),
+        notes=(*([RTX_TIME] if rtx else []), *layers.list_notes(listed, job.recipe.precision)),
         **inherited,
     ).joined(summary)
 
@@ -425,7 +427,7 @@ def _is_refuted(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> bool:
     """Return whether the engine ran in another type, apart from the layers that `keep` leaves in float32."""
     kept = {layer.node for layer in job.parent.made_by.kept}
     others = [each for each in listed if kept.isdisjoint(each.nodes or layers.named_nodes(each.name))]
-    truth = layers.summary(others, job.recipe.precision).precision_truth
+    truth = layers.summarise_layers(others, job.recipe.precision).precision_truth
     return truth is not None and truth.refuted
 
 

@@ -62,7 +62,7 @@ def product_of(path: Path) -> str:
         return "tensorrt_rtx" if f.read(4) == b"vtrt" else "tensorrt"
 
 
-def given(product: str, recipe: Recipe) -> Artifact:
+def describe_given(product: str, recipe: Recipe) -> Artifact:
     """Return the model's own engine as an artifact: its tensors, layers and hash.
 
     Raises `UserError` with the library's reason for an engine of another version or GPU, or a file that isn't an
@@ -72,7 +72,7 @@ def given(product: str, recipe: Recipe) -> Artifact:
     opened = _open_engine(product, recipe.runtime.device, str(path))
     content = path.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
-    summary = layers.summary(opened.layers, recipe.precision)
+    summary = layers.summarise_layers(opened.layers, recipe.precision)
     truth = summary.precision_truth
     made_by = MakerFacts(
         backend=recipe.maker,
@@ -80,28 +80,28 @@ def given(product: str, recipe: Recipe) -> Artifact:
         gpu=opened.gpu,
         weights_sha256=sha256,  # its origin is unknown, so it is comparable with itself alone
         warnings=() if truth is None or truth.ok else (truth.sentence,),
-        notes=tuple(layers.notes(opened.layers, recipe.precision)),
+        notes=tuple(layers.list_notes(opened.layers, recipe.precision)),
     ).joined(summary)
     return Artifact(
         "engine", str(path), sha256, len(content), recipe.precision, opened.inputs, opened.outputs, 0.0, "", made_by
     )
 
 
-def inside(product: str, path: str, device_name: str) -> LayerGraph:
+def list_layers(product: str, path: str, device_name: str) -> LayerGraph:
     """Return an engine's layers: as its build listed them beside it, else from its inspector, which needs its GPU.
 
-    Raises `UserError` for an engine without layer information, and the errors of `given`.
+    Raises `UserError` for an engine without layer information, and the errors of `describe_given`.
     """
     title = library.NAMES[product]
     if (listed := _read_listing(Path(path))) is not None:
-        return layers.inside(listed, title)
+        return layers.list_layers(listed, title)
     opened = _open_engine(product, device_name, path)
     if not any(layer.type for layer in opened.layers):
         raise UserError(
             f"{path} was built without layer information; build it again with detailed profiling verbosity "
             "(trtexec --profilingVerbosity=detailed), or with dyno export"
         )
-    return layers.inside(opened.layers, f"{title} {opened.version}")
+    return layers.list_layers(opened.layers, f"{title} {opened.version}")
 
 
 def _read_listing(path: Path) -> list[layers.EngineLayer] | None:
@@ -129,15 +129,15 @@ class EngineContents:
 
 
 def _open_engine(product: str, device_name: str, path: str) -> EngineContents:
-    """Return the file's tensors and layers; see `given` for its errors."""
-    from dyno.worker.backends.tensor_rt.run import deserialised, tensors
+    """Return the file's tensors and layers; see `describe_given` for its errors."""
+    from dyno.worker.backends.tensor_rt.run import deserialise, list_tensors
 
     trt, device = library.load(product), Device(device_name)
     try:
-        runtime, engine = deserialised(trt, library.Log(trt), path)
+        runtime, engine = deserialise(trt, library.Log(trt), path)
         gpu = GpuFacts(device.model, device.capability)
         opened = EngineContents(
-            *tensors(trt, engine), _read_batch_range(engine), layers.inspect(trt, engine), trt.__version__, gpu
+            *list_tensors(trt, engine), _read_batch_range(engine), layers.inspect(trt, engine), trt.__version__, gpu
         )
         del engine, runtime
     finally:

@@ -269,7 +269,7 @@ def by_type(listed: Sequence[EngineLayer]) -> dict[str, int]:
     return dict(Counter(layer.computed_in for layer in compute(listed)))
 
 
-def summary(listed: Sequence[EngineLayer], requested: str) -> Layers:
+def summarise_layers(listed: Sequence[EngineLayer], requested: str) -> Layers:
     """Return the facts of a record.
 
     They include the layers in float32 of a lower precision, and the number of weights and biases if the library counts
@@ -292,7 +292,7 @@ def summary(listed: Sequence[EngineLayer], requested: str) -> Layers:
     )
 
 
-def notes(
+def list_notes(
     listed: Sequence[EngineLayer], requested: str, time_by_operator: Mapping[str, float] | None = None
 ) -> list[str]:
     """Return sentences on the causes that keep the engine from being faster.
@@ -318,7 +318,7 @@ def from_listing(listed: Iterable[Any]) -> list[EngineLayer]:
     return [spec.from_json(EngineLayer, one) for one in listed]
 
 
-def inside(listed: Sequence[EngineLayer], library: str) -> LayerGraph:
+def list_layers(listed: Sequence[EngineLayer], library: str) -> LayerGraph:
     """Return the layers as facts; parameters are counted where the library counts them."""
     made = [
         facts.Layer(

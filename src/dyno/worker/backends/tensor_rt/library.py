@@ -55,7 +55,7 @@ def load(product: str) -> Any:
         sys.setdlopenflags(flags)
 
 
-def title(trt: Any) -> str:
+def name_library(trt: Any) -> str:
     """Return the library's name and version, e.g. `TensorRT 8.6.0`."""
     return f"{NAMES[trt.__name__]} {trt.__version__}"
 
@@ -114,17 +114,17 @@ def _make_logger(trt: Any) -> Any:
                 self.timed += 1
 
         def reason(self) -> str:
-            return reason(self.errors)
+            return find_reason(self.errors)
 
         def complaint(self) -> str:
             """Return the non-fatal errors so far, in one line or "", and clear them."""
-            sentence, self.errors = reason(self.errors) if self.errors else "", []
+            sentence, self.errors = find_reason(self.errors) if self.errors else "", []
             return sentence
 
     return Logger()
 
 
-def reason(errors: list[str]) -> str:
+def find_reason(errors: list[str]) -> str:
     """Return one line from an action's errors: the first on memory, else the first, which caused the others."""
     relevant = [e for e in errors if not NO_DRIVER.search(e) and WORDS.search(e)] or errors
     first = next((e for e in relevant if MEMORY.search(e)), relevant[0] if relevant else "the library gave no reason")
@@ -163,12 +163,12 @@ def allow_types(trt: Any, config: Any, precision: str, typed: bool) -> list[str]
     wanted = () if typed else FLAGS.get(precision, ())
     if not typed and precision == "fp8" and _read_major_version(trt) < 9:
         raise Unavailable(
-            f"{title(trt)} has no fp8; use TensorRT 9 or newer, on a GPU of compute capability 8.9 or newer"
+            f"{name_library(trt)} has no fp8; use TensorRT 9 or newer, on a GPU of compute capability 8.9 or newer"
         )
     for name in wanted:
         if not hasattr(flag, name):
             other = "" if _read_major_version(trt) < 9 and not is_rtx(trt) else "; give route=graph"
-            raise Unavailable(f"{title(trt)} has no builder flag for {name.lower()}{other}")
+            raise Unavailable(f"{name_library(trt)} has no builder flag for {name.lower()}{other}")
         config.set_flag(getattr(flag, name))
     return list(wanted)
 
@@ -212,7 +212,7 @@ def configure(trt: Any, config: Any, settings: Settings) -> None:
     }
     for name in (name for name, enabled in wanted.items() if enabled):
         if not hasattr(trt.BuilderFlag, name):
-            raise Unavailable(f"{title(trt)} has no {name.lower()}")
+            raise Unavailable(f"{name_library(trt)} has no {name.lower()}")
         config.set_flag(getattr(trt.BuilderFlag, name))
     if settings.hardware_compatible:
         config.hardware_compatibility_level = _find_compatibility_level(trt, settings.hardware_compatible)
@@ -227,7 +227,7 @@ def _set_tactic_sources(trt: Any, config: Any, requested: str) -> None:
         chosen = [] if requested == "none" else requested.upper().split("+")
         if unknown := [name for name in chosen if name not in sources]:
             names = ", ".join(sources)
-            raise UserError(f"{title(trt)} has no tactic source {unknown[0]}; it has {names} (or none)")
+            raise UserError(f"{name_library(trt)} has no tactic source {unknown[0]}; it has {names} (or none)")
         config.set_tactic_sources(sum(1 << int(sources[name]) for name in chosen))
     elif _read_major_version(trt) < 10:
         external = sum(1 << int(sources[name]) for name in EXTERNAL_TACTICS if name in sources)
@@ -238,7 +238,7 @@ def _find_compatibility_level(trt: Any, requested: str) -> Any:
     levels = dict(trt.HardwareCompatibilityLevel.__members__)
     if requested.upper() not in levels:
         names = ", ".join(name.lower() for name in levels)
-        raise UserError(f"{title(trt)} has no hardware compatibility level {requested!r}; it has {names}")
+        raise UserError(f"{name_library(trt)} has no hardware compatibility level {requested!r}; it has {names}")
     return levels[requested.upper()]
 
 
@@ -249,7 +249,7 @@ def calibrator_class(trt: Any, method: str) -> Any:
     """
     name = {"entropy": "IInt8EntropyCalibrator2", "minmax": "IInt8MinMaxCalibrator"}[method]
     if not hasattr(trt, name):
-        raise Unavailable(f"{title(trt)} has no calibrator; give route=graph")
+        raise Unavailable(f"{name_library(trt)} has no calibrator; give route=graph")
     return getattr(trt, name)
 
 

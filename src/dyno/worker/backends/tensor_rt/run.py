@@ -33,9 +33,7 @@ class TensorRTSession(DeviceSession):
         self._trt = library.load(product)
         self._trial, self._log = trial, library.Log(self._trt)
         device = Device(trial.runtime.device)
-        self._runtime, self._engine = deserialised(
-            self._trt, self._log, artifact.path if artifact else trial.model.file
-        )
+        self._runtime, self._engine = deserialise(self._trt, self._log, artifact.path if artifact else trial.model.file)
         self._graphed = bool(trial.options.get("graph", True))
         inputs = self._check_tensors(artifact)
         wanted = self._shapes_of(inputs, trial)
@@ -54,7 +52,7 @@ class TensorRTSession(DeviceSession):
 
     def _check_tensors(self, artifact: Artifact | None) -> tuple[Tensor, ...]:
         """Return the engine's inputs; raise a `UserError` if its tensors differ from those in the artifact's record."""
-        sides = tensors(self._trt, self._engine)
+        sides = list_tensors(self._trt, self._engine)
         if artifact and artifact.inputs:
             recorded = {t.name: (t.dtype, len(t.shape)) for t in (*artifact.inputs, *artifact.outputs)}
             own = {t.name: (t.dtype, len(t.shape)) for side in sides for t in side}
@@ -251,8 +249,8 @@ class TensorRTSession(DeviceSession):
             slowest_layers=layers.list_slowest(listed, seconds),
             options=options,
             engine_memory=library.device_memory(self._engine),
-            notes=tuple(layers.notes(listed, self._trial.precision, shares)),
-        ).joined(layers.summary(listed, self._trial.precision))
+            notes=tuple(layers.list_notes(listed, self._trial.precision, shares)),
+        ).joined(layers.summarise_layers(listed, self._trial.precision))
 
     def _run_directly(self, context: Any) -> None:
         self._execute_context(context)
@@ -270,8 +268,8 @@ class TensorRTSession(DeviceSession):
 
         found = layers.watch_layers(self._trt, context, time_run, layers.DISCARDED + runs)[layers.DISCARDED :]
         if not any(found):
-            raise Unavailable(f"{library.title(self._trt)} reported no layer's time")
-        listed = layers.inside(layers.inspect(self._trt, self._engine), library.title(self._trt))
+            raise Unavailable(f"{library.name_library(self._trt)} reported no layer's time")
+        listed = layers.list_layers(layers.inspect(self._trt, self._engine), library.name_library(self._trt))
         inside, seconds = layers.read_layer_times(listed, found)
         return LayerTimes(inside, seconds, np.array(whole[layers.DISCARDED :]), layers.TIMES_NOTE)
 
@@ -310,7 +308,7 @@ class TensorRTSession(DeviceSession):
         super().close()
 
 
-def deserialised(trt: Any, log: Any, path: str) -> tuple[Any, Any]:
+def deserialise(trt: Any, log: Any, path: str) -> tuple[Any, Any]:
     """Return the runtime and the engine in the file; raise a `UserError` with TensorRT's reason if it rejects it.
 
     An engine is executable content: this is called for files from the cache, after a check of their hash, and for files
@@ -334,7 +332,7 @@ def deserialised(trt: Any, log: Any, path: str) -> tuple[Any, Any]:
     return runtime, engine
 
 
-def tensors(trt: Any, engine: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def list_tensors(trt: Any, engine: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return an engine's inputs and outputs; a free dimension is named by its axis: `batch` first, else `dim1`…."""
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
     for index in range(engine.num_io_tensors):
