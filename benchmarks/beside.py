@@ -151,7 +151,7 @@ class Verdict:
 def read(folder: Path, seconds: float) -> Verdict:
     """Read how the demo in the folder ended."""
     run = trial_table.read_trials(folder)
-    rows = next(iter(ranking.rank_goals(run))).ranked(LATENCY)
+    rows = next(iter(ranking.rank_goals(run))).rank_by(LATENCY)
     ordered = rows.to_dict("records")
     names = [f"{row['backend']} {row['precision']} b{row['batch']}" for row in ordered]
     best = ordered[0]

@@ -165,7 +165,7 @@ class KnownStudy:
         truth = dict(zip((trial.id for trial in self.trials), self.ratios, strict=True))
         rows = run.frame[run.frame["verdict"] != "reference"].to_dict("records")
         (ranking,) = rank_goals(run)
-        contest = compare_first(ranking.ranked(LATENCY), LATENCY, run)
+        contest = compare_first(ranking.rank_by(LATENCY), LATENCY, run)
         first, *others = (truth[str(id)] for id in contest.ranked["trial"])
         leads = [(lead, first / other) for lead, other in zip(contest.leads, others, strict=True)]
         return StudyOutcome(
@@ -203,7 +203,7 @@ class SimulatedStudy(KnownStudy):
             self._write_round(trial, number, LATENCY_S / self.ratios[self.trials.index(trial)] * np.exp(log))
 
     def _write_round(self, trial: Trial, number: int, seconds: np.ndarray) -> None:
-        folder = self.run.fresh(trial, number)
+        folder = self.run.create_round(trial, number)
         write_json(folder / "job.json", to_json(Job("run", trial.runtime, trial, round=number)))
         arrays = {"latency_model": seconds, "latency_model_block": np.arange(BLOCKS)}
         np.savez(folder / "samples.npz", **arrays)  # type: ignore[arg-type]
@@ -253,9 +253,9 @@ class RealStudy(KnownStudy):
         for trial in trials:
             options = {SLOWDOWN: self.slowdowns[trial.id]}  # round 0 would also evaluate
             job = Job("run", trial.runtime, trial, artifact=self.artifact, round=number + 1, options=options)
-            members.append(InterleavedJob(job, self.run.fresh(trial, number), number))
+            members.append(InterleavedJob(job, self.run.create_round(trial, number), number))
         progress = Progress(quiet=True)
-        with hold_device(trials[0].runtime, progress.waiting):
+        with hold_device(trials[0].runtime, progress.show_waiting):
             InterleavedGroup(members, f"round {number}", progress, lambda _: None).run()
         failed = [member.record.reason for member in members if member.record and member.record.status != "ok"]
         assert not failed, failed

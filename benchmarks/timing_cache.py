@@ -29,7 +29,7 @@ def build_seconds(study: Study, files: Files, number: int) -> tuple[float, Timin
     if planned.refusal or planned.trial.recipe is None:
         print(f"not measured: {planned.refusal}")
         sys.exit(0)
-    made = files.file(planned.trial.recipe)
+    made = files.make_file(planned.trial.recipe)
     if isinstance(made, Record):
         sys.exit(f"not measured: {made.reason}")
     return made.made_by.build_s or 0.0, made.made_by.timing_cache or TimingUse()

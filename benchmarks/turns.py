@@ -62,7 +62,7 @@ def job(model: str, asked: argparse.Namespace, block: float | None) -> Job:
         seconds=asked.seconds, warmup=0.5, interval=1e-9, turns=block is not None, block=block or Plan.block_s,
     )  # fmt: skip
     trial: Trial = expand(study)[0].trial
-    made = Files(Progress(quiet=True)).file(trial.recipe) if trial.recipe else None
+    made = Files(Progress(quiet=True)).make_file(trial.recipe) if trial.recipe else None
     assert made is None or isinstance(made, Artifact), made
     # Round 1: round 0 evaluates, which is not needed here.
     return Job("run", trial.runtime, replace(trial, plan=replace(trial.plan, timeout_s=600)), 1, artifact=made)

@@ -118,7 +118,7 @@ def noise_row(copy: ConditionSelfTest) -> dict[str, str]:
         "backend": copy.backend, "measured": copy.condition, "rounds": str(len(test.rounds)),
         "spread in turns": with_range(test.spread.value, test.spread.low, test.spread.high),
         "one after the other": show_percent(test.apart), "bounded by": test.bound_by, "grade": test.grade,
-        "visible in 3, 5, 10 rounds": ", ".join(show_percent(test.visible(n).value) for n in (3, 5, 10)),
+        "visible in 3, 5, 10 rounds": ", ".join(show_percent(test.find_visible(n).value) for n in (3, 5, 10)),
         "equal processes over all rounds": f"{test.equal.value:.4f} [{test.equal.low:.4f}, {test.equal.high:.4f}]",
         "load average": f"{copy.load:.1f}",
     }  # fmt: skip

@@ -18,9 +18,9 @@ class Log(Progress):
         self.began.append((number, trial))
         super().start(trial, number, what)
 
-    def making(self, recipe: Recipe, wrong: str = "") -> None:
+    def show_making(self, recipe: Recipe, wrong: str = "") -> None:
         self.files.append((recipe, wrong))
-        super().making(recipe, wrong)
+        super().show_making(recipe, wrong)
 
     def relay(self, place: str, line: str) -> None:
         self.said.append(f"{place}: {line}")
@@ -29,5 +29,5 @@ class Log(Progress):
     def note(self, line: str) -> None:
         self.said.append(line)
 
-    def other(self, what: str) -> None:
+    def show_step(self, what: str) -> None:
         self.said.append(what)

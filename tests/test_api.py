@@ -101,7 +101,7 @@ def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path, monkeypatch: pytes
     cache = Cache(tmp_path)
 
     def key(**changes: Any) -> str:
-        return cache.key(replace(recipe, **changes))
+        return cache.make_key(replace(recipe, **changes))
 
     same = ModelSpec("b", "x:y", weights="/elsewhere", weights_sha256="1")
     assert key() == key(model=same)

@@ -82,7 +82,7 @@ def load(request: pytest.FixtureRequest, source: str) -> Iterator[Callable[..., 
             recipe = registry.find(name).recipe(trial)
             if recipe and name in PYTHONS:
                 recipe = replace(recipe, runtime=Runtime(python=PYTHONS[name]))
-            made = Files(Progress(quiet=True)).file(recipe) if recipe else None
+            made = Files(Progress(quiet=True)).make_file(recipe) if recipe else None
             if isinstance(made, Record):
                 (pytest.skip if made.status == "skipped" else pytest.fail)(f"{name}: {made.reason}")
             try:

@@ -71,7 +71,7 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
     precious.write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/lock").symlink_to(precious) if kind == "link" else os.mkfifo(tmp_path / "run/lock")
-    with pytest.raises(UserError, match="lock is not a regular file"), Run(tmp_path / "run").locked():
+    with pytest.raises(UserError, match="lock is not a regular file"), Run(tmp_path / "run").hold_lock():
         raise AssertionError
     assert precious.read_text() == "mine"
 

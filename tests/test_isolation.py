@@ -98,7 +98,7 @@ def test_our_environment_does_not_reach_another_python(
         patch.delenv("PYTHONPATH")
         (planned,) = expand(study)
         assert planned.trial.recipe is not None
-        assert isinstance(Files(Progress(quiet=True)).file(planned.trial.recipe), Artifact)
+        assert isinstance(Files(Progress(quiet=True)).make_file(planned.trial.recipe), Artifact)
     study.run(tmp_path / "run", quiet=True)
     ((_, record, _),) = found(tmp_path / "run").values()
     assert record.system["python"] == other_python_version(other_python)
@@ -190,12 +190,12 @@ def test_a_conversion_on_a_full_disk_is_no_failed_conversion(tmp_path: Path, mon
     recipe = planned.trial.recipe
     assert recipe is not None
     if recipe.parent:
-        assert not isinstance(files.file(recipe.parent), Record)
+        assert not isinstance(files.make_file(recipe.parent), Record)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         with pytest.raises(OSError, match=r"File too large|No space left"):
-            files.file(recipe)
+            files.make_file(recipe)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not isinstance(files.file(recipe), Record), "with room again it is made"
+    assert not isinstance(files.make_file(recipe), Record), "with room again it is made"

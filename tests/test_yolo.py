@@ -46,7 +46,7 @@ class Network:
         """Detections in the original images."""
         sizes = np.load(Path(self.data.folder) / "sizes.npy")[: len(self.images)]
         named = {f"output{number}": array for number, array in enumerate(outputs)}
-        return BoxReader(SEGMENT, classes=3).detections(named, sizes, (SIZE, SIZE))
+        return BoxReader(SEGMENT, classes=3).read_detections(named, sizes, (SIZE, SIZE))
 
     def scores(self, outputs: list[np.ndarray], kind: str = "bbox") -> tuple[float, float]:
         """mAP50 and mAP50-95."""
@@ -63,7 +63,7 @@ def network(yolo: Callable[[str], TrainedModel], tmp_path_factory: pytest.TempPa
     preprocess = tasks.find_task(TASK).preprocess(3)
     model = ModelSpec("y", trained.source, weights=str(trained.weights), task=TASK, classes=3, preprocess=preprocess)
     images = Images(data, preprocess)
-    x = images.batch(0, len(images), "float32")
+    x = images.read_batch(0, len(images), "float32")
     with torch.inference_mode():
         reference = [t.numpy() for t in models.load(model)(torch.from_numpy(x))]
     recipe = export_recipe(model, Dims(0, SIZE, SIZE), Runtime())
@@ -201,7 +201,7 @@ def test_images_whose_detections_differ_are_those_of_another_computation(
     run = trial_table.read_trials(tmp_path / "run")
     named = ("image", "box", "score", "class")
     fp32, int8 = (
-        {name: trial.good[0].arrays("outputs.npz", (f"detection_{name}",))[f"detection_{name}"] for name in named}
+        {name: trial.good[0].read_arrays("outputs.npz", (f"detection_{name}",))[f"detection_{name}"] for name in named}
         for trial in sorted(run.records, key=lambda t: t.precision != "fp32")
     )
     expected = {}

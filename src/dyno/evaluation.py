@@ -158,7 +158,7 @@ def _describe_classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
     if len(wrong) and not per_class:
         worst = [f"{r['class']} ({r['top1']:.1f} % of {r['images']:,})" for r in wrong.head(WORST).to_dict("records")]
         yield "worst classes: " + "; ".join(worst)
-    if largest := matrix.largest(WORST):
+    if largest := matrix.list_largest(WORST):
         yield "most common confusions: " + "; ".join(f"{a} for {b} ({n:,} of {of:,})" for a, b, n, of in largest)
 
 

@@ -92,7 +92,7 @@ class Run:
         """Return the stored record of this round, or None if it was not finished."""
         return read_record(self.round_folder(trial, number, kind))
 
-    def fresh(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
+    def create_round(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
         """Create an empty folder for this round: files of an interrupted job are removed."""
         folder = self.round_folder(trial, number, kind)
         if not self.folder.is_dir():  # made anew, it would hold a part of a study
@@ -103,12 +103,12 @@ class Run:
 
     def store(self, trial: Trial, number: int, record: Record, kind: str = ROUND) -> None:
         """Store a record that no job wrote (a refused trial, a file that could not be made)."""
-        folder = self.fresh(trial, number, kind)
+        folder = self.create_round(trial, number, kind)
         write_json(folder / "job.json", to_json(Job("run", trial.runtime, trial, number)))
         write_record(folder, replace(record, trial=trial.id, round=number))
 
     @contextmanager
-    def locked(self, *, removing: bool = False) -> Iterator[None]:
+    def hold_lock(self, *, removing: bool = False) -> Iterator[None]:
         """Hold the folder for one study and refuse a second; raise `Unfinished` if the folder was removed meanwhile."""
 
         def raise_busy(owner: str) -> None:
@@ -369,7 +369,7 @@ class Cache:
         self.folder = (folder or cache_dir()) / "artifacts"
         self.timing = (folder or cache_dir()) / "timing"  # what builders remember of kernels they timed
 
-    def key(self, recipe: Recipe) -> str:
+    def make_key(self, recipe: Recipe) -> str:
         """Return the hash of recipe, makers' code, libraries' versions, PyTorch's kernels, and the processor or GPU.
 
         A parent's makers shape the file as well, so they count too.

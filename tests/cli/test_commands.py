@@ -94,7 +94,7 @@ def test_the_libraries_here_are_listed_and_one_command_brings_the_missing_ones(
         return {name: here[name] for each in names for name in each.split("|") if name in here}
 
     for module in (doctor.system, doctor.extras):
-        monkeypatch.setattr(module, "versions", versions)
+        monkeypatch.setattr(module, "find_versions", versions)
     assert doctor.doctor({}, "text") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "libraries here: torch 2.8.0+cpu, timm 1.0.20, safetensors 1, onnxruntime-gpu 1.23.0" in said

@@ -140,7 +140,7 @@ def test_only_what_dyno_wrote_is_removed(call: Any, refused: Any, run: Path, tmp
 
 
 def test_a_run_in_use_stays(call: Any, refused: Any, run: Path) -> None:
-    with Run(run).locked():
+    with Run(run).hold_lock():
         said = refused("runs", "rm", run)
         assert said == f"runs/one is in use by another dyno (process {os.getpid()}); wait for it", "it has no --out"
     assert call("runs", "rm", run) == (0, "removed runs/one\n", "") and not run.exists()
@@ -149,7 +149,7 @@ def test_a_run_in_use_stays(call: Any, refused: Any, run: Path) -> None:
 def test_a_run_that_is_measured_now_is_called_so(call: Any, refused: Any, run: Path) -> None:
     says = f"This is the answer so far: process {os.getpid()} is measuring this run."
     shutil.rmtree(run / "trials" / next((run / "trials").iterdir()).name)
-    with Run(run).locked():
+    with Run(run).hold_lock():
         assert says in call("show", run)[1].splitlines()
         shutil.copytree(run / "trials", "kept")
         for record in run.glob("trials/*/*/record.json"):

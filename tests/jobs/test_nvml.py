@@ -237,7 +237,7 @@ def test_the_memory_of_a_job_begins_where_it_loads(nvml: Nvml, child: subprocess
     telemetry.pause()
     nvml.told |= {"memory": 3e9, "pids": [1]}
     mates.update((1, child.pid))
-    telemetry.loads()
+    telemetry.note_loading()
     importing = len(telemetry._rows)
     nvml.told |= {"memory": 5e9, "pids": [1, child.pid]}
     telemetry.resume()

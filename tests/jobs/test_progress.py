@@ -24,7 +24,7 @@ def told(progress: Progress) -> list[str]:
 def test_a_wait_gets_a_line_where_nothing_is_drawn_anew(progress: Progress, fake_trial: Any) -> None:
     progress.start(fake_trial(), 0)
     progress.tick("load", 0.1)
-    progress.waiting("7")
+    progress.show_waiting("7")
     said = "net fake@latency_ms=0.1 fp32 b2 4  round 1 of 1: waiting for process 7, another dyno on this device"
     assert told(progress) == [said]
 
@@ -40,8 +40,8 @@ def test_in_a_file_a_job_has_a_line_where_it_failed_and_each_has_where_that_is_a
 ) -> None:
     monkeypatch.setattr(Progress, "is_verbose", is_verbose)
     trial = fake_trial()
-    with progress.running([trial, trial]):
-        progress.other("make net engine int8 b1 224")
+    with progress.show_study([trial, trial]):
+        progress.show_step("make net engine int8 b1 224")
         progress.start(trial, 0)
         progress.done(trial, Record("ok", seconds=2.0))
         progress.done(trial, Record("failed", reason="no file"))
@@ -54,26 +54,26 @@ def test_in_a_file_a_job_has_a_line_where_it_failed_and_each_has_where_that_is_a
 def test_there_is_no_estimate_before_a_job_has_ended_and_it_never_falls_below_what_follows(fake_trial: Any) -> None:
     trial, other = fake_trial(), fake_trial(precision="fp16")
     progress = Progress(quiet=True)
-    with progress.running([trial, other, other]):
+    with progress.show_study([trial, other, other]):
         progress.start(trial, 0)
-        assert progress.remaining() is None
+        assert progress.estimate_remaining() is None
         progress.since -= 200
         progress.done(trial, Record("ok"))
-        assert progress.remaining() == pytest.approx(400, rel=0.1)
+        assert progress.estimate_remaining() == pytest.approx(400, rel=0.1)
         progress.start(other, 0)
         progress.since -= 1000
-        assert progress.remaining() == pytest.approx(200, rel=0.1)
+        assert progress.estimate_remaining() == pytest.approx(200, rel=0.1)
         progress.done(other, Record("ok"))
-    with progress.running([trial], later=[trial, other]):
-        assert progress.remaining() == pytest.approx(200 + 200 + 1000, rel=0.1), "the rounds to come count"
+    with progress.show_study([trial], later=[trial, other]):
+        assert progress.estimate_remaining() == pytest.approx(200 + 200 + 1000, rel=0.1), "the rounds to come count"
 
 
 @pytest.mark.usefixtures("verbose")
 def test_a_file_that_takes_long_says_how_long(progress: Progress) -> None:
-    progress.other("make net engine int8 b1 224")
-    progress.took()
+    progress.show_step("make net engine int8 b1 224")
+    progress.report_duration()
     progress.since -= 83
-    progress.took()
+    progress.report_duration()
     assert told(progress) == ["make net engine int8 b1 224", "make net engine int8 b1 224: 1:23 minutes"]
 
 
@@ -82,14 +82,14 @@ def test_files_made_with_other_options_have_other_lines(progress: Progress, fake
     trial = fake_trial()
     graph = Recipe("onnx_export", "onnx", "fp32", trial.model, trial.dims, {"exporter": "torchscript"})
     engine = Recipe("tensorrt", "engine", "int8", trial.model, trial.dims, {"optimization": 3}, parent=graph)
-    progress.making(engine)
+    progress.show_making(engine)
     assert told(progress) == ["make net engine int8 b2 4 exporter=torchscript optimization=3"]
 
 
 def test_an_answer_so_far_is_a_line_in_a_file_and_a_table_on_a_terminal(progress: Progress, fake_trial: Any) -> None:
     rows = [("b fp32", "1.00 ms", "2.10x [1.90, 2.30]"), ("a fp32", "2.10 ms", "reference")]
     progress.show_answer("after round 1", ["fastest is b fp32."], rows)
-    with progress.running([fake_trial(), fake_trial()]):
+    with progress.show_study([fake_trial(), fake_trial()]):
         progress.start(fake_trial(), 0)
         progress.done(fake_trial(), Record("ok"), seconds=83)
         progress.show_answer("after round 1 of 2", ["fastest is b fp32.", "most images with a."], rows)
@@ -101,7 +101,7 @@ def test_an_answer_so_far_is_a_line_in_a_file_and_a_table_on_a_terminal(progress
     ]
     drawn = io.StringIO()
     progress = Progress(console=Console(file=drawn, width=80, force_terminal=True, color_system=None))
-    with progress.running([fake_trial()]):
+    with progress.show_study([fake_trial()]):
         progress.show_answer("after round 1", ["fastest is b fp32."], rows)
         assert progress.live is not None
         progress.live.refresh()
@@ -113,6 +113,6 @@ def test_forced_colour_draws_no_bars_into_a_file(fake_trial: Any, monkeypatch: p
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("sys.stderr", drawn := io.StringIO())
     progress = Progress()
-    with progress.running([fake_trial()]):
+    with progress.show_study([fake_trial()]):
         assert progress.live is None
     assert drawn.getvalue() == ""

@@ -62,11 +62,11 @@ def test_an_engine_s_layers_have_the_operations_of_their_nodes_and_each_byte_onc
 
 def test_the_nearer_ceiling_decides() -> None:
     arithmetic, memory, move = rate_layers(ENGINE, 0, "fp32", CEILINGS).work
-    assert arithmetic.least(RATES) == (pytest.approx(8e-6), "arithmetic")
-    assert memory.least(RATES) == (pytest.approx(2420 / 1e11), "memory")
-    assert move.least(RATES) == (pytest.approx(40 / 1e11), "memory")
-    assert LayerWork(10, 10, "fp16").least(RATES) is None, "a type without a ceiling"
-    assert LayerWork(None, 10).least(RATES) is None and LayerWork(0, None).least(RATES) is None
+    assert arithmetic.find_least(RATES) == (pytest.approx(8e-6), "arithmetic")
+    assert memory.find_least(RATES) == (pytest.approx(2420 / 1e11), "memory")
+    assert move.find_least(RATES) == (pytest.approx(40 / 1e11), "memory")
+    assert LayerWork(10, 10, "fp16").find_least(RATES) is None, "a type without a ceiling"
+    assert LayerWork(None, 10).find_least(RATES) is None and LayerWork(0, None).find_least(RATES) is None
 
 
 def test_products_in_a_layer_that_names_no_type_are_not_known() -> None:
@@ -74,9 +74,9 @@ def test_products_in_a_layer_that_names_no_type_are_not_known() -> None:
     idle = Layer(name="i", type="MatMul", outputs=(port("q", 5),), computes_in="float32", nodes=("elsewhere",))
     found = rate_layers(FormSet([form(LAYERS, FUSED, attention, idle), GRAPH], {0: 1}), 0, "fp32", CEILINGS)
     assert [work.flops for work in found.work] == [8_000_000, None, None]
-    both = found.cells([0, 1], 1e-3)
+    both = found.make_cells([0, 1], 1e-3)
     assert "tflops" not in both and both["reached"] == pytest.approx(100 * 8e-6 / 1e-3), "what is known is the least"
-    assert "reached" not in found.cells([1], 1e-3)
+    assert "reached" not in found.make_cells([1], 1e-3)
     assert found.sentence([8e-6, 1e-6, 1e-6]).endswith(", 20 % in layers of which that isn't known")
     assert found.of_latency([0, 1, 2], 1e-3)["tflops"] == pytest.approx(8_001_000 / 1e-3 / 1e12)
 
@@ -129,9 +129,9 @@ def test_the_chart_has_the_layers_that_multiply_under_one_roof_a_type() -> None:
 
 def test_a_layer_is_bound_by_what_explains_its_time_or_by_neither() -> None:
     one = RooflineRating([LayerWork(8_000_000, 600, "fp32"), LayerWork(0, 10**6), LayerWork(0, None)], CEILINGS)
-    assert [one.cells([0], t)["bound"] for t in (16e-6, 17e-6)] == ["arithmetic", "neither"]
-    assert [one.cells([1], t)["bound"] for t in (20e-6, 21e-6)] == ["memory", "neither"]
-    assert "bound" not in one.cells([2], 1e-6)
+    assert [one.make_cells([0], t)["bound"] for t in (16e-6, 17e-6)] == ["arithmetic", "neither"]
+    assert [one.make_cells([1], t)["bound"] for t in (20e-6, 21e-6)] == ["memory", "neither"]
+    assert "bound" not in one.make_cells([2], 1e-6)
     assert one.sentence([16e-6, 40e-6, 4e-6, 0][:3]) == (
         "27 % of the time in layers bound by arithmetic, 0 % bound by memory, 67 % bound by neither, 7 % in layers of "
         "which that isn't known"
@@ -141,7 +141,12 @@ def test_a_layer_is_bound_by_what_explains_its_time_or_by_neither() -> None:
 
 def test_above_the_roof_says_how_that_can_be() -> None:
     one = RooflineRating([LayerWork(8_000_000, 600, "fp32"), LayerWork(0, 1000), LayerWork(0, 1001)], CEILINGS)
-    rows = [one.cells([0], 8.1e-6), one.cells([0], 7e-6), one.cells([1], 9e-9), one.cells([2], 9e-9)]
+    rows = [
+        one.make_cells([0], 8.1e-6),
+        one.make_cells([0], 7e-6),
+        one.make_cells([1], 9e-9),
+        one.make_cells([2], 9e-9),
+    ]
     words = ["", "fewer operations, or a better kernel", "may be in the cache", "faster than the copy"]
     assert [row["above"] for row in rows] == words
     assert rows[2]["reached"] == pytest.approx(100 * 10 / 9), "not clipped"
@@ -149,7 +154,7 @@ def test_above_the_roof_says_how_that_can_be() -> None:
         f"Above the roof, {word}" for word in words[1:]
     ]
     disturbed = replace(one, ceilings=replace(CEILINGS, warnings=("others were busy",)))
-    assert disturbed.cells([1], 9e-9)["above"] == "ceilings disturbed"
+    assert disturbed.make_cells([1], 9e-9)["above"] == "ceilings disturbed"
 
 
 def test_the_data_sheet_stands_beside_what_was_measured() -> None:
@@ -160,7 +165,7 @@ def test_the_data_sheet_stands_beside_what_was_measured() -> None:
     shown = [rows[name] for name in ("matrix product, fp32", "copy, read and written")]
     assert [(r["sheet"], r["of_sheet"], r["clock"]) for r in shown] == [(2, 50, 1500), (400, 25, 1400)]
     one = RooflineRating([LayerWork(8_000_000, 600, "fp32")], beside, 8_000_000)
-    assert one.cells([0], 16e-6)["of_sheet"] == pytest.approx(25)
+    assert one.make_cells([0], 16e-6)["of_sheet"] == pytest.approx(25)
     assert one.of_latency([0], 32e-6)["of_sheet"] == pytest.approx(12.5)
 
 

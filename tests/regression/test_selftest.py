@@ -70,7 +70,7 @@ def test_it_tells_equal_processes_from_slowed_ones() -> None:
     (slowed,) = [one for one in found.verdicts if one.slowdown and one.rounds == 5]
     assert (slowed.slower.count, slowed.faster.hits) == (1, 0)
     # A busy machine takes the processor from both; that adds to the delay, which is a share of what a run took.
-    assert sorted(1 / 2.718281828**pair.log for pair in found.pairs(0.5))[2] > 1.2
+    assert sorted(1 / 2.718281828**pair.log for pair in found.list_pairs(0.5))[2] > 1.2
     assert found.grade in "ABCDE" and str(found).startswith("Grade ")
     kept, wrong = self_test.find("cpu")
     assert kept is not None and not wrong
@@ -83,7 +83,7 @@ def test_builds_are_part_of_the_noise(drawn_engine: Path, refused: Any) -> None:
     given = {**FAKE, "backend": "drawn_engine:Engine@kind=a@uneven=true@latency_ms=0.1", "rounds": 3}
     found = dyno.selftest("fake:net", rebuild=True, **given)
     assert found.stored.builds and len(found.rounds) == 3
-    logs = [pair.log for pair in found.pairs(0.0)]
+    logs = [pair.log for pair in found.list_pairs(0.0)]
     assert all(log < -1 for log in logs), "the second of a pair has its own, slow build"
     assert len(list((drawn_engine / "cache").rglob("engine.bin"))) == 6, "two for each round"
     assert "fresh builds and processes" in str(found)

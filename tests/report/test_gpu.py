@@ -119,7 +119,7 @@ def test_throttled_samples_are_dropped_counted_and_said(tmp_path: Path, reason: 
     found = results(tmp_path, Way("pytorch", card=Card(reasons=reason, held=(0.5, 0.75), gap=0.001)))
     t = found.trials[0]
     for boundary in ("model", "all"):
-        taken, hit, lost = t.good[0].throttled(boundary)
+        taken, hit, lost = t.good[0].count_throttled(boundary)
         assert taken == 200 and hit == lost
         assert 50 <= hit <= 50 + 2 * 200 * 0.1 / 2  # a quarter, and up to a look of 0.1 s of a window of 2 s each side
         kept = t.good[0].samples("latency", boundary)
@@ -128,7 +128,7 @@ def test_throttled_samples_are_dropped_counted_and_said(tmp_path: Path, reason: 
         assert 80 <= first <= 100
     assert len(t.good[0].samples("throughput", "throughput")) == 10
     assert trial_table.read_trials(found).frame["throttled_samples"][0] == sum(
-        r.throttled(b)[1] for r in t.good for b in ("model", "all")
+        r.count_throttled(b)[1] for r in t.good for b in ("model", "all")
     )
     warnings = remarks.list_warnings(t)
     assert len(warnings) == 2 and warnings[0].startswith("model: ") and REASONS[reason] in warnings[0]

@@ -96,11 +96,11 @@ def test_outliers_are_taken_as_they_are() -> None:
 def test_the_grade_is_what_three_rounds_see(spread: float, grade: str) -> None:
     found = simulated(process=spread / math.sqrt(2), rounds=400)
     # What the noncentral t distribution needs for normal noise.
-    assert found.visible(3).value == pytest.approx(math.expm1(3.264 * spread), rel=0.15)
-    assert found.visible(3).low < found.visible(3).value < found.visible(3).high
+    assert found.find_visible(3).value == pytest.approx(math.expm1(3.264 * spread), rel=0.15)
+    assert found.find_visible(3).low < found.find_visible(3).value < found.find_visible(3).high
     assert found.grade == grade
     assert report_self_test.grade_self_test(found).startswith(f"Grade {grade} (")
-    assert found.visible(10).value < found.visible(5).value < found.visible(3).value
+    assert found.find_visible(10).value < found.find_visible(5).value < found.find_visible(3).value
 
 
 def test_what_contradicts_the_promises_is_said() -> None:
@@ -114,7 +114,7 @@ def test_a_run_that_measures_for_less_sees_less() -> None:
     whole = simulated(rounds=300, process=0.002, block=0.01)
     known = whole.summary()
     usual = find_visible(known, 3, known.seconds, True)
-    assert usual == whole.visible(3).value
+    assert usual == whole.find_visible(3).value
     assert find_visible(known, 3, known.seconds / 3, True) > usual
     assert find_visible(known, 3, known.seconds * 9, True) == usual, "more than was tested is not promised"
     assert find_visible(known, 10, known.seconds, True) < usual < find_visible(known, 3, known.seconds, False)
@@ -162,7 +162,7 @@ def test_a_study_of_each_kind_needs_its_rounds() -> None:
     visible_table, verdicts = make_tables(few)
     assert [row["rounds"] for row in visible_table.rows] == [3, 5, 10]
     assert [row["studies"] for row in verdicts.rows] == [1] * len(SLOWED)
-    assert math.isnan(few.visible(3).low), "too few rounds for limits"
+    assert math.isnan(few.find_visible(3).low), "too few rounds for limits"
 
 
 def _find_reach(freedom: int, level: float) -> float:

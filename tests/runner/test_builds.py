@@ -205,7 +205,7 @@ def test_builds_of_tensorrt_are_without_a_timing_cache_and_of_an_engine_there_ar
     trial = replace(trial, options={}, recipe=registry.find("tensorrt").recipe(trial))
     trial = replace(trial, plan=replace(trial.plan, builds=3))
     recipes: list[Recipe] = []
-    monkeypatch.setattr(Files, "file", lambda files, recipe: recipes.append(recipe))
+    monkeypatch.setattr(Files, "make_file", lambda files, recipe: recipes.append(recipe))
     Files(Progress(quiet=True)).make_files([trial])
     for build, recipe in enumerate(recipes, 1):
         settings = [Settings.of(each.options) for each in (recipe, recipe.fallback) if each is not None]

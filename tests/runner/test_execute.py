@@ -269,7 +269,7 @@ def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
     recipe = registry.find("maker_for_tests:Reader").recipe(expand(fake_study())[0].trial)
     assert recipe is not None
     for _ in ("made", "from the cache"):
-        made = Files(Progress(quiet=True)).file(recipe)
+        made = Files(Progress(quiet=True)).make_file(recipe)
         assert isinstance(made, Artifact)
         assert made.made_by.warnings == (
             "another process was on the GPU meanwhile: kernels were timed meanwhile and may not be the fastest",

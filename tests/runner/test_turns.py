@@ -136,7 +136,9 @@ def test_fixed_rounds_answer_before_a_long_build_and_lack_no_pair(
     monkeypatch.setattr("dyno.runner.execute._builds_slowly", lambda trial: trial.options["latency_ms"] == 1)
     monkeypatch.setattr(Files, "has_file", lambda _, trial: trial.options["latency_ms"] != 1 or 1 in events)
     monkeypatch.setattr(Files, "make_files", lambda _, trials: events.extend(t.options["latency_ms"] for t in trials))
-    monkeypatch.setattr(Progress, "show_answer", lambda self, title, *_: events.append((title, self.remaining())))
+    monkeypatch.setattr(
+        Progress, "show_answer", lambda self, title, *_: events.append((title, self.estimate_remaining()))
+    )
     backends = (SLOW, "fake@latency_ms=1", FAST, *(f"fake@latency_ms={ms}" for ms in (3, 5)))
     study = study(*backends, rounds=rounds, reference=SLOW)
     execute(study, tmp_path / "run", Progress(console=Console(file=StringIO())))
@@ -240,7 +242,7 @@ def test_blocks_alternate_and_nobody_measures_in_anothers(study: Any, tmp_path: 
         assert all(len(set(order)) == 3 for order in orders), "everyone has a block before anyone has the next"
     result = load_run(tmp_path)
     for trial in result:
-        numbers = trial.rounds[0].arrays("samples.npz")["latency_model_block"]
+        numbers = trial.rounds[0].read_arrays("samples.npz")["latency_model_block"]
         assert (np.diff(numbers) >= 0).all()
         assert [*trial.rounds[0].block_medians("latency", "model")] == [*range(numbers[-1] + 1)]
     slow, fast = (next(t for t in result if t.options["latency_ms"] == ms) for ms in (4, 1))

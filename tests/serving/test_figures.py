@@ -49,8 +49,8 @@ def test_of_a_trace_no_more_are_served_than_come() -> None:
 
 def test_a_percentile_needs_its_number_of_requests() -> None:
     few, enough = tried(np.full(661, 0.01)), tried(np.full(662, 0.01))
-    assert few.percentile("p99") is None and enough.percentile("p999") is None
-    found, median = enough.percentile("p99"), enough.percentile("p50")
+    assert few.find_percentile("p99") is None and enough.find_percentile("p999") is None
+    found, median = enough.find_percentile("p99"), enough.find_percentile("p50")
     assert found and found.value == pytest.approx(0.01) and np.isnan(found.low), "ten sections need ten times as many"
     assert median and [median.low, median.high] == pytest.approx([0.01, 0.01])
 
@@ -59,7 +59,7 @@ def test_a_percentile_that_falls_on_unanswered_requests_has_no_value() -> None:
     seconds = np.full(1000, 0.01)
     seconds[:20] = np.nan
     one = tried(seconds)
-    assert one.percentile("p99") is None and one.percentile("p90") is not None and one.refused == 20
+    assert one.find_percentile("p99") is None and one.find_percentile("p90") is not None and one.refused == 20
 
 
 def test_an_interval_of_sections_covers_the_percentile_of_independent_requests() -> None:

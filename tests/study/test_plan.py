@@ -312,7 +312,7 @@ def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyP
         recipe = Recipe(
             "tensorrt", "engine", "fp16", ModelSpec("net", "fake:net"), Dims(1, 4, 4), runtime=Runtime(device=device)
         )
-        return store.Cache().key(recipe)
+        return store.Cache().make_key(recipe)
 
     assert key("H200 580", "cuda:0") != key("L4 580", "cuda:0")
     assert key("H200 580", "cuda:0") == key("H200 580", "cuda:0")

@@ -108,9 +108,9 @@ def test_a_clock_lowered_against_heat_is_counted(tmp_path: Path, monkeypatch: py
     counter = "thermal_throttle/core_throttle_count"
     write_processors(tmp_path, counter, [7, 9], monkeypatch)
     contention = system.CpuContention()
-    assert contention.overheated() == 0
+    assert contention.count_overheated() == 0
     write_processors(tmp_path, counter, [8, 12], monkeypatch)
-    assert contention.overheated() == 4
+    assert contention.count_overheated() == 4
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def test_no_more_processors_are_busy_than_there_are(
     monkeypatch.setattr(system, "shared_processors", lambda: {0, 1, 2, 3})
     contention = system.CpuContention()
     monkeypatch.setattr(contention, "_measure_interval", lambda: (others, 0.0, 1.0))
-    assert contention.busy() == busy
+    assert contention.count_busy() == busy
 
 
 def test_work_on_processors_that_a_job_may_not_use_does_not_disturb_it(
@@ -285,7 +285,7 @@ def test_work_on_processors_that_a_job_may_not_use_does_not_disturb_it(
     contention = system.CpuContention()
     busy = (tick // 2, tick, 3 * tick // 10, 0)
     (tmp_path / "stat").write_text("cpu  9 9 9 9\n" + "".join(line.format(n, more) for n, more in enumerate(busy)))
-    assert contention.busy() == pytest.approx(0.8)
+    assert contention.count_busy() == pytest.approx(0.8)
 
 
 def test_waiting_for_a_processor_is_counted() -> None:

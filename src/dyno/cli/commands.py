@@ -379,7 +379,7 @@ def _show_run(run: Path, out: str, format: str, by: str, table: str, columns: st
     from dyno.report.verdict.verdict import describe_run
 
     data = _read_run(run, overrides)
-    leading, sentences = tables.make_leading(data) if not (table or by) else ([], [])
+    leading, sentences = tables.list_leading(data) if not (table or by) else ([], [])
     chosen, text = leading or tables.make_tables(data, table or trial_table.TRIALS.name), ""
     if format == PARQUET:
         if len(chosen) != 1:

@@ -317,8 +317,8 @@ def _make_file(recipe: Recipe | None, out: Path) -> ExportedFile:
     assert recipe is not None
     progress = Progress()
     files = Files(progress)
-    with progress.running([]):
-        artifact = files.file(recipe)
+    with progress.show_study([]):
+        artifact = files.make_file(recipe)
     if isinstance(artifact, Record):
         raise UserError(f"{recipe.model.name}: {artifact.reason}")
     copy(Path(artifact.path), out)

@@ -117,7 +117,7 @@ def accept_options(*declared: type | str, rare: str = "", show_all: bool = False
             )
             command(overrides=overrides, **{p.name: values[p.name] for p in own})
 
-        from_fields = [option.parameter(defaults.get(option.name)) for option in options]
+        from_fields = [option.make_parameter(defaults.get(option.name)) for option in options]
         required = [p for p in own if p.default is p.empty]
         optional = [p for p in own if p.default is not p.empty]
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *from_fields, *optional)]
@@ -193,7 +193,7 @@ class _Option:
         flags: str = self.about.get("flags") or "--" + self.name.replace("_", "-")
         self.flag, *self.aliases = flags.split()
 
-    def parameter(self, default: Any) -> inspect.Parameter:
+    def make_parameter(self, default: Any) -> inspect.Parameter:
         """Return typer's parameter; `default` overrides the field's, and a text describes one that is decided later."""
         described = default if isinstance(default, str) else self.about.get("usual", "") if default is None else ""
         value = self.default if default is None else default

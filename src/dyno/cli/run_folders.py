@@ -113,7 +113,7 @@ def _find_fastest(data: RunData) -> str:
         if len(ranked):
             best, rivals = ranked.iloc[0], results_ranking.compare_first(ranked, LATENCY, data).rivals
             others = f" or {len(rivals)} more" if rivals else ""
-            return f"{ranking.configuration(best)}{others}, {format_number(best[LATENCY])} ms at batch {best['batch']}"
+            return f"{ranking.name_row(best)}{others}, {format_number(best[LATENCY])} ms at batch {best['batch']}"
     return ""
 
 
@@ -132,7 +132,7 @@ def remove(
     what = f"{', '.join(trials)} of {run}" if trials else str(run)
     if sys.stdin.isatty() and not yes and not typer.confirm(f"Remove {what}?"):
         return
-    with Run(run).locked(removing=True):
+    with Run(run).hold_lock(removing=True):
         if trials:
             _remove_trials(run, trials)
         else:

@@ -32,7 +32,7 @@ class Labels:
         """Add an annotation: category_id, bbox, area, iscrowd, and segmentation or keypoints if it has any."""
         self.by_row.setdefault(row, []).append(annotation)
 
-    def done(self) -> Annotations:
+    def decide_kinds(self) -> Annotations:
         """Decide what the data set has: boxes, and masks or keypoints if every object has them."""
         annotations = [annotation for all_of_row in self.by_row.values() for annotation in all_of_row]
         if all(annotation.get("iscrowd") for annotation in annotations):  # mAP ignores crowds

@@ -154,7 +154,7 @@ class _File:
             if row is not None and (size := sizes[row]) is not None:
                 where = f"{where} of {photos[row].name}"
                 labels.add(row, _check_object(annotation, category, size, names, where))
-        return labels.done()
+        return labels.decide_kinds()
 
     def _check_sizes(self, rows: dict[str, int], sizes: Sizes) -> None:
         for image in self.images:

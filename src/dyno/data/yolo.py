@@ -91,7 +91,7 @@ def read_labels(
     if twice:
         are = "1 line is a duplicate" if twice == 1 else f"{twice} lines are duplicates"
         labels.warnings.append(f"{are} within a file: each counts once")
-    return labels.done()
+    return labels.decide_kinds()
 
 
 def count_classes(files: list[Path]) -> int:

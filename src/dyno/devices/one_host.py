@@ -58,7 +58,7 @@ def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, pr
     starting them takes most of the time; rounds that fail are retried by themselves.
     """
     lost: LossReasons = {}
-    with progress.running([]):
+    with progress.show_study([]):
         missing = [number for number in range(rounds) if not _is_complete(folder, places, number)]
         if len(missing) > 1 and nvml.read_available() > nvml.ROOM * nvml.UNKNOWN_B * len(missing) * len(places):
             _measure_rounds(trial, folder, places, missing, progress)
@@ -122,7 +122,7 @@ def _measure_rounds(
         # Always in one order, so that no two processes wait for each other.
         for place in sorted(places, key=lambda place: place.card):
             with confine_to(place):
-                stack.enter_context(hold_device(trial.runtime, progress.waiting))
+                stack.enter_context(hold_device(trial.runtime, progress.show_waiting))
         for place in places:
             with confine_to(place):
                 files[place.name] = Files(progress, trial.plan.build_timeout_s).of(trial, 0)
@@ -216,7 +216,7 @@ def measure_devices(study: Study, folder: Path, places: Sequence[Place], progres
     asked = f"{key} {study.equivalent:g}"
     if (stored := read_devices(folder)) and stored.key == asked:
         return StudyPlaces(places, _find_disturbed(stored, places))
-    progress.other(f"{trial.label} on each device alone and on all at once, for what they do to each other")
+    progress.show_step(f"{trial.label} on each device alone and on all at once, for what they do to each other")
     own_folder = folder / ANCHORS / key[:12]  # of these devices, and of this company
     if in_turns:
         rows = _in_turns(trial, own_folder, places, study.equivalent, progress)
@@ -258,7 +258,7 @@ def _in_turns(
         if not found.disturbed:
             break
         if rounds == ANCHOR_ROUNDS:
-            progress.other(f"{found.slower}; that is measured again, since it would slow down the study")
+            progress.show_step(f"{found.slower}; that is measured again, since it would slow down the study")
     return list(found.devices)
 
 

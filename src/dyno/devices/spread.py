@@ -41,7 +41,7 @@ def run(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = 
     check_own(folder)
     refuse_other(study, folder)
     if folder.is_dir():
-        with Run(folder).locked():  # refuse a folder that is in use before waiting for a cluster
+        with Run(folder).hold_lock():  # refuse a folder that is in use before waiting for a cluster
             pass
     with _found_places(study, folder, progress) as found:
         _run_blocks(study, folder, found, progress, retry_failed)
@@ -79,7 +79,7 @@ def expected_places(study: Study) -> AbstractContextManager[list[Place]]:
 def _run_blocks(study: Study, folder: Path, found: list[Place], progress: Progress, retry_failed: bool) -> None:
     own = places.at_one(study, found)
     planned, store = expand(own), Run(folder)
-    with store.locked():
+    with store.hold_lock():
         planned = prepare(study, store, planned, progress)
         every = blocks.split_blocks(planned)
         open_blocks = [block for block in every if retry_failed or not _is_done(store, block, study)]

@@ -55,7 +55,7 @@ class Progress:
         self.since = time.monotonic()
 
     @contextmanager
-    def running(self, jobs: list[Trial], later: Sequence[Trial] = ()) -> Iterator[None]:
+    def show_study(self, jobs: list[Trial], later: Sequence[Trial] = ()) -> Iterator[None]:
         """Show the study while the block runs; `jobs` is the trial of each job, in the order they come.
 
         The jobs that come `later`, after the block, count in the remaining time.
@@ -72,7 +72,7 @@ class Progress:
         self.live = None
 
     @contextmanager
-    def building(self) -> Iterator[None]:
+    def pause_estimate(self) -> Iterator[None]:
         """Show no remaining time while the block makes files."""
         self.is_building = True
         try:
@@ -89,7 +89,7 @@ class Progress:
         finally:
             self.answer_s = before
 
-    def making(self, recipe: Recipe, wrong: str = "") -> None:
+    def show_making(self, recipe: Recipe, wrong: str = "") -> None:
         """Show that a file is being made; `wrong` is the reason why the cached one was not used."""
         what = "check" if recipe.model.file and recipe.parent is None else "export" if recipe.parent is None else "make"
         batch = f"b{recipe.dims.batch}" if recipe.dims.batch else ""
@@ -99,12 +99,12 @@ class Progress:
             self._print_line(Text(f"{clean_text(wrong)}; building it again", "yellow"))
         self._log_work()
 
-    def took(self) -> None:
+    def report_duration(self) -> None:
         """Say how long a file took that took long."""
         if (seconds := time.monotonic() - self.since) >= LONG_S:
             self._print_line(Text(f"{self.now}: {_format_clock(seconds)} minutes", "dim"))
 
-    def other(self, what: str) -> None:
+    def show_step(self, what: str) -> None:
         """Show that a step begins which is neither a file nor a trial."""
         self._begin_work(what)
         self._log_work()
@@ -121,7 +121,7 @@ class Progress:
         """
         lines = [Text(f"{clean_text(title)}: {clean_text(sentence)}", "bold") for sentence in sentences]
         if self.live is None:
-            left = self.remaining()
+            left = self.estimate_remaining()
             until = f", about {_format_clock(left)} left" if left and left >= 1 else ""
             shown = ["as before"] if sentences and sentences == self.printed else sentences
             self._print_line(
@@ -148,13 +148,13 @@ class Progress:
         """Show the running job's stage."""
         self.stage = clean_text(stage)
 
-    def waiting(self, owner: str) -> None:
+    def show_waiting(self, owner: str) -> None:
         """Show that the job waits for another process; without a terminal as a line, or it would look like a hang."""
         self.stage = f"waiting for process {clean_text(owner)}, another dyno on this device"
         if self.live is None:
             self._print_line(Text(": ".join(filter(None, (self.now, self.stage)))))
 
-    def sharing(self, owner: str) -> None:
+    def report_sharing(self, owner: str) -> None:
         """Tell the user once that another process's blocks are interleaved with these."""
         if not self.is_sharing:
             self.is_sharing = True
@@ -204,7 +204,7 @@ class Progress:
         else:
             self.lines = [*self.lines[-SHOWN:], line]
 
-    def remaining(self) -> float | None:
+    def estimate_remaining(self) -> float | None:
         """Estimate the seconds until the study ends from the jobs that have ended.
 
         None before the first one has ended, and while files are made.
@@ -222,7 +222,7 @@ class Progress:
         now = Text.assemble("now  ", (self.now, "bold"), f"  {spent} {self.stage}", no_wrap=True, overflow="ellipsis")
         if not self.total:
             return Group(*self.answer, *self.lines, now)
-        finished, remaining = self.total - len(self.left), self.remaining()
+        finished, remaining = self.total - len(self.left), self.estimate_remaining()
         grid = Table.grid(padding=(0, 2))
         grid.add_row(
             ProgressBar(self.total, finished, width=30),

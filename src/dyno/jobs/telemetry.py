@@ -128,7 +128,7 @@ class Telemetry:
         """Resume sampling; the load since the last sample can't be attributed and becomes NaN."""
         self._frozen.clear()
 
-    def loads(self) -> None:
+    def note_loading(self) -> None:
         """Note that the frozen job has imported its libraries and loads next; store the GPU's state before that.
 
         The GPU's memory until then, which the job did not use, becomes NaN.

@@ -28,7 +28,7 @@ def list_tensors(module: LayerGraph, graph: LayerGraph) -> list[ModuleCall]:
     """
     forms = (module, graph)
     link = align.link_layers(forms, 0, 1)
-    calls, readers = module.calls(), _find_readers(graph.layers)
+    calls, readers = module.count_calls(), _find_readers(graph.layers)
     found: dict[str, ModuleCall] = {}
     for region in align.find_regions(forms, [link]):
         last = _find_last_tensor(forms, region)
@@ -61,7 +61,7 @@ def _find_result_call(
     module: LayerGraph, link: align.Link, region: Region, last: Port, readers: Mapping[str, set[str]]
 ) -> int | None:
     """Return the call whose result the tensor is: the last part's, else that of a module which computes it itself."""
-    ran = [k for k in region.shown(0) if not module.layers[k].skipped and module.layers[k].outputs]
+    ran = [k for k in region.list_members(0) if not module.layers[k].skipped and module.layers[k].outputs]
     if not ran or module.layers[ran[-1]].outputs[0].shape != last.shape:
         return None
     call, name = ran[-1], module.layers[ran[-1]].name

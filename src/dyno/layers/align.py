@@ -188,7 +188,7 @@ class Region:
     members: tuple[tuple[int, ...], ...]
     around: tuple[tuple[int, ...], ...]
 
-    def shown(self, form: int) -> list[int]:
+    def list_members(self, form: int) -> list[int]:
         """Return the members of a form and the modules around them, in order."""
         return sorted({*self.members[form], *self.around[form]})
 
@@ -360,7 +360,7 @@ def find_regions(forms: Sequence[LayerGraph], links: Sequence[Link]) -> list[Reg
 
     for one, other, sure in sorted(pairs, key=rank_doubt):
         groups.join(one, other, sure)
-    root, parent = groups.root, groups.parent
+    root, parent = groups.find_root, groups.parent
     around = _find_own_regions(links, root)
     for one, places in around.items():  # its parameters and operations count once
         parent[one] = places[0]
@@ -383,7 +383,7 @@ class _Groups:
         self.parent = {one: one for one in every}
         self._forms = {one: {one[0]} for one in every}
 
-    def root(self, layer: tuple[int, int]) -> tuple[int, int]:
+    def find_root(self, layer: tuple[int, int]) -> tuple[int, int]:
         """Return the layer that represents the group."""
         while self.parent[layer] != layer:
             self.parent[layer] = self.parent[self.parent[layer]]
@@ -396,7 +396,7 @@ class _Groups:
         Where that isn't sure, a group that has its place stays as it is: a node may be guessed to be in this layer of
         one engine, and be known to be in that one of another.
         """
-        a, b = self.root(layer), self.root(other)
+        a, b = self.find_root(layer), self.find_root(other)
         if a == b or (not sure and other[0] in self._forms[a] and layer[0] in self._forms[b]):
             return
         self.parent[b] = a

@@ -86,7 +86,7 @@ def link_forms(pair: FormPair) -> list[Link]:
 
 def _link_calls(pair: FormPair) -> Link:
     """Align two modules: each call with the call of the same part."""
-    places = [{call: k for k, call in enumerate(pair.forms[side.form].calls())} for side in pair.sides]
+    places = [{call: k for k, call in enumerate(pair.forms[side.form].count_calls())} for side in pair.sides]
     found = {k: {places[1][call]} for call, k in places[0].items() if call in places[1]}
     sure = frozenset((k, other) for k, own in found.items() for other in own)
     return Link(pair.a.form, pair.b.form, found, dict.fromkeys(found, NAMED), sure)

@@ -189,7 +189,7 @@ def bench_cold_start(
     if any(side.choice.name == forms.ONNX for side in sides):
         raise UserError("an ONNX graph doesn't run by itself; name a backend, such as onnxruntime")
     reading.read_all(sides)
-    with progress.running([]):
+    with progress.show_study([]):
         started, failed = _start_forms(reading.trials, progress)
         starts = _measure_starts(started, rounds, FILES[files], progress)
     return ColdStarts(starts, (*reading.left_out, *failed))
@@ -225,7 +225,7 @@ def _start_forms(
     for trial, artifact in trials:
         model = f"{trial.model.name} " if several else ""
         form = _StartedForm(f"{model}{trial.variant} {trial.precision}", trial, artifact)
-        progress.other(f"start {form.title} unmeasured")
+        progress.show_step(f"start {form.title} unmeasured")
         try:
             form.read = _measure_start(form, progress).files
             found.append(form)
@@ -244,7 +244,7 @@ def _measure_starts(
         order = [(form, state) for form in each for state in states]
         random.Random(number).shuffle(order)
         for form, state in order:
-            progress.other(f"start {form.title}, files {state}, round {number + 1} of {rounds}")
+            progress.show_step(f"start {form.title}, files {state}, round {number + 1} of {rounds}")
             if state == COLD:
                 drop(form.read)
             rounds_of.setdefault((form.title, state), []).append(_measure_start(form, progress))

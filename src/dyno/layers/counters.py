@@ -185,7 +185,7 @@ def make_counters_table(found: FormSet, reports: Mapping[int, NcuReport], order:
 def find_owners(form: LayerGraph, kernels: Sequence[Kernel]) -> list[int | None]:
     """Return the layer of each kernel: the innermost of its ranges that has a layer's name; None without one."""
     rows: dict[str, int] = {}
-    for k, (name, number) in enumerate(form.calls()):
+    for k, (name, number) in enumerate(form.count_calls()):
         rows.setdefault(range_name(name, number + 1) if form.form == MODULES else name, k)
     return [next((rows[name] for name in reversed(kernel.ranges) if name in rows), None) for kernel in kernels]
 
@@ -352,7 +352,7 @@ def count_kernels(
     If ncu fails or times out, the counters read until then are returned with the reason; raises `UserError` with the
     reason if there are no counters.
     """
-    progress.other(f"counters of {trial.label} under {TOOL}")
+    progress.show_step(f"counters of {trial.label} under {TOOL}")
     with tempfile.TemporaryDirectory() as scratch:
         folder, log = Path(scratch) / "job", Path(scratch) / "ncu.csv"
         job = Job("counters", trial.runtime, trial, artifact=artifact)

@@ -262,7 +262,7 @@ def try_cures(
                   boundaries=tuple(boundaries))  # fmt: skip
     folder = new_folder("explain", study.models)
     wanted = "; ".join(one.prescription.text for _, one in variants.values())
-    progress.other(f"trying {format_count(len(variants), 'prescription')} for {title}, in {folder}: {wanted}")
+    progress.show_step(f"trying {format_count(len(variants), 'prescription')} for {title}, in {folder}: {wanted}")
     execute(own, folder, progress)
     data = trial_table.read_trials(folder)
     trials = {_make_key(t.backend, t.precision, t.options): t for t in data.records}

@@ -232,8 +232,8 @@ class FormReader:
         return place_recipe(engine.recipe(trial), study)
 
     def _make_file(self, recipe: Recipe, trial: Trial) -> Artifact:
-        with self._progress.running([]):
-            artifact = self._files.file(recipe)
+        with self._progress.show_study([]):
+            artifact = self._files.make_file(recipe)
         if isinstance(artifact, Record):
             raise no_form(trial, artifact.reason)
         return artifact
@@ -243,7 +243,7 @@ class FormReader:
         while recipe is not None and artifact is not None:
             if artifact.format == ONNX:
                 return artifact
-            parent = self._files.file(recipe.parent) if recipe.parent else None
+            parent = self._files.make_file(recipe.parent) if recipe.parent else None
             if isinstance(parent, Artifact) and parent.sha256 == artifact.parent_sha256:
                 return parent
             recipe = recipe.fallback

@@ -122,7 +122,7 @@ class LayerWork:
     bytes: int | None
     kind: str = ""
 
-    def least(self, rates: Rates) -> tuple[float, str] | None:
+    def find_least(self, rates: Rates) -> tuple[float, str] | None:
         """Return the least seconds that the rates allow, and the ceiling that decides; None where that isn't known."""
         if self.flops is None or rates.memory is None or (self.bytes is None and not self.flops):
             return None
@@ -242,7 +242,7 @@ class RooflineRating:
     ceilings: Ceilings
     flops: int | None = None
 
-    def cells(self, chosen: Collection[int], seconds: float) -> Row:
+    def make_cells(self, chosen: Collection[int], seconds: float) -> Row:
         """Return the cells of COLUMNS for these layers together, which took `seconds`.
 
         The roof of several is the sum over those with a known one, so it is never too high.
@@ -274,7 +274,7 @@ class RooflineRating:
         """Describe how much of the layers' time, by layer, each ceiling bounds; "" where no layer has a time."""
         shares = dict.fromkeys((ARITHMETIC, MEMORY, NEITHER, ""), 0.0)
         for i, time in enumerate(seconds):
-            shares[self.cells([i], time).get("bound", "")] += time / (sum(seconds) or 1.0)
+            shares[self.make_cells([i], time).get("bound", "")] += time / (sum(seconds) or 1.0)
         if not sum(shares.values()):
             return ""
         words = {ARITHMETIC: "bound by arithmetic", MEMORY: "bound by memory", NEITHER: "bound by neither"}
@@ -288,7 +288,7 @@ class RooflineRating:
         return 100 * sum(time for time, _ in least) / seconds if least else None
 
     def _list_least(self, chosen: Collection[int], rates: Rates) -> list[tuple[float, str]]:
-        return [each for i in chosen if (each := self.work[i].least(rates)) is not None]
+        return [each for i in chosen if (each := self.work[i].find_least(rates)) is not None]
 
     def _find_bound(self, chosen: Collection[int], reached: float) -> str:
         """Return the ceiling that accounts for most of the least times, if these are near the seconds."""

@@ -282,7 +282,9 @@ def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region)
 
 def _list_names(forms: Sequence[LayerGraph], region: Region, form: int) -> list[str]:
     """Return the region's names in the form, quantisation last, or (model) where only the model's own code acts."""
-    layers = sorted((forms[form].layers[i] for i in region.shown(form)), key=lambda layer: layer.type in QUANTISES)
+    layers = sorted(
+        (forms[form].layers[i] for i in region.list_members(form)), key=lambda layer: layer.type in QUANTISES
+    )
     names = [layer.name or MODEL for layer in layers]
     if names or forms[form].form != MODULES:
         return names
@@ -292,7 +294,7 @@ def _list_names(forms: Sequence[LayerGraph], region: Region, form: int) -> list[
 
 def _describe_change(forms: Sequence[LayerGraph], there: Sequence[int], last: int, region: Region) -> str:
     """Describe fusions, folded batch norms and layers in one form only; `there` are the forms that have the region."""
-    before, after = ([forms[k].layers[i] for i in region.shown(k)] for k in (there[0], there[-1]))
+    before, after = ([forms[k].layers[i] for i in region.list_members(k)] for k in (there[0], there[-1]))
     if len(there) == 1:
         if all(layer.moves for layer in after):
             return "conversion"

@@ -46,7 +46,7 @@ class LaunchTimes:
     calls: np.ndarray
     kernels: np.ndarray
 
-    def idle(self, latency: float) -> float:
+    def measure_idle(self, latency: float) -> float:
         """Return the share of the latency (seconds) in which the GPU did no work; a watched run's clock may differ."""
         return max(0.0, 1 - float(np.median(self.busy)) / latency)
 
@@ -55,7 +55,7 @@ class LaunchTimes:
         cells: Row = {"queueing_ms": 1e3 * float(np.median(self.enqueue))} if self.enqueue.size else {}
         if self.busy.size:
             cells |= {
-                "busy_ms": 1e3 * float(np.median(self.busy)), "idle": 100 * self.idle(latency),
+                "busy_ms": 1e3 * float(np.median(self.busy)), "idle": 100 * self.measure_idle(latency),
                 "kernels": int(np.median(self.kernels)), "calls_ms": 1e3 * float(np.median(self.calls)),
             }  # fmt: skip
         return cells
@@ -74,7 +74,7 @@ class LaunchTimes:
         )
 
     def _describe_kernels(self, latency: float) -> str:
-        idle = self.idle(latency)
+        idle = self.measure_idle(latency)
         waits = f"the GPU ran no kernel in {100 * idle:.0f} % of the latency"
         if idle >= IDLE:
             return f"launch-bound: {waits}; it waits for the host between {int(np.median(self.kernels))} kernels"
@@ -209,7 +209,7 @@ class Times:
     @property
     def path(self) -> Path:
         """The critical path through its watched runs."""
-        idle = self.gpu.idle(self.latency) if self.gpu and self.gpu.busy.size else 0.0
+        idle = self.gpu.measure_idle(self.latency) if self.gpu and self.gpu.busy.size else 0.0
         return Path(self.functions, float(np.median(self.profiled)) / self.latency, idle)
 
     def list_ran(self, form: LayerGraph) -> list[int]:
@@ -250,7 +250,7 @@ def _build_rows(
     if rest:
         rows.append(_build_row(form, Layer(), [format_count(len(rest), "more layer")], seconds[:, rest]))
     for row, layers in zip(rows, [*([i] for i in listed), *([rest] if rest else [])], strict=True):
-        row |= rated.cells(layers, row["seconds"]) if rated else {}
+        row |= rated.make_cells(layers, row["seconds"]) if rated else {}
     total, cumulative = medians[ran].sum() or 1.0, 0.0
     for row in rows:
         row["share"] = 100 * row["seconds"] / total

@@ -96,7 +96,7 @@ def selftest(
     trial = _plan_trial(study, rebuild)
     engines = _Engines(trial, Files(progress, study.build_timeout_s), rebuild)
     engines.of(0)  # what can't be made ends the self-test before its time counts
-    with progress.running([]):
+    with progress.show_study([]):
         measured = tuple(_iter_rounds(engines, layout, minutes, rounds, progress))
     stored = StoredSelfTest(
         datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -167,7 +167,9 @@ def _iter_rounds(
     with tempfile.TemporaryDirectory(prefix="dyno-self-test-") as folder:
         while number < LEAST_ROUNDS or time.monotonic() - began + longest <= minutes * 60:
             since = time.monotonic()
-            progress.other(f"self-test, round {number + 1}, after {(since - began) / 60:.1f} of {minutes:g} minutes")
+            progress.show_step(
+                f"self-test, round {number + 1}, after {(since - began) / 60:.1f} of {minutes:g} minutes"
+            )
             place = Path(folder) / str(number)
             yield _measure_round(engines, layout, place, number, progress)
             shutil.rmtree(place, ignore_errors=True)
@@ -190,7 +192,7 @@ def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, 
         members.append(InterleavedJob(own, place / str(index), number))
         members[-1].folder.mkdir(parents=True)
     before = psutil.cpu_times()
-    with hold_device(trial.runtime, progress.waiting):
+    with hold_device(trial.runtime, progress.show_waiting):
         InterleavedGroup(members, f"self-test {number}", Progress(quiet=True), lambda _: None).run()
     measured = [_read_round(member, len(members)) for member in members]
     medians = [process.block_medians("latency", "model") for process in measured]

@@ -56,7 +56,7 @@ def keep_leading(run: RunData) -> RunData:
 
 def make_cell(run: RunData) -> str:
     """Return a fragment of a page, with everything from the run escaped; without matplotlib it has no chart."""
-    leaders, summary = tables.make_leading(run)
+    leaders, summary = tables.list_leading(run)
     if leaders:
         return "\n".join(
             [*(f"<p>{escape(line)}</p>" for line in summary), *_write_chart(run), *chain(*map(_write_rows, leaders))]
@@ -311,7 +311,7 @@ def _make_section(
     from markupsafe import Markup
 
     places = {kind.name: kind.section for kind in tables.list_kinds()}
-    leaders, summary = tables.make_leading(run)
+    leaders, summary = tables.list_leading(run)
     names = {TRIALS.name, *(table.name for table in leaders)}
     read = verdict.read_verdict(run)
     # Of a single model, size and batch the trials' table has what lies side by side.

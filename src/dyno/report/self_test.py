@@ -42,7 +42,7 @@ def with_range(value: float, low: float, high: float) -> str:
 def grade_self_test(test: SelfTest) -> str:
     """Describe the grade in one sentence."""
     rounds = test.stored.study_rounds
-    seen = test.visible(rounds)
+    seen = test.find_visible(rounds)
     worst = f"more than {show_percent(max(GRADES.values()))}"
     limit = f"{show_percent(GRADES[test.grade])} or less" if test.grade != WORST else worst
     own = ", each with separate builds," if test.stored.builds else ""
@@ -247,7 +247,7 @@ def make_tables(test: SelfTest) -> list[Table]:
 
 
 def _make_visible_row(test: SelfTest, rounds: int) -> Row:
-    return {"rounds": rounds, **limit_cells("turns", test.visible(rounds)), "apart": test.visible_apart(rounds)}
+    return {"rounds": rounds, **limit_cells("turns", test.find_visible(rounds)), "apart": test.visible_apart(rounds)}
 
 
 def _make_verdict_row(one: Verdicts) -> Row:

@@ -86,7 +86,7 @@ def log_run(run: RunData, names: Sequence[str]) -> Iterator[str]:
     What was logged of the same run before is replaced. UserError for a run that isn't a study's, and where a tracker
     refuses.
     """
-    if tables.make_leading(run)[0]:
+    if tables.list_leading(run)[0]:
         raise UserError(f"{run.records.folder} has no trials of a study, which trackers take; omit --log")
     os.environ |= {name: value for name, value in QUIET.items() if name not in os.environ}
     tracked = describe_run(run)

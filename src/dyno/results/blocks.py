@@ -181,7 +181,7 @@ def list_quiet_rounds(
     They had the processors at one distance from each other: the one that most blocks of all the trials had. Where a
     trial has fewer than `least` such rounds, all rounds of every trial are returned.
     """
-    timed = [[r for r in t.good if r.measurement(_name_tag(boundary), boundary)] for t in trials]
+    timed = [[r for r in t.good if r.find_measurement(_name_tag(boundary), boundary)] for t in trials]
     usual = _find_usual_latencies((r for rounds in timed for r in rounds), boundary)
     quiet = []
     for t, rounds in zip(trials, timed, strict=True):

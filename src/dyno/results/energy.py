@@ -75,7 +75,7 @@ class Meter:
         stored = _read_counters(self.folder / IDLE)
         trace = timeline.read_timeline(self.folder / IDLE)
         others = float(np.nanmean(stored["others"])) if len(stored.get("others", ())) else 0.0
-        used = trace is not None and float(np.nan_to_num(trace.column("util")).mean()) > timeline.BUSY
+        used = trace is not None and float(np.nan_to_num(trace.read_column("util")).mean()) > timeline.BUSY
         shared = trace is not None and (used or timeline.most_others(trace) > 0)
         disturbed = {"cuda": shared, "cpu": others > BUSY}
         return {kind: Idle(estimate_power(stored, counter), disturbed[kind]) for kind, counter in COUNTERS.items()}
@@ -121,7 +121,7 @@ def _is_shared(r: Round, kind: str) -> bool:
     assert sustained is not None
     if kind == "cpu":
         return threshold is not None and sustained.others_busy > threshold
-    return r.trace is not None and timeline.most_others(r.trace, r.trace.inside([sustained.window])) > 0
+    return r.trace is not None and timeline.most_others(r.trace, r.trace.mark_inside([sustained.window])) > 0
 
 
 def estimate_power(stored: dict[str, np.ndarray], counter: str, window: Window = (-math.inf, math.inf)) -> float:

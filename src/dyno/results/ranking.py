@@ -279,15 +279,15 @@ class Ranking:
         ranked = rank_trials(keep_eligible(self.group), THROUGHPUT)
         return ranked if self.group["batch"].nunique() > 1 else ranked.iloc[:0]
 
-    def ranked(self, speed: str) -> pd.DataFrame:
+    def rank_by(self, speed: str) -> pd.DataFrame:
         """Return the ranking by LATENCY or THROUGHPUT."""
         return self.fastest if speed == LATENCY else self.most_images
 
-    def reference(self, row: pd.Series) -> TrialResult | None:
+    def find_reference(self, row: pd.Series) -> TrialResult | None:
         """Return the reference of a row's speed-up: that of its size, or of the first size where all sizes compete."""
         return self.trials.get(row["budget_reference"] if self.sizes else row["reference"])
 
-    def configuration(self, row: pd.Series) -> str:
+    def name_row(self, row: pd.Series) -> str:
         """Return a row's name in the ranking, with the precision it ran in where that isn't the requested one."""
         return describe_configuration(row) + (f" at size {row['size']}" if self.sizes else "")
 
@@ -333,9 +333,9 @@ def list_finalists(run: RunData) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for ranking in rank_goals(run):
         for speed in (LATENCY, THROUGHPUT):
-            ordered = ranking.ranked(speed)
+            ordered = ranking.rank_by(speed)
             chosen = [str(id) for id in ordered["trial"].iloc[:PLACES]]
-            if len(ordered) and (reference := ranking.reference(ordered.iloc[0])) is not None:
+            if len(ordered) and (reference := ranking.find_reference(ordered.iloc[0])) is not None:
                 chosen.append(reference.id)
             if len(set(chosen)) > 1:  # a single trial was not selected by chance
                 boundary = "throughput" if speed == THROUGHPUT else str(ordered.iloc[0]["boundary"])
@@ -594,7 +594,7 @@ def list_contenders(run: RunData) -> set[str]:
         return {*run.trials}
     found = {*list_finalists(run)}
     for ranking in rank_goals(run):
-        contest = compare_first(ranking.ranked(LATENCY), LATENCY, run)
+        contest = compare_first(ranking.rank_by(LATENCY), LATENCY, run)
         others = zip((str(row["trial"]) for _, row in contest.ranked.iloc[1:].iterrows()), contest.leads, strict=True)
         found |= {id for id, lead in others if not (lead.verdict == stats.FASTER and lead.value >= CLEAR)}
     return found
@@ -620,7 +620,7 @@ def list_pending(run: RunData) -> list[UndecidedPair]:
     up for.
     """
     rows = run.frame[run.frame["status"] == "ok"]
-    good, ranked = set(rows["trial"]), [ranking.ranked(LATENCY) for ranking in rank_goals(run)]
+    good, ranked = set(rows["trial"]), [ranking.rank_by(LATENCY) for ranking in rank_goals(run)]
     asked = {str(winners["trial"].iloc[0]) for winners in ranked if len(winners)}
     if run.records.settings.get("until") == EVERY_ROW or any(run.trials[id].side for id in good):
         asked = good

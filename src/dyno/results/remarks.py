@@ -135,7 +135,9 @@ def describe_throttling(t: TrialResult) -> list[ThrottleCounts]:
 
 
 def _count_throttled(t: TrialResult, boundary: str) -> ThrottleCounts:
-    taken, hit, lost = (sum(counts) for counts in zip((0, 0, 0), *(r.throttled(boundary) for r in t.good), strict=True))
+    taken, hit, lost = (
+        sum(counts) for counts in zip((0, 0, 0), *(r.count_throttled(boundary) for r in t.good), strict=True)
+    )
     return ThrottleCounts(boundary, taken, hit, lost, _join_reasons(t, boundary))
 
 

@@ -51,7 +51,7 @@ class Round:
     def warnings(self) -> tuple[str, ...]:
         return self.record.warnings
 
-    def measurement(self, tag: str, boundary: str = "", clock: str = "") -> Measurement | None:
+    def find_measurement(self, tag: str, boundary: str = "", clock: str = "") -> Measurement | None:
         """Return the measurement of that tag and boundary, or None.
 
         It is by the GPU's clock where there is one and no `clock` is given.
@@ -71,13 +71,13 @@ class Round:
         """
         if tag in LOADING and self.facts.turns and self.facts.turns.together > 1:
             return None
-        measured = self.measurement(tag, boundary)
+        measured = self.find_measurement(tag, boundary)
         value = math.nan if measured is None or measured.value is None else float(measured.value)
         return value if math.isfinite(value) else None
 
     def raw_samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
         """Return all samples as taken (seconds for a latency, images/s for throughput), float64; empty without."""
-        measured = self.measurement(tag, boundary, clock)
+        measured = self.find_measurement(tag, boundary, clock)
         if measured is None or not measured.samples:
             return np.empty(0)
         return self._samples.get(measured.samples, np.empty(0))
@@ -103,7 +103,7 @@ class Round:
             return timeline.clean_blocks(taken, numbers, self.facts.blocks[boundary], self.trace.throttled)
         return timeline.find_clean(turns if len(turns) == len(taken) else taken, window, self.trace.throttled)
 
-    def throttled(self, boundary: str) -> tuple[int, int, int]:
+    def count_throttled(self, boundary: str) -> tuple[int, int, int]:
         """Count the latencies taken at a boundary, those taken while the GPU was throttled, and those dropped."""
         taken = self.raw_samples("latency", boundary)
         hit = len(taken) - int(self._mark_clean(taken, boundary).sum())
@@ -171,15 +171,15 @@ class Round:
 
     def _find_blocks(self, tag: str, boundary: str, count: int) -> np.ndarray | None:
         """Return the block of each of `count` samples, None where they are in none."""
-        measured = self.measurement(tag, boundary, HOST)
+        measured = self.find_measurement(tag, boundary, HOST)
         numbers = self._samples.get(f"{measured.samples}_block") if measured is not None else None
         return numbers if numbers is not None and count and len(numbers) == count else None
 
     @cached_property
     def _samples(self) -> dict[str, np.ndarray]:
-        return self.arrays("samples.npz") if self.loaded is None else self.loaded
+        return self.read_arrays("samples.npz") if self.loaded is None else self.loaded
 
-    def arrays(self, file: str, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    def read_arrays(self, file: str, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """Read arrays of one of the round's npz files (only `names`, or all); empty if it is missing or damaged."""
         try:
             return read_npz(self.folder / file, names)
@@ -196,7 +196,7 @@ class Round:
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Return raw model outputs by name, [N, ...], in input order; not kept, because they can be large."""
-        arrays = self.arrays("outputs.npz")
+        arrays = self.read_arrays("outputs.npz")
         return {
             name.removeprefix("output:"): a
             for name, a in arrays.items()
@@ -205,5 +205,5 @@ class Round:
 
     def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:
         """Return the rows of an output per batch or input, by name, for outputs whose first axis isn't the inputs."""
-        arrays = self.arrays("outputs.npz", {f"rows:{name}" for name in names})
+        arrays = self.read_arrays("outputs.npz", {f"rows:{name}" for name in names})
         return {name[len("rows:") :]: a for name, a in arrays.items()}

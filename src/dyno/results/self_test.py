@@ -329,7 +329,7 @@ class SelfTest:
         """The shares by which processes were slowed down, 0 among them, in order."""
         return sorted({pair.slowdown for one in self.rounds for pair in one.pairs})
 
-    def pairs(self, slowdown: float) -> list[ProcessPair]:
+    def list_pairs(self, slowdown: float) -> list[ProcessPair]:
         """Return the pairs of that slow-down, round after round."""
         return [pair for one in self.rounds for pair in one.pairs if pair.slowdown == slowdown]
 
@@ -339,7 +339,7 @@ class SelfTest:
 
         Its interval counts the rounds alone: the pairs of a round may share a process.
         """
-        groups = [[pair.log for pair in self.pairs(slowdown)] for slowdown in self.slowdowns]
+        groups = [[pair.log for pair in self.list_pairs(slowdown)] for slowdown in self.slowdowns]
         squares = sum((len(logs) - 1) * statistics.variance(logs) for logs in groups)
         value = math.sqrt(squares / sum(len(logs) - 1 for logs in groups))
         return spread_interval(value, len(self.rounds) - 1)
@@ -373,7 +373,7 @@ class SelfTest:
     @cached_property
     def equal(self) -> stats.Speedup:
         """The speed-up of equal processes over all rounds; it should be 1."""
-        return stats.paired_speedup([pair.log for pair in self.pairs(0.0)])
+        return stats.paired_speedup([pair.log for pair in self.list_pairs(0.0)])
 
     @cached_property
     def levels(self) -> PairVariances:
@@ -423,7 +423,7 @@ class SelfTest:
         rates = [one.false for one in self.verdicts if not one.slowdown and one.rounds == rounds]
         return rates[0] if rates else Rate(0, 0)
 
-    def visible(self, rounds: int) -> stats.Interval:
+    def find_visible(self, rounds: int) -> stats.Interval:
         """Return the smallest slow-down (a share) that `rounds` rounds in turns see with 80 % power."""
         if rounds not in self._visible:
             self._visible[rounds] = smallest_with_limits(self.noise, rounds)
@@ -436,7 +436,7 @@ class SelfTest:
     @cached_property
     def grade(self) -> str:
         """A letter for what a study of the usual number of rounds sees: A 1 %, B 2 %, C 5 %, D 10 %, else E."""
-        smallest = self.visible(self.stored.study_rounds).value
+        smallest = self.find_visible(self.stored.study_rounds).value
         return next((letter for letter, limit in GRADES.items() if smallest <= limit), WORST)
 
     @cached_property

@@ -52,7 +52,7 @@ class Trace:
     before_memory: float
     before_processes: float
 
-    def column(self, name: str) -> np.ndarray:
+    def read_column(self, name: str) -> np.ndarray:
         """Return one column; NaN for each sample when it was not stored."""
         values = self.columns.get(f"gpu_{name}")
         return np.full(len(self.at), math.nan) if values is None else values
@@ -60,7 +60,7 @@ class Trace:
     @cached_property
     def reasons(self) -> np.ndarray:
         """The bit mask of each sample, int64; 0 where NVML reported none."""
-        return np.asarray(np.nan_to_num(self.column("throttle")), np.int64)
+        return np.asarray(np.nan_to_num(self.read_column("throttle")), np.int64)
 
     @cached_property
     def throttled(self) -> list[Window]:
@@ -72,7 +72,7 @@ class Trace:
         ends = np.concatenate([[-math.inf], self.at, [math.inf]])
         return [(float(ends[first]), float(ends[last + 1])) for first, last in edges.reshape(-1, 2)]
 
-    def inside(self, windows: Iterable[Window]) -> np.ndarray:
+    def mark_inside(self, windows: Iterable[Window]) -> np.ndarray:
         """Return which samples fall into one of the windows, bool [samples]."""
         chosen = np.zeros(len(self.at), bool)
         for begin, end in windows:
@@ -124,16 +124,16 @@ def read_timeline(folder: Path) -> Trace | None:
 
 def summarise_timeline(trace: Trace, timed: Sequence[Window]) -> TelemetrySummary:
     """Summarise a round in numbers; without windows only memory and temperature are known."""
-    inside = trace.inside(timed)
-    mask = trace.reasons[inside & ~np.isnan(trace.column("throttle"))]
+    inside = trace.mark_inside(timed)
+    mask = trace.reasons[inside & ~np.isnan(trace.read_column("throttle"))]
     shares = {reason: float(((mask & bit) != 0).mean()) for bit, reason in REASONS.items() if len(mask)}
     return TelemetrySummary(
-        memory=_reduce_finite(np.max, trace.column("memory") - trace.before_memory),
-        utilisation=_reduce_finite(np.mean, trace.column("util")[inside]),
-        clock=_reduce_finite(np.median, trace.column("clock")[inside]),
-        clock_min=_reduce_finite(np.min, trace.column("clock")[inside]),
-        power=_reduce_finite(np.mean, trace.column("power")[inside]),
-        temperature=_reduce_finite(np.max, trace.column("temperature")),
+        memory=_reduce_finite(np.max, trace.read_column("memory") - trace.before_memory),
+        utilisation=_reduce_finite(np.mean, trace.read_column("util")[inside]),
+        clock=_reduce_finite(np.median, trace.read_column("clock")[inside]),
+        clock_min=_reduce_finite(np.min, trace.read_column("clock")[inside]),
+        power=_reduce_finite(np.mean, trace.read_column("power")[inside]),
+        temperature=_reduce_finite(np.max, trace.read_column("temperature")),
         reasons={reason: share for reason, share in shares.items() if share and reason != REASONS[UNREMARKABLE]},
         others=most_others(trace, inside),
         busy_before=_busy_before(trace),
@@ -184,7 +184,7 @@ def _count_others(trace: Trace) -> np.ndarray:
     In a container NVML's process ids may be of another namespace, so that the job can't be distinguished from others.
     Then one process counts as the job, once there are more than before it began.
     """
-    processes, own = trace.column("processes"), trace.column("own")
+    processes, own = trace.read_column("processes"), trace.read_column("own")
     if np.nan_to_num(own).max(initial=0) > 0:
         return np.asarray(processes - own)
     before = np.minimum(np.nan_to_num(trace.before_processes), processes)
@@ -193,15 +193,15 @@ def _count_others(trace: Trace) -> np.ndarray:
 
 def _busy_before(trace: Trace) -> float:
     """Return the percent utilisation that others caused before the job took memory; NaN when it took it at once."""
-    grown = trace.column("memory") > trace.before_memory + GREW
+    grown = trace.read_column("memory") > trace.before_memory + GREW
     quiet = int(np.argmax(grown)) if grown.any() else 0
-    return _reduce_finite(np.min, trace.column("util")[:quiet]) if quiet >= QUIET_SAMPLES else math.nan
+    return _reduce_finite(np.min, trace.read_column("util")[:quiet]) if quiet >= QUIET_SAMPLES else math.nan
 
 
 def throttle_reasons(trace: Trace, window: Window) -> str:
     """Return the throttle reasons in or right beside the window, as text."""
     near = [s for s in trace.throttled if s[0] < window[1] and s[1] > window[0]]
-    bits = int(np.bitwise_or.reduce(trace.reasons[trace.inside(near)]))
+    bits = int(np.bitwise_or.reduce(trace.reasons[trace.mark_inside(near)]))
     return ", ".join(reason for bit, reason in REASONS.items() if bit & THROTTLED & bits)
 
 

@@ -318,7 +318,7 @@ class TrialResult:
 
     def stored(self, *names: str) -> dict[str, np.ndarray]:
         """Return arrays of outputs.npz, of the round that `answers` are of."""
-        return next((r.arrays("outputs.npz", names) for r in self.good if r.answers), {})
+        return next((r.read_arrays("outputs.npz", names) for r in self.good if r.answers), {})
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Return the raw outputs of the first good round that has any."""
@@ -354,9 +354,9 @@ class TrialResult:
 
     def parts(self, tag: str, boundary: str, clock: str = "") -> list[np.ndarray]:
         """Return the samples of each good round that has any."""
-        return [samples for _, samples in self.sampled(tag, boundary, clock)]
+        return [samples for _, samples in self.list_sampled(tag, boundary, clock)]
 
-    def sampled(self, tag: str, boundary: str, clock: str = "") -> list[tuple[Round, np.ndarray]]:
+    def list_sampled(self, tag: str, boundary: str, clock: str = "") -> list[tuple[Round, np.ndarray]]:
         """Return each good round that has such samples, with them."""
         clock = clock or (clock_of(boundary, self) if tag == "latency" else "")
         return [(r, s) for r in self.good if (s := r.samples(tag, boundary, clock)).size]
@@ -390,8 +390,8 @@ def clock_of(boundary: str, *trials: TrialResult) -> str:
 
     It is GPU where every round has it, else HOST, so that a time with the launch in it never meets one without.
     """
-    timed = [r for t in trials for r in t.good if r.measurement("latency", boundary)]
-    return GPU if timed and all(r.measurement("latency", boundary, GPU) for r in timed) else HOST
+    timed = [r for t in trials for r in t.good if r.find_measurement("latency", boundary)]
+    return GPU if timed and all(r.find_measurement("latency", boundary, GPU) for r in timed) else HOST
 
 
 @dataclass(repr=False)

@@ -37,7 +37,7 @@ def launch_in_turn(
 
     The wait for the locks doesn't count towards `timeout_s`.
     """
-    with hold_device(job.runtime, progress.waiting), processors_held(job.runtime, progress.waiting):
+    with hold_device(job.runtime, progress.show_waiting), processors_held(job.runtime, progress.show_waiting):
         return launch(job, folder, timeout_s, progress.tick, extra, tool=tool)
 
 

@@ -270,7 +270,7 @@ def _run_groups(groups: Sequence[InterleavedGroup], progress: Progress) -> None:
     try:
         load_in_parallel(groups)
         for group in groups:
-            with hold_device(group.members[0].job.runtime, progress.waiting):
+            with hold_device(group.members[0].job.runtime, progress.show_waiting):
                 group.run()
     finally:
         for group in groups:
@@ -292,7 +292,7 @@ def _build_members(
     members = [
         InterleavedJob(
             make_job(trial, number, file_of, options, kind),
-            run.fresh(trial, number, kind),
+            run.create_round(trial, number, kind),
             number,
             _read_memory(run, trial),
         )
@@ -310,7 +310,7 @@ def _build_companion(
     while run.record(trial, free, COMPANION) is not None:
         free += 1
     companion = make_job(trial, number, file_of, options, COMPANION)
-    return InterleavedJob(companion, run.fresh(trial, free, COMPANION), -1, _read_memory(run, trial))
+    return InterleavedJob(companion, run.create_round(trial, free, COMPANION), -1, _read_memory(run, trial))
 
 
 def _read_memory(run: Run, trial: Trial) -> int:

@@ -79,7 +79,7 @@ def execute(
             "need the same Dyno, libraries, models and data, at the same paths"
         )
     run = Run(folder)
-    with run.locked():
+    with run.hold_lock():
         planned = prepare(study, run, planned, progress)
         self_test.keep_in(run.folder, study.device)
         todo = [entry.trial for entry in planned if not entry.refusal and (not only or entry.trial.id in only.trials)]
@@ -90,7 +90,7 @@ def execute(
         if study.energy:  # before the first job heats the device
             keep_idle(study, run.folder, progress)
         if study.peak:
-            with progress.running([]):
+            with progress.show_study([]):
                 find_peak(study, run.folder / "peak", progress)
         fits = correctness.make_matcher(study.reference, todo) if study.reference else None
         forms = find_forms(read_models(run.folder))
@@ -101,7 +101,7 @@ def execute(
             rounds.measure_rounds(todo, most=1)  # a first answer, before other routes to the ONNX file are exported
             measure = partial(execute, progress=progress)
             with progress.hidden_answers():
-                todo += search.search_routes(study, run.folder, todo, files.file, progress, measure)
+                todo += search.search_routes(study, run.folder, todo, files.make_file, progress, measure)
         rounds.measure_rounds(todo)
         if study.searches:
             todo += search.search_precisions(study, folder, todo, rounds.measure_rounds)
@@ -155,7 +155,7 @@ class Rounds:
         every = [_order_jobs(same_model) for same_model in models.values()]
         orders = [[job for job in order if job[1] < most] for order in every]
         later = [trial for order in every for trial, number in order if number >= most]
-        with self.progress.running([trial for order in orders for trial, _ in order], later):
+        with self.progress.show_study([trial for order in orders for trial, _ in order], later):
             for (key, same_model), order in zip(models.items(), orders, strict=True):
                 incomplete = [trial for trial in same_model if _is_incomplete(self.run, trial, most)]
                 planned = max(trial.plan.rounds for trial in same_model)
@@ -220,7 +220,7 @@ class Rounds:
         done: list[Trial] = []
         begun, delayed = time.monotonic(), 0
         order = sorted(trials, key=lambda trial: (delay(trial), not self.files.has_file(trial)))
-        with self.progress.building():
+        with self.progress.pause_estimate():
             for place, trial in enumerate(order):
                 needs_file = not self.files.has_file(trial)
                 is_late = not done and needs_file and time.monotonic() - begun > BUILDING_S
@@ -250,7 +250,7 @@ class Rounds:
         again = [replace(trial, plan=replace(trial.plan, rounds=number + 1)) for trial in trials]
         random.Random(number).shuffle(again)
         options = {PLAN: {"boundaries": list(boundaries)}}
-        with self.progress.running(again):
+        with self.progress.show_study(again):
             self.files.make_files(again)
             if again[0].plan.blocks:
                 self._in_turns(again, number, (), options)
@@ -324,7 +324,7 @@ class Rounds:
         if (stored := _find_record(self.run, trial, number)) is not None:
             self.progress.done(trial, stored, stored=True)
             return
-        folder, artifact = self.run.fresh(trial, number), self.files.of(trial, number)
+        folder, artifact = self.run.create_round(trial, number), self.files.of(trial, number)
         if isinstance(artifact, Record):
             record = replace(artifact, facts=Facts())
             self.run.store(trial, number, record)
@@ -364,7 +364,7 @@ class Finalists:
     def _measure_rounds(self, rounds: int, kind: str, options: Mapping[str, Any] | None = None) -> None:
         repeated = [replace(t, plan=replace(t.plan, rounds=rounds)) for t in self.trials if t.id in self.boundaries]
         pending = [(t, k) for t, k in _order_jobs(repeated) if self.run.record(t, k, kind) is None]
-        with self.progress.running([trial for trial, _ in pending]):
+        with self.progress.show_study([trial for trial, _ in pending]):
             self.files.make_files(trial for trial, _ in pending)
             for number in sorted({k for _, k in pending}):
                 alone = self._measure_in_turns([t for t, k in pending if k == number], number, kind, options)
@@ -399,7 +399,7 @@ class Finalists:
         if isinstance(artifact, Record):
             self.run.store(trial, number, artifact, CONFIRMATION)
             return
-        folder = self.run.fresh(trial, number, CONFIRMATION)
+        folder = self.run.create_round(trial, number, CONFIRMATION)
         self.progress.start(trial, number, "confirmation")
         options = {PLAN: {"boundaries": sorted(self.boundaries[trial.id])}}
         job = ensemble.make_job(trial, number, self.files.of, options, kind=CONFIRMATION)
@@ -558,16 +558,16 @@ class Files:
         """Return whether the trial needs no file that is still to be made."""
         if trial.recipe is None or self._substitute_key(trial.recipe) in self.results:
             return True
-        return self.cache.has(self.cache.key(trial.recipe))
+        return self.cache.has(self.cache.make_key(trial.recipe))
 
     def of(self, trial: Trial, number: int) -> Artifact | Record | None:
         """Return the file for this round of the trial.
 
         If the file could not be made, return a record with the reason; None if the trial needs no file.
         """
-        return self.file(_of_build(trial.recipe, trial.build(number), trial.backend)) if trial.recipe else None
+        return self.make_file(_of_build(trial.recipe, trial.build(number), trial.backend)) if trial.recipe else None
 
-    def file(self, recipe: Recipe) -> Artifact | Record:
+    def make_file(self, recipe: Recipe) -> Artifact | Record:
         """Return the file that this recipe makes, from the cache if all that it depends on is unchanged."""
         key = self._substitute_key(recipe)
         if key not in self.results:
@@ -579,13 +579,13 @@ class Files:
 
         A file of a free batch may be replaced by one of batch 1 in one trial and by one of batch 8 in another.
         """
-        key = self.cache.key(recipe)
+        key = self.cache.make_key(recipe)
         if recipe.fallback is None:
             return key
         return hashlib.sha256(f"{key} {self._substitute_key(recipe.fallback)}".encode()).hexdigest()[: len(key)]
 
     def _with_fallback(self, recipe: Recipe, substitute_key: str) -> Artifact | Record:
-        key = self.cache.key(recipe)
+        key = self.cache.make_key(recipe)
         stored = self.cache.find(key)[0] or self.cache.find(substitute_key)[0]
         if stored is not None:
             return stored
@@ -596,7 +596,7 @@ class Files:
             return artifact
         if artifact.status not in OTHER_ROUTE or artifact.facts.no_route:
             return artifact
-        other = self.file(recipe.fallback)
+        other = self.make_file(recipe.fallback)
         # The last route's failure is reported: it has the fixed batch that the others may have proposed.
         return other if isinstance(other, Record) else self._store_substitute(other, artifact, substitute_key)
 
@@ -611,10 +611,10 @@ class Files:
 
     def _build_file(self, recipe: Recipe, key: str, damage: str) -> Artifact | Record:
         """Build the file by this recipe, without its fallback."""
-        parent = self.file(recipe.parent) if recipe.parent else None
+        parent = self.make_file(recipe.parent) if recipe.parent else None
         if isinstance(parent, Record):
             return parent
-        self.progress.making(recipe, damage)
+        self.progress.show_making(recipe, damage)
         with self.cache.making(key) as folder:
             # Nothing is timed meanwhile, so making a file may use every core.
             runtime = replace(recipe.runtime, threads=max(recipe.runtime.threads, system.physical_cores()))
@@ -628,7 +628,7 @@ class Files:
             longer = "; --build-timeout SECONDS allows more" if record.status == "timeout" else ""
             return Record(record.status, record.stage, record.reason + longer, system=record.system, facts=failure)
         self.built += 1
-        self.progress.took()
+        self.progress.report_duration()
         artifact, damage = self.cache.find(key)
         return artifact or Record("failed", record.stage, damage or "the file was made but is not in the cache")
 

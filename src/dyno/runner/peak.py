@@ -49,7 +49,7 @@ def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
     key = _compute_key(runtime)
     cached = find_remembered("peaks", key)
     if good_record(cached) is None:
-        progress.other(f"peak of {runtime.device}")
+        progress.show_step(f"peak of {runtime.device}")
         shutil.rmtree(folder, ignore_errors=True)
         record = launch_in_turn(Job("peak", runtime), folder, TIMEOUT_S, progress)
         if record.status == "ok" and not record.warnings:
@@ -65,7 +65,7 @@ def find_ceilings(runtime: Runtime, types: Collection[str], folder: Path, progre
 
     A failure is a record with the reason.
     """
-    progress.other(f"ceilings of {runtime.device}")
+    progress.show_step(f"ceilings of {runtime.device}")
     job = Job("peak", runtime, options={"types": sorted(types), "copy": True})
     return launch_in_turn(job, folder, TIMEOUT_S, progress)
 
@@ -76,9 +76,9 @@ def keep_idle(study: Study, folder: Path, progress: Progress) -> None:
     if path.is_file():
         return
     runtime = runtime_of(study, Choice("pytorch"))
-    progress.other(f"power of {study.device} while idle")
+    progress.show_step(f"power of {study.device} while idle")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with hold_device(runtime, progress.waiting):
+    with hold_device(runtime, progress.show_waiting):
         telemetry = Telemetry(study.device, make_environment(runtime))
         telemetry.watch(os.getpid())
         time.sleep(IDLE_S)

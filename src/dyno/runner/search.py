@@ -172,17 +172,17 @@ class Configuration:
     def key(self) -> str:
         return _hash_trial(self.trial)
 
-    def by(self, route: str) -> Trial:
+    def choose_trial(self, route: str) -> Trial:
         """Return the configuration's trial by this route."""
         return replace(self.trial, options={**self.trial.options, **(options_of(route) if route else {})})
 
-    def place(self, route: str = "") -> tuple[str, str]:
+    def describe_place(self, route: str = "") -> tuple[str, str]:
         """Return the variant and precision that distinguish this route's row from others."""
-        return self.by(route).variant, self.trial.precision
+        return self.choose_trial(route).variant, self.trial.precision
 
-    def text(self, route: str = "") -> str:
+    def write_form(self, route: str = "") -> str:
         """Return the configuration by this route in the notation of `--backend`."""
-        trial = self.by(route)
+        trial = self.choose_trial(route)
         runtime = "" if trial.runtime.name == "main" else trial.runtime.name
         return Choice(trial.backend, trial.options, (trial.precision,), runtime).text
 
@@ -280,7 +280,7 @@ def _try_routes(
 ) -> list[Attempt]:
     """Measure each configuration's routes beside its usual one; return the attempts, none if they can't be planned."""
     model, dims = wanted[0].trial.model, wanted[0].trial.dims
-    asked = dict.fromkeys(one.text(route) for one in wanted for route in ("", *one.routes))
+    asked = dict.fromkeys(one.write_form(route) for one in wanted for route in ("", *one.routes))
     own = replace(
         study, models=(_find_source(study, model),), backends=tuple(asked), precisions=(), batches=(dims.batch,),
         sizes=(dims.size,) if dims.height else (), data="", calibration="", budget={}, limit={}, reference="",
@@ -288,7 +288,7 @@ def _try_routes(
         boundaries=(BOUNDARY,), seconds=min(study.seconds, SECONDS),
     )  # fmt: skip
     names = ", ".join(dict.fromkeys(route for one in wanted for route in one.routes))
-    progress.other(f"other routes of {model.name}: {names}")
+    progress.show_step(f"other routes of {model.name}: {names}")
     attempts: list[Attempt] = []
     for rounds in (1, PROOF):
         try:
@@ -314,7 +314,11 @@ def _decide_attempts(wanted: Sequence[Configuration], folder: Path) -> list[Atte
     data = trial_table.read_trials(folder)
     ran = {(t.variant, t.precision): t for t in data.records}
     outputs = {row["trial"]: str(row["outputs"] or "") for row in data.frame.to_dict("records")}
-    pairs = [(one, name, ran.get(one.place(name)), ran.get(one.place())) for one in wanted for name in one.routes]
+    pairs = [
+        (one, name, ran.get(one.describe_place(name)), ran.get(one.describe_place()))
+        for one in wanted
+        for name in one.routes
+    ]
     evidence = [
         ranking.gather_evidence(t, usual, BOUNDARY, rule=data.rule) if t and usual and t.good and usual.good else None
         for _, _, t, usual in pairs

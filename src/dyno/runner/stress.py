@@ -80,7 +80,7 @@ def _test_trials(
             raise UserError(
                 f"{trial.model.name}'s batch is not the first axis of its inputs, which a stress test takes it for"
             )
-        artifact = Files(progress, trial.plan.build_timeout_s).file(trial.recipe) if trial.recipe else None
+        artifact = Files(progress, trial.plan.build_timeout_s).make_file(trial.recipe) if trial.recipe else None
         if isinstance(artifact, Record):
             raise UserError(f"{trial.label}: {artifact.reason}")
         _check_free(trial, artifact)
@@ -90,9 +90,9 @@ def _test_trials(
             "stress", trial.runtime, trial, artifact=artifact, options={"phases": phases, "iterations": iterations}
         )
         timeout = max(trial.plan.timeout_s, iterations * len(phases) * SLOWEST_S)
-        with progress.running([]):
-            progress.other(f"stress test of {trial.label}: {len(phases)} phases of {iterations:,} batches")
-            with Run(folder).locked():
+        with progress.show_study([]):
+            progress.show_step(f"stress test of {trial.label}: {len(phases)} phases of {iterations:,} batches")
+            with Run(folder).hold_lock():
                 record = launch_in_turn(job, job_folder, timeout, progress)
         stored = job_folder / "samples.npz"
         yield _describe_test(trial.label, record, read_npz(stored) if stored.exists() else {})

@@ -196,7 +196,7 @@ class InterleavedGroup:
             self.pids.add(_find_process(member).pid)
         for member in members:
             assert member.started is not None
-            member.started.telemetry.loads()
+            member.started.telemetry.note_loading()
             self.progress.start(member.trial, member.number)
         self._advance_members(members, GO)
 
@@ -302,7 +302,7 @@ class InterleavedGroup:
         """
         if not members:
             return
-        with processors_held(members[0].job.runtime, self.progress.sharing):
+        with processors_held(members[0].job.runtime, self.progress.report_sharing):
             self._run_members(members, word)
 
     def _run_members(self, members: Sequence[InterleavedJob], word: str) -> None:

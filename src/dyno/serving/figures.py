@@ -98,7 +98,7 @@ class RateMeasurement:
         chosen = seconds[self._answered]
         return float(chosen.mean()) if len(chosen) else math.nan
 
-    def percentile(self, name: str) -> Interval | None:
+    def find_percentile(self, name: str) -> Interval | None:
         """Return that percentile of the latencies; None with too few requests, or where it falls on unanswered ones."""
         if self.count < stats.samples_for(PERCENTILES[name]):
             return None

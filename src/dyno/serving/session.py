@@ -130,7 +130,7 @@ def _count_inputs(most: int) -> int:
 
 def _run_reference(reference: Study, folder: Path, progress: Progress) -> None:
     """Run the reference on the inputs that the engines got; if it can't run, a note says so."""
-    progress.other(f"the answers of {reference.backends[0]}, with which the others' are compared")
+    progress.show_step(f"the answers of {reference.backends[0]}, with which the others' are compared")
     try:
         execute(reference, folder, progress, retry_failed=True)
     except UserError as e:
@@ -223,7 +223,7 @@ def _record_inputs(
     study: Study, model: ModelSpec, photos: Sequence[Path], folder: Path, progress: Progress
 ) -> ApplicationFacts:
     """Answer each request once with the network itself; its inputs are in INPUTS_FILE in the job's folder then."""
-    progress.other("each request once, for the network's inputs")
+    progress.show_step("each request once, for the network's inputs")
     runtime = Runtime(threads=study.threads or system.physical_cores())
     job = Job("application", runtime, Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=runtime),
               options={"requests": [*map(str, photos)]})  # fmt: skip

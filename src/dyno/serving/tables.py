@@ -146,7 +146,7 @@ def _explain_no_rate(served: ServingRun, bound: str) -> Iterator[str]:
 def _nothing_holds(served: ServingRun, bound: str, once: bool) -> str:
     """Describe that no rate holds, with the lowest rate's latency in its worst round, or that nothing is known."""
     least, several = min(t.step.rate for t in served.tried), len({t.step.rate for t in served.tried}) > 1
-    found_there = [(t.percentile(served.bounded), t) for t in served.tried if t.step.rate == least]
+    found_there = [(t.find_percentile(served.bounded), t) for t in served.tried if t.step.rate == least]
     latency, lowest = max(found_there, key=lambda pair: pair[0].value if pair[0] else np.inf)
     if all(t.step.verdict == serve_rates.TOO_FEW for t in served.tried):
         return f"Whether {bound} holds can't be said of {'these rates' if several else 'this rate'}"
@@ -168,7 +168,7 @@ def _describe_waiting(served: ServingRun) -> Iterator[str]:
         f"{show(queued / (queued + computed), 'percentage')} of its time it waits; a batch has "
         f"{format_number(there.mean_batch)} requests."
     )
-    found = there.percentile(served.bounded)
+    found = there.find_percentile(served.bounded)
     if found and np.isfinite(found.high) and found.high > there.facts.bound_s:
         name = _name_percentile(served.bounded)
         yield f"The interval of that {name} reaches beyond the bound; a longer --duration narrows it."
@@ -247,7 +247,9 @@ def _make_row(served: ServingRun) -> Row:
     if outputs.wrong:  # it has no other verdict
         row["verdict"] = outputs.wrong
     return (
-        row if there is None else row | limit_cells("latency_s", there.percentile(served.bounded)) | _time_cells(there)
+        row
+        if there is None
+        else row | limit_cells("latency_s", there.find_percentile(served.bounded)) | _time_cells(there)
     )
 
 
@@ -283,7 +285,7 @@ def _rate_row(served: ServingRun, tried: RateMeasurement) -> Row:
         "loadgen_s": tried.step.loadgen_s or None,
     }  # fmt: skip
     for name in PERCENTILES:
-        row |= limit_cells(f"{name}_s", tried.percentile(name))
+        row |= limit_cells(f"{name}_s", tried.find_percentile(name))
     return row
 
 
@@ -382,7 +384,7 @@ def draw_latency_by_rate(run: RunData) -> Any:
 
 def _find_points(served: ServingRun, name: str) -> list[tuple[RateMeasurement, float]]:
     """Return the stable rates that have the percentile, each with its value in seconds, by ascending rate."""
-    found = [(t, t.percentile(name)) for t in served.tried if not t.step.unstable]
+    found = [(t, t.find_percentile(name)) for t in served.tried if not t.step.unstable]
     return sorted(((t, p.value) for t, p in found if p), key=lambda pair: pair[0].step.rate)
 
 

@@ -314,13 +314,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
             remember(Path(scratch) / "job", "inspections", key)
     inspection = record.inspection or Inspection()
     files = inspection.files
-    if model.classes and inspection.outputs not in (0, model.classes):
-        raise UserError(
-            f"{model.name} has {inspection.outputs} classes, not {model.classes}; omit --classes, which shapes the "
-            "libraries' models and functions that take num_classes"
-        )
-    if len(study.models) == 1:
-        refuse_sizes(study, model, inspection)
+    _refuse_settings(model, study, inspection)
     channels = study.channels if inspection.channels is None else inspection.channels
     return replace(
         model,
@@ -334,6 +328,17 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
         outputs=inspection.declared,
         files_sha256=digest(sorted([Path(name).name, sha] for name, sha in files.items())) if files else "",
     ), inspection
+
+
+def _refuse_settings(model: ModelSpec, study: Study, inspection: Inspection) -> None:
+    """Refuse classes or sizes that the model doesn't have."""
+    if model.classes and inspection.outputs not in (0, model.classes):
+        raise UserError(
+            f"{model.name} has {inspection.outputs} classes, not {model.classes}; omit --classes, which shapes the "
+            "libraries' models and functions that take num_classes"
+        )
+    if len(study.models) == 1:
+        refuse_sizes(study, model, inspection)
 
 
 def _have_changed(files: Mapping[str, str]) -> bool:

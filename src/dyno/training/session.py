@@ -330,7 +330,7 @@ class TrainingPlan:
     options: TrainOptions
     classes: list[str]
 
-    def job(self) -> Job:
+    def make_job(self) -> Job:
         """Build the job that trains the model."""
         runtime = Runtime(device=self.options.device, threads=self.study.threads or system.physical_cores())
         trial = Trial(self.model, "", "fp32", Dims(self.options.batch, *self.size), data=self.test, runtime=runtime)
@@ -378,7 +378,7 @@ def train(
     if resume and not (folder / "state.pt").is_file():
         raise UserError(f"there is no training to resume in {folder}; omit --resume to start one")
     view = TrainingView(folder, chosen.epochs, quiet=quiet)
-    with guard_start(folder), Run(folder).locked():
+    with guard_start(folder), Run(folder).hold_lock():
         plan = _plan_training(study, chosen, holdout, folder, view)
         record, now = _run_job(plan, folder, view)
     found = record.facts.training
@@ -415,7 +415,7 @@ def _run_job(plan: TrainingPlan, folder: Path, view: TrainingView) -> tuple[Reco
         f"training {plan.model.name} at {plan.size[0]}x{plan.size[1]} on {_count_images(plan.training)} images of "
         f"{len(plan.classes)} classes ({names}), testing on {_count_images(plan.test)}"
     )
-    job = plan.job()
+    job = plan.make_job()
     if stored := _find_record(job, folder):
         view.say(f"{opening}: trained already")
         return stored, False

@@ -77,7 +77,7 @@ def read_medians(trial: TrialResult) -> TrialMedians:
         return stats.over_rounds(samples).median if samples else None
 
     images = trial.value("throughput", "throughput")
-    names = (str(one.arrays("telemetry.npz", ("gpu_name",)).get("gpu_name", "")) for one in trial.good)
+    names = (str(one.read_arrays("telemetry.npz", ("gpu_name",)).get("gpu_name", "")) for one in trial.good)
     return TrialMedians(
         model=compute_median("latency", "model", GPU),
         model_host=compute_median("latency", "model", HOST),

@@ -95,7 +95,7 @@ class VideoJobSpec:
         pipe = own.options["source"]
         inherited = [int(pipe.removeprefix("pipe:"))] if pipe.startswith("pipe:") else []
         try:
-            with hold_device(own.runtime, progress.waiting):
+            with hold_device(own.runtime, progress.show_waiting):
                 return launch(own, folder, math.inf, progress.tick, share_processors(own), inherited=inherited,
                               patience_s=PATIENCE_S)  # fmt: skip
         except Interrupted as e:
@@ -126,7 +126,7 @@ class LoadResult(Result):
     def _leading(self) -> tuple[list[Table], list[str]]:
         from dyno.report import tables
 
-        return tables.make_leading(self.data)
+        return tables.list_leading(self.data)
 
     @property
     def tables(self) -> list[Table]:
@@ -271,5 +271,5 @@ def store_about(folder: Path, name: str, about: Mapping[str, Any], other: str, l
         raise UserError(f"{folder} is {other}; give another --out")
     if (folder / "study.toml").is_file() and not path.is_file():
         raise UserError(f"{folder} is of a run {lacking}; give another --out")
-    with Run(folder).locked():  # makes the folder Dyno's, too
+    with Run(folder).hold_lock():  # makes the folder Dyno's, too
         write_json(path, about)

@@ -59,7 +59,7 @@ class Journal:
         self.check_process()
         write_json(self.folder / "partial.json", to_json(self.record))
 
-    def sampled(self, tag: str, boundary: str, unit: str, hint: str, sampling: measure.Sampling) -> None:
+    def store_samples(self, tag: str, boundary: str, unit: str, hint: str, sampling: measure.Sampling) -> None:
         """Store raw samples, when they were taken, and the measurements that name them."""
         name = tag if tag == boundary else f"{tag}_{boundary}"
         self.facts(timed={**self.record.facts.timed, boundary: sampling.window})
@@ -74,35 +74,35 @@ class Journal:
         save_arrays(self.folder / "samples.npz", self.samples)
         self.add(*measurements)
 
-    def queued(self, seconds: np.ndarray) -> None:
+    def store_queued(self, seconds: np.ndarray) -> None:
         """Store the GPU's seconds of runs that were queued behind another (see `measure.measure_queued`)."""
         self.samples["queued"] = seconds
         save_arrays(self.folder / "samples.npz", self.samples)
         self.add(Measurement("queued", "s", "duration", None, "queued", "model", "gpu"))
 
-    def parted(self, seconds: dict[str, np.ndarray]) -> None:
+    def store_parts(self, seconds: dict[str, np.ndarray]) -> None:
         """Store the parts of one inference from host to host."""
         self.samples.update(seconds)
         save_arrays(self.folder / "samples.npz", self.samples)
         clocks = {name: "host" if name == "enqueue" else "gpu" for name in seconds}
         self.add(*(Measurement(name, "s", "duration", None, name, "all", clocks[name]) for name in seconds))
 
-    def evaluated(self, evaluation: evaluate.Evaluation) -> None:
+    def store_evaluation(self, evaluation: evaluate.Evaluation) -> None:
         """Store the evaluation's rate and its stages."""
         if evaluation.stages:
             self.samples.update(evaluation.stages)
             save_arrays(self.folder / "samples.npz", self.samples)
         if facts := evaluation.facts():
             self.facts(evaluation=facts)
-        self.add(*evaluation.measurements())
+        self.add(*evaluation.list_measurements())
 
-    def profiled(self, tag: str, whole: np.ndarray, layers_tag: str, layers: np.ndarray) -> None:
+    def store_profile(self, tag: str, whole: np.ndarray, layers_tag: str, layers: np.ndarray) -> None:
         """Store the seconds of watched runs under the tag, and those of their layers [repeats, layers]."""
         self.samples.update({tag: whole, layers_tag: layers})
         save_arrays(self.folder / "samples.npz", self.samples)
         self.add(*(Measurement(name, "s", "duration", None, name, "model", "host") for name in (tag, layers_tag)))
 
-    def worked(self, work: GpuWork) -> None:
+    def store_gpu_work(self, work: GpuWork) -> None:
         """Store what a GPU did in the watched runs, and the host to make it."""
         self.samples.update({"gpu_busy": work.busy, "cuda_calls": work.calls, "kernels": work.kernels})
         save_arrays(self.folder / "samples.npz", self.samples)
@@ -112,7 +112,9 @@ class Journal:
             Measurement("kernels", "1", "count", None, "kernels", "model"),
         )
 
-    def contended(self, boundary: str, busy: float, device: str, withheld: float = 0.0, overheated: int = 0) -> None:
+    def record_contention(
+        self, boundary: str, busy: float, device: str, withheld: float = 0.0, overheated: int = 0
+    ) -> None:
         """Record the CPU contention of this timing, and warn when it was enough to change it.
 
         `busy` and `withheld` are in processors, `overheated` a count: see `system.CpuContention`.
@@ -129,7 +131,7 @@ class Journal:
         if overheated and device == "cpu":
             self.warn(f"{boundary}: the processors lowered their clock against heat {overheated} times meanwhile")
 
-    def timed(self, tag: str, stage: str, action: Callable[[], Any]) -> Any:
+    def time_stage(self, tag: str, stage: str, action: Callable[[], Any]) -> Any:
         """Run the action as a stage and store its seconds under the tag."""
         self.stage(stage)
         start = time.perf_counter()

@@ -60,7 +60,7 @@ def stress_trial(job: Job, journal: Journal) -> None:
     assert job.trial is not None
     trial, backend = job.trial, find(job.trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
-    session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
+    session: Session = journal.time_stage("load", "load", lambda: backend.load(trial, job.artifact))
     journal.stage("first phase")
     for phase in stress(session, trial, job.options["phases"], int(job.options["iterations"])):
         result = phase.to_record(TOLERANCE[trial.precision])
@@ -88,7 +88,7 @@ def make_file(job: Job, journal: Journal) -> None:
     steps = [step] if Path(artifact.path).resolve().is_relative_to(journal.folder.resolve()) else []
     # A file's warnings hold for all that is made from it.
     warnings = tuple(dict.fromkeys([*before.warnings, *artifact.made_by.warnings]))
-    made_by = MakerFacts(**before.set_fields(ORIGIN)).joined(artifact.made_by)
+    made_by = MakerFacts(**before.set_fields(ORIGIN)).merge(artifact.made_by)
     made_by = replace(made_by, steps=(*before.steps, *steps), warnings=warnings)
     journal.record = replace(journal.record, artifact=replace(artifact, seconds=seconds, made_by=made_by))
 
@@ -152,7 +152,7 @@ def find_peak(job: Job, journal: Journal) -> None:
         journal.add()
     if job.options.get("copy"):
         journal.facts(copy=jobs_stress.copy(job.runtime))
-    journal.contended("peak", contention.busy(), job.runtime.device, contention.withheld())
+    journal.record_contention("peak", contention.count_busy(), job.runtime.device, contention.count_withheld())
 
 
 def take_home(job: Job, journal: Journal) -> None:

@@ -356,7 +356,7 @@ class CpuContention:
         self._since, self._all, self._own = time.monotonic(), _busy_seconds(self._processors), _own_seconds()
         self._throttled = throttled_seconds() if self._is_limited else 0.0
 
-    def during(self, blocks: Iterable[int]) -> Iterator[int]:
+    def count_during(self, blocks: Iterable[int]) -> Iterator[int]:
         """Yield the same blocks, and count contention only within them.
 
         Between two blocks other processes have their turn.
@@ -369,19 +369,19 @@ class CpuContention:
             others, throttled, span = others + more[0], throttled + more[1], span + more[2]
             self._kept = others, throttled, span
 
-    def busy(self) -> float:
+    def count_busy(self) -> float:
         """Return the processors kept busy by others, on average; 0 if the system has no such figures."""
         others, _, span = self._kept or self._measure_interval()
         # The system counts in ticks: in a short time others may seem to have been busy for less than 0 s, or for more
         # than their processors have.
         return min(max(0.0, others / span), float(len(self._processors))) if span > 0 else 0.0
 
-    def withheld(self) -> float:
+    def count_withheld(self) -> float:
         """Return the processors that this process wanted and a limit withheld, on average; 0 without a limit."""
         _, throttled, span = self._kept or self._measure_interval()
         return throttled / span if span > 0 else 0.0
 
-    def overheated(self) -> int:
+    def count_overheated(self) -> int:
         """Return how often processors have lowered their clock against heat since this began."""
         return count_overheating() - self._overheated
 

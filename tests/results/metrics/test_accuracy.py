@@ -191,7 +191,7 @@ def test_the_matrix(trial: TrialResult) -> None:
     assert found is not None and found.names == ["cat", "dog", "лиса", "class 7"]
     assert found.counts.tolist() == [[1, 2, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]]
     assert found.to_pandas().loc["cat", "dog"] == 2
-    assert found.largest() == [("cat", "dog", 2, 3), ("dog", "class 7", 1, 2)]
+    assert found.list_largest() == [("cat", "dog", 2, 3), ("dog", "class 7", 1, 2)]
 
 
 def test_answers_in_another_order_of_classes_are_told() -> None:

@@ -121,8 +121,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_package_s_code_says_what_it_takes_and_runs(tmp_path: Path) -> None:
     package = aot_package.read_package(str(written(tmp_path / "n.pt2", "bfloat16")))
     assert package.inputs == (aot_package.PackageInput("bfloat16", ("batch", 3, 8, 9), 2, 15),)
-    assert (package.batches(), package.threads, package.device) == ((2, 2, 15), 3, "cpu")
-    assert package.types() == {"bfloat16": 2}, "a kernel that only arranges a library's input multiplies nothing"
+    assert (package.read_batches(), package.threads, package.device) == ((2, 2, 15), 3, "cpu")
+    assert package.count_types() == {"bfloat16": 2}, "a kernel that only arranges a library's input multiplies nothing"
     kinds = [(layer.type, layer.computes_in, layer.nodes) for layer in package.layers]
     assert kinds == [
         ("aten.convolution", "", ("conv",)),

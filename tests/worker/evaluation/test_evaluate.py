@@ -84,7 +84,7 @@ def test_ties_rank_alike_everywhere(data: DataSpec) -> None:
 
 def test_random_inputs_have_no_labels_and_are_not_timed() -> None:
     evaluation = evaluate(Linear(2), trial(DataSpec(count=5), 2))
-    assert (evaluation.measurements(), evaluation.facts()) == ([], None)
+    assert (evaluation.list_measurements(), evaluation.facts()) == ([], None)
     arrays = evaluation.arrays
     assert set(arrays) == {"output:output", "output:scale", "rows:scale", "topk_index", "topk_score", "sample"}
     assert arrays["sample"].tolist() == [0, 1, 2, 3, 4]
@@ -113,7 +113,7 @@ def test_the_session_may_reuse_its_output(data: DataSpec) -> None:
 def test_real_images_are_timed_after_a_tenth_of_warm_up(data: DataSpec) -> None:
     evaluation = evaluate(Linear(2), trial(data, 2))
     assert (evaluation.images, evaluation.warm_up) == (7, 2)
-    assert evaluation.seconds > 0 and {m.tag: m.unit for m in evaluation.measurements()} == {
+    assert evaluation.seconds > 0 and {m.tag: m.unit for m in evaluation.list_measurements()} == {
         "preprocess": "s", "inference": "s", "postprocess": "s", "pipeline": "1/s",
     }  # fmt: skip
     assert evaluation.facts() == PipelineFacts(7, evaluation.seconds, 2)
@@ -133,7 +133,7 @@ def test_metadata_of_the_data_set_is_recorded(data: DataSpec) -> None:
     metadata = '{"decode_s": 0.002, "classes": ["a", "б"], "warnings": ["class \'б\' is in no image"]}'
     (Path(data.folder) / "meta.json").write_text(metadata, encoding="utf-8")
     evaluation = evaluate(Linear(2), trial(data, 2))
-    assert evaluation.measurements()[0].tag == "decode" and evaluation.decode == 0.002
+    assert evaluation.list_measurements()[0].tag == "decode" and evaluation.decode == 0.002
     assert evaluation.arrays["classes"].tolist() == ["a", "б"]
     assert evaluation.oddities == ("class 'б' is in no image",)
 
@@ -457,7 +457,7 @@ def test_beside_a_busy_program_images_are_answered_with_fewer_threads_and_no_rat
     found = evaluate(session, replace(trial(data, 2), runtime=Runtime(threads=4)), count_busy=lambda: busy)
     assert session.limits == limits
     is_limited = can_limit and len(limits) > 0
-    assert is_limited == ("pipeline" not in {each.tag for each in found.measurements()}) == (found.facts() is None)
+    assert is_limited == ("pipeline" not in {each.tag for each in found.list_measurements()}) == (found.facts() is None)
     assert found.warnings == is_limited * [
         f"the pipeline's images/s were not measured: other programs kept {busy:.1f} processors busy, so the images "
         "were answered with fewer threads"

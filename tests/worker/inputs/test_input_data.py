@@ -29,7 +29,7 @@ def test_pixels_become_what_the_model_was_trained_on(data: DataSpec) -> None:
     images = Images(data, PREPROCESS)
     pixels = np.load(Path(data.folder) / "images.npy")[[8, 2]] / 255.0
     expected = (pixels - np.reshape((0.5, 0.4, 0.3), (1, 3, 1, 1))) / np.reshape((0.2, 0.3, 0.4), (1, 3, 1, 1))
-    got = images.batch(0, 2)
+    got = images.read_batch(0, 2)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert (len(images), images.shape) == (4, (3, 4, 4))
@@ -37,13 +37,13 @@ def test_pixels_become_what_the_model_was_trained_on(data: DataSpec) -> None:
 
 def test_batches_wrap_around(data: DataSpec) -> None:
     images = Images(data, PREPROCESS)
-    np.testing.assert_array_equal(images.batch(2, 4), images.batch(0, 4)[[2, 3, 0, 1]])
+    np.testing.assert_array_equal(images.read_batch(2, 4), images.read_batch(0, 4)[[2, 3, 0, 1]])
     fed = [feed["input"] for feed in read_batches(data, PREPROCESS, [IMAGE], DIMS, 3)]
-    np.testing.assert_array_equal(np.concatenate(fed), images.batch(0, 9))
+    np.testing.assert_array_equal(np.concatenate(fed), images.read_batch(0, 9))
 
 
 def test_one_value_of_mean_serves_every_channel(data: DataSpec) -> None:
-    grey = Images(data, Preprocess(mean=(0.5,), std=(0.25,))).batch(0, 1)
+    grey = Images(data, Preprocess(mean=(0.5,), std=(0.25,))).read_batch(0, 1)
     assert grey.min() >= -2 and grey.max() <= 2 and grey.std() > 0.5
 
 

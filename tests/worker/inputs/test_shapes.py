@@ -224,7 +224,7 @@ def test_a_pipeline_reads_them_into_its_own_memory(data: DataSpec, dtype: type) 
     images = Images(data, PREPROCESS, last=True)
     place = np.zeros((2, 6, 5, 3), dtype)
     images.read_into(place, 3)
-    np.testing.assert_allclose(place, images.batch(3, 2, "uint8" if dtype is np.uint8 else "float32"), rtol=1e-6)
+    np.testing.assert_allclose(place, images.read_batch(3, 2, "uint8" if dtype is np.uint8 else "float32"), rtol=1e-6)
 
 
 def test_pixels_count_as_what_their_normalisation_makes_of_them(data: DataSpec) -> None:

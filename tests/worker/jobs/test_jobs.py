@@ -44,7 +44,7 @@ def slow_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_imports_are_counted_once_and_apart() -> None:
     clock, usual = ColdStartClock(), (builtins.__import__, importlib.import_module)
     begin = time.monotonic()
-    with clock.imports_apart(), clock.part("load"):
+    with clock.imports_apart(), clock.time_part("load"):
         import slow_outer  # type: ignore[import-not-found]  # noqa: F401
 
         importlib.import_module("slow_by_name")
@@ -58,7 +58,7 @@ def test_imports_are_counted_once_and_apart() -> None:
 
 def test_an_import_that_fails_ends_the_counting_too() -> None:
     clock = ColdStartClock()
-    with clock.imports_apart(), clock.part("load"):
+    with clock.imports_apart(), clock.time_part("load"):
         for _ in range(2):
             with pytest.raises(ImportError):
                 importlib.import_module("no_such_module_at_all")
@@ -191,7 +191,7 @@ GIVEN, SEARCH = ServeOptions(rate=(10, 20, 30)), ServeOptions(p99="1s")
 @pytest.mark.parametrize(("options", "tried", "end"), [(GIVEN, [10], 20), (SEARCH, [50, 100], 200)])
 def test_rates_before_a_server_s_end_are_kept(options: ServeOptions, tried: list[float], end: float) -> None:
     work = Silent(len(tried), options)
-    work.rates("")
+    work.measure_rates("")
     assert [step.rate for step in work._facts.steps] == tried and work._facts.highest is None
     (warning,) = work.warnings
     assert (
@@ -202,7 +202,7 @@ def test_rates_before_a_server_s_end_are_kept(options: ServeOptions, tried: list
 @pytest.mark.parametrize("options", [GIVEN, SEARCH])
 def test_a_server_that_answers_nothing_fails(options: ServeOptions) -> None:
     with pytest.raises(Unanswered, match="no request got an answer"):
-        Silent(0, options).rates("")
+        Silent(0, options).measure_rates("")
 
 
 AGES = 1e6  # seconds, for which the conductor lets the worker wait

@@ -49,7 +49,7 @@ def _trial(source: str, name: str = "onnxruntime", batch: int = 2, **options: An
 
 def _file(recipe: Recipe | None) -> Artifact:
     assert recipe is not None
-    made = Files(Progress(quiet=True)).file(recipe)
+    made = Files(Progress(quiet=True)).make_file(recipe)
     assert isinstance(made, Artifact), made
     return made
 
@@ -102,12 +102,12 @@ def test_where_a_route_fails_the_next_one_is_taken_and_said(net: str, monkeypatc
     good = registry.find("onnxruntime").recipe(_trial(net, exporter="torchscript"))
     assert good is not None
     bad = replace(good, options={"exporter": "none such"}, fallback=good)
-    made = Files(Progress(quiet=True)).file(bad)
+    made = Files(Progress(quiet=True)).make_file(bad)
     assert isinstance(made, Artifact)
     assert "made by another route (torchscript opset 18), because the usual one ended as failed" in str(
         made.made_by.warnings
     )
-    again = Files(Progress(quiet=True)).file(bad)  # kept: the route that fails isn't tried again
+    again = Files(Progress(quiet=True)).make_file(bad)  # kept: the route that fails isn't tried again
     assert isinstance(again, Artifact) and again.sha256 == made.sha256
 
 
@@ -122,7 +122,9 @@ def test_a_module_that_looks_at_the_batch_has_a_file_for_each(tmp_path: Path, ba
     model = ModelSpec("net", f"{tmp_path / 'net.py'}:net", sha256_with_imports(tmp_path / "net.py"))
     trial, files = replace(_trial(model.source), model=model), Files(Progress(quiet=True))
     for batch in (1, 8):
-        made = files.file(registry.find("onnxruntime").recipe(replace(trial, dims=replace(trial.dims, batch=batch))))
+        made = files.make_file(
+            registry.find("onnxruntime").recipe(replace(trial, dims=replace(trial.dims, batch=batch)))
+        )
         assert isinstance(made, Artifact) and made.inputs[0].shape[0] == batch
         assert said in str(made.made_by.warnings)
         x = np.ones((batch, 3, 32, 32), np.float32)

@@ -162,7 +162,7 @@ def check(found: Any, image: int, atol: float = 1e-3) -> None:
 def test_boxes_come_back(layout: str, dtype: type) -> None:
     arrays = {name: a if a.dtype.kind in "iu" else a.astype(dtype) for name, a in LAYOUTS[layout]().items()}
     known = CLASSES if layout in ("v8, anchors first", "selected") else 0
-    read = BoxReader(DETECT, known, confidence=0.1).detections(arrays, np.array([SIZE, SIZE]), SIZE)
+    read = BoxReader(DETECT, known, confidence=0.1).read_detections(arrays, np.array([SIZE, SIZE]), SIZE)
     for image, found in enumerate(read):
         check(found, image, 1e-3 if dtype == np.float32 else 6e-3)
 
@@ -171,25 +171,25 @@ def test_rows_of_a_batch_are_counted_by_another_output() -> None:
     """As PaddleDetection's are: bbox is M x 6, and bbox_num has the rows of each image."""
     rows, counts = T.rows("class", "score", "box"), np.array([FOUND, 2, 0], np.int32)
     arrays = {"bbox": np.concatenate([rows[0], rows[1][:2]]).astype(np.float32), "bbox_num": counts}
-    first, second, third = BoxReader(DETECT, confidence=0.1).detections(arrays, np.array([SIZE] * 3), SIZE)
+    first, second, third = BoxReader(DETECT, confidence=0.1).read_detections(arrays, np.array([SIZE] * 3), SIZE)
     check(first, 0)
     np.testing.assert_allclose(second.scores, T.scores[1][:2], atol=1e-6)
     np.testing.assert_allclose(second.boxes, T.boxes[1][:2], atol=1e-3)
     np.testing.assert_array_equal(second.classes, T.labels[1][:2])
     assert not len(third.scores)
-    (alone,) = BoxReader(DETECT, confidence=0.1).detections(arrays, np.array([SIZE]), SIZE)
+    (alone,) = BoxReader(DETECT, confidence=0.1).read_detections(arrays, np.array([SIZE]), SIZE)
     check(alone, 0)  # the other images only fill the batch
     for other in (counts + 1, np.ones(FOUND + 2, np.int32)):
         with pytest.raises(UnreadBoxes, match="no known layout"):
-            BoxReader(DETECT).detections({**arrays, "bbox_num": other}, np.array([SIZE] * 3), SIZE)
+            BoxReader(DETECT).read_detections({**arrays, "bbox_num": other}, np.array([SIZE] * 3), SIZE)
 
 
 def test_torchvision_s_lists_are_of_one_image() -> None:
     arrays = {"output": T.boxes[0].astype(np.float32), "output_1": T.labels[0], "output_2": T.scores[0]}
-    (found,) = BoxReader(DETECT, confidence=0.1).detections(arrays, np.array([SIZE]), SIZE)
+    (found,) = BoxReader(DETECT, confidence=0.1).read_detections(arrays, np.array([SIZE]), SIZE)
     check(found, 0)
     none = {name: array[:0] for name, array in arrays.items()}
-    assert len(BoxReader(DETECT).detections(none, np.array([SIZE]), SIZE)[0].scores) == 0
+    assert len(BoxReader(DETECT).read_detections(none, np.array([SIZE]), SIZE)[0].scores) == 0
 
 
 def test_masks_and_keypoints_of_boxes_that_are_left() -> None:
@@ -200,14 +200,16 @@ def test_masks_and_keypoints_of_boxes_that_are_left() -> None:
     coefficients = np.eye(4)[middle[..., 0] + 2 * middle[..., 1]]
     rows = np.concatenate([T.rows("box", "score", "class"), coefficients], 2)
     sizes = np.array([SIZE, SIZE])
-    for found in BoxReader(SEGMENT, confidence=0.1).detections({"output0": rows, "output1": prototypes}, sizes, SIZE):
+    for found in BoxReader(SEGMENT, confidence=0.1).read_detections(
+        {"output0": rows, "output1": prototypes}, sizes, SIZE
+    ):
         assert len(found.masks or ()) == FOUND
         for box, counts in zip(found.boxes, found.masks or (), strict=True):
             area = float(np.prod(np.floor(box[2:]) - np.ceil(box[:2])))
             assert 0.25 * area < counts[1::2].sum() <= np.prod(box[2:] - box[:2] + 1)
     points = np.stack([T.centres[..., 0], T.centres[..., 1], np.full((2, FOUND), 0.5)], 2)
     rows = np.concatenate([T.rows("box", "score", "class"), points, points], 2) / [*SHARES, 1, 1, 64, 48, 1, 64, 48, 1]
-    for image, one in enumerate(BoxReader(POSE, confidence=0.1).detections({"output0": rows}, sizes, SIZE)):
+    for image, one in enumerate(BoxReader(POSE, confidence=0.1).read_detections({"output0": rows}, sizes, SIZE)):
         assert one.keypoints is not None
         assert one.keypoints.shape == (FOUND, 2, 3)
         np.testing.assert_allclose(one.keypoints[:, 1, :2], T.centres[image][:, :2], atol=1e-3)
@@ -228,7 +230,7 @@ def test_masks_and_keypoints_of_boxes_that_are_left() -> None:
 )
 def test_what_is_not_understood_is_one_line(arrays: Arrays, classes: int, reason: str) -> None:
     with pytest.raises(UnreadBoxes, match=reason) as raised:
-        BoxReader(DETECT, classes).detections(arrays, np.array([SIZE, SIZE]), SIZE)
+        BoxReader(DETECT, classes).read_detections(arrays, np.array([SIZE, SIZE]), SIZE)
     assert "understood are batch x (4 + classes) x anchors" in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -243,7 +245,7 @@ def test_boxes_that_are_decoded_are_read() -> None:
     """The offsets of the test above, decoded by numpy: a box for each anchor above the threshold."""
     table = offsets(decoded=True)
     reader = BoxReader(DETECT, CLASSES, confidence=0.05, iou=1.0)
-    (first, _) = reader.detections({"o": table}, np.array([SIZE, SIZE]), SIZE)
+    (first, _) = reader.read_detections({"o": table}, np.array([SIZE, SIZE]), SIZE)
     assert len(first.scores) >= ANCHORS / 2
     np.testing.assert_allclose(first.scores[0], (table[0, :, 4] * table[0, :, 5:].max(-1)).max(), rtol=1e-5)
 

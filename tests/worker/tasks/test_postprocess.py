@@ -41,7 +41,7 @@ def detections(
     **settings: Any,
 ) -> list[Detections]:  # fmt: skip
     named = {f"output{number}": array for number, array in enumerate(outputs)}
-    return BoxReader(task, classes, keypoints, **settings).detections(named, images, SIZE)
+    return BoxReader(task, classes, keypoints, **settings).read_detections(named, images, SIZE)
 
 
 def decode(counts: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -288,7 +288,7 @@ def test_inputs_are_what_every_other_command_feeds(digits):
 
     split = network.Split.open(digits)
     (x, y), *_ = network.BatchReader(split, NET.preprocess, TrainOptions())(network.plain_batches(split, 8))
-    assert np.array_equal(x.numpy(), Images(digits, NET.preprocess).batch(0, 8))
+    assert np.array_equal(x.numpy(), Images(digits, NET.preprocess).read_batch(0, 8))
     assert y.tolist() == split.labels[split.index[:8]].tolist()
 
 

@@ -147,12 +147,12 @@ def test_boxes_are_those_of_all_predictions(dtype: str, confidence: float) -> No
     everything = {"output": torch.from_numpy(whole), "more": torch.ones(2)}
     assert drop(everything) is everything, "no layout was chosen yet"
     sizes = np.full((4, 2), 64)
-    first = reader.detections({"output": whole.astype(np.float32)}, sizes, (64, 64))
+    first = reader.read_detections({"output": whole.astype(np.float32)}, sizes, (64, 64))
     seen = drop(everything)
     assert list(seen) == ["output", "more"]
     assert seen["output"].shape[2] < 200 or confidence == 0
     fewer = {"output": seen["output"].numpy().astype(np.float32)}
-    found = [first, reader.detections(fewer, sizes, (64, 64))]
+    found = [first, reader.read_detections(fewer, sizes, (64, 64))]
     for all_, few in zip(*found, strict=True):
         np.testing.assert_array_equal(all_.boxes, few.boxes)
         np.testing.assert_array_equal(all_.scores, few.scores)
@@ -164,7 +164,7 @@ def test_outputs_in_another_layout_are_left_as_they_are() -> None:
     corners = rng.random((1, 300, 2)) * 30
     rows = np.concatenate([corners, corners + 20, rng.random((1, 300, 1)), rng.integers(0, 9, (1, 300, 1))], 2)
     everything = {"output0": torch.from_numpy(rows.astype(np.float32))}
-    reader.detections({"output0": everything["output0"].numpy()}, np.full((1, 2), 64), (64, 64))
+    reader.read_detections({"output0": everything["output0"].numpy()}, np.full((1, 2), 64), (64, 64))
     assert drop_low_scores(torch, reader)(everything) is everything
 
 

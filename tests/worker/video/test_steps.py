@@ -100,7 +100,7 @@ def test_what_lanes_did_is_kept_in_the_order_of_the_frames() -> None:
 
 def test_outputs_that_were_read_are_memory_for_later_ones() -> None:
     class Answering:
-        def detections(self, outputs: Any, sizes: Any, size: Any, aspects: Any) -> list[Any]:
+        def read_detections(self, outputs: Any, sizes: Any, size: Any, aspects: Any) -> list[Any]:
             return [float(row.sum()) for row in outputs["output"][: len(sizes)]]
 
     taken: list[list[np.ndarray]] = []

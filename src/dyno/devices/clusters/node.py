@@ -105,7 +105,7 @@ class Node:
                 log.write(f"processes of the cluster give way to others here (niceness {nice}){self._nice}\n")
         self._process = blocks.start_block(self._folder, env, cwd if Path(cwd).is_dir() else None)
 
-    def news(self) -> FolderUpdate:
+    def read_news(self) -> FolderUpdate:
         """Return the changes since the last call."""
         assert self._folder is not None and self._process is not None
         code = self._process.poll()  # before the files are looked at: those of a process that ended are all there

@@ -242,7 +242,7 @@ class Queue:
         self._awaited = dict[str, float]()  # since when a job by its id, which isn't in the queue, is awaited
         self._why, self._said = "", list[str]()
 
-    def started(self, wait_s: float) -> list[SlurmHost]:
+    def wait_for_start(self, wait_s: float) -> list[SlurmHost]:
         """Wait until each job has started or never will, and return those that have started.
 
         After the first start, the others have `wait_s` seconds; and as many has each job that is no longer in Slurm's
@@ -300,7 +300,7 @@ class Queue:
         if words and words != self._said:
             self._said = words
             count = sum(host.about is not None for host in self.jobs)
-            self.progress.other(f"{count} of {len(self.jobs)} jobs have started; {', '.join(words)}")
+            self.progress.show_step(f"{count} of {len(self.jobs)} jobs have started; {', '.join(words)}")
 
 
 ID = "id"  # the job's in Slurm
@@ -336,7 +336,7 @@ def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> It
         with _keep_beating(mail):
             for number in range(wanted.jobs):
                 jobs.append(_submit_job(submitit, wanted, device, mail, number))
-            yield _list_places(Queue(jobs, progress).started(wanted.minutes["wait"] * MINUTE_S), device)
+            yield _list_places(Queue(jobs, progress).wait_for_start(wanted.minutes["wait"] * MINUTE_S), device)
     finally:
         _end_jobs(jobs, mail)
         shutil.rmtree(base, ignore_errors=True)

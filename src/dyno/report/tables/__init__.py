@@ -40,7 +40,7 @@ def make_tables(run: RunData, name: str) -> list[Table]:
     return [table for kind in by_name.values() if kind.make and (table := kind.table(run)).rows]
 
 
-def make_leading(run: RunData) -> tuple[list[Table], list[str]]:
+def list_leading(run: RunData) -> tuple[list[Table], list[str]]:
     """Return the tables with rows that lead where the run isn't of a study, and their sentences; empty for a study."""
     leaders = [(kind, table) for kind in list_kinds() if kind.leads and (table := kind.table(run)).rows]
     return [table for _, table in leaders], [

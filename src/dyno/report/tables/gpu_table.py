@@ -51,13 +51,13 @@ def rounds_of(t: TrialResult) -> list[Row]:
         {"label": t.label, "trial": t.id, "round": r.number + 1, "status": r.status, "boundary": boundary,
          "clock": clock, **_make_sampling_cells(r, boundary, clock)}
         for r in t.rounds for boundary in LATENCIES for clock in (GPU_CLOCK, HOST)
-        if r.measurement("latency", boundary, clock)
+        if r.find_measurement("latency", boundary, clock)
     ]  # fmt: skip
 
 
 def _make_sampling_cells(r: Round, boundary: str, clock: str) -> Row:
     samples = r.samples("latency", boundary, clock)
-    measured = r.measurement("latency", boundary, clock)
+    measured = r.find_measurement("latency", boundary, clock)
     stopped = measured.stopped if measured else ""
     reason = {"ended": STOPPED.get(stopped, stopped)}
     if not samples.size:

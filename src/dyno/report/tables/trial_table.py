@@ -430,7 +430,7 @@ def _compute_latencies(t: TrialResult) -> dict[str, float]:
     compared = compared_boundary(t)
     for boundary in LATENCIES:
         [quiet] = list_quiet_rounds([t], boundary, 1)
-        if sampled := [each for each in t.sampled("latency", boundary) if each[0] in quiet]:
+        if sampled := [each for each in t.list_sampled("latency", boundary) if each[0] in quiet]:
             rounds = [samples for _, samples in sampled]
             s = stats.over_rounds(rounds)
             if boundary != compared and _find_contradiction(t, boundary, s.median):

@@ -69,12 +69,12 @@ class Winner:
     @cached_property
     def contest(self) -> Contest:
         """The row against each one behind it."""
-        return results_ranking.compare_first(self.ranking.ranked(self.speed), self.speed, self.run)
+        return results_ranking.compare_first(self.ranking.rank_by(self.speed), self.speed, self.run)
 
     @cached_property
     def row(self) -> pd.Series:
         """Its row of the table."""
-        return self.ranking.ranked(self.speed).iloc[0]
+        return self.ranking.rank_by(self.speed).iloc[0]
 
     @property
     def trial(self) -> TrialResult:
@@ -84,12 +84,12 @@ class Winner:
     @property
     def reference(self) -> TrialResult | None:
         """The reference of its speed-up, which may be itself."""
-        return self.ranking.reference(self.row)
+        return self.ranking.find_reference(self.row)
 
     @property
     def configuration(self) -> str:
         """Its name in sentences on one batch."""
-        return self.ranking.configuration(self.row)
+        return self.ranking.name_row(self.row)
 
     @cached_property
     def names(self) -> list[str]:
@@ -98,7 +98,7 @@ class Winner:
 
     def name_row(self, row: pd.Series) -> str:
         """Return a row's name in a sentence, with its batch where batches compete."""
-        return self.ranking.configuration(row) + (f" at batch {row['batch']}" if self.speed == THROUGHPUT else "")
+        return self.ranking.name_row(row) + (f" at batch {row['batch']}" if self.speed == THROUGHPUT else "")
 
     def name_reference(self, reference: TrialResult) -> str:
         """Return the reference's name in sentences."""
@@ -227,7 +227,7 @@ class Winner:
         rounds = f" over {format_count(int(row['rounds']), 'round')}" if row["rounds"] != self.row["rounds"] else ""
         shown = format_ratio(pair.value, pair.low, pair.high)
         compared = f"{self.configuration} is {'ahead' if shown == UNCLEAR else f'{shown} as fast'}"
-        name = self.ranking.configuration(row)
+        name = self.ranking.name_row(row)
         yield Finding(NOTE, f"{name} has a lower latency, {format_ms(row[LATENCY])}{rounds}, but in turns {compared}.")
 
     def list_drifts(self) -> Iterator[Finding]:
@@ -369,7 +369,7 @@ class Winner:
         ahead = stats.decide(results_ranking.compare_rows(first, second, row, ranked.iloc[1], self.speed, None))
         if ahead.value < 1:
             is_real = ahead.verdict == stats.SLOWER
-            text = f"Measured again, the runner-up {self.ranking.configuration(ranked.iloc[1])} is ahead, "
+            text = f"Measured again, the runner-up {self.ranking.name_row(ranked.iloc[1])} is ahead, "
             text += "and the difference is real" if is_real else "if not beyond noise"
             # Which of the two is faster was undecided before.
             expected = not is_real and self.contest.leads[0].verdict != stats.FASTER
@@ -596,7 +596,7 @@ def _advise_on_images(ranking: Ranking, run: RunData) -> str:
     if row is None:
         return ""
     faster = describe_lead(ranking, row, run)
-    return f"{settle} whether {ranking.configuration(row)}{faster and f', which {faster},'} is within the budget"
+    return f"{settle} whether {ranking.name_row(row)}{faster and f', which {faster},'} is within the budget"
 
 
 def describe_missing_images(row: pd.Series) -> str:
@@ -670,7 +670,7 @@ def list_incomparable(ranking: Ranking) -> Iterator[Finding]:
     reasons: dict[str, list[str]] = {}
     for _, row in ranking.apart.iterrows():
         names = reasons.setdefault(str(row["verdict"]), [])
-        if (name := ranking.configuration(row)) not in names:
+        if (name := ranking.name_row(row)) not in names:
             names.append(name)
     for verdict, names in reasons.items():
         yield Finding(WARNING, f"{ranking.where}: {', '.join(names)} not ranked, {verdict}.")
@@ -737,7 +737,7 @@ def _report_no_fit(ranking: Ranking, within: pd.DataFrame, run: RunData, others:
     """Report that no trial at the smallest batch keeps the limits, which comes closest, and what to do next."""
     closest = results_limits.find_closest(within, run.limits)
     assert closest is not None
-    name = f"{ranking.configuration(closest)} at batch {closest['batch']}"
+    name = f"{ranking.name_row(closest)} at batch {closest['batch']}"
     text = f"no trial{_name_batch(ranking)} is within {run.conditions}; the closest is {name}: "
     text += results_limits.describe_misses(closest, run.limits)
     step = _advise_on_limits(closest, run)
@@ -787,7 +787,7 @@ def _list_excluded(ranking: Ranking, run: RunData) -> Iterator[Finding]:
     if not run.conditions:
         return
     for _, row in ranking.ahead.iterrows():
-        latency, name = format_ms(row[LATENCY]), ranking.configuration(row)
+        latency, name = format_ms(row[LATENCY]), ranking.name_row(row)
         faster = describe_lead(ranking, row, run)
         subject = f"{name} {faster} ({latency})" if faster else f"{name} takes {latency}"
         change = metric.change_in(row)[1]

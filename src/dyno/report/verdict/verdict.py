@@ -103,14 +103,14 @@ def answer_so_far(run: RunData) -> ProvisionalAnswer:
         sentences = [*_describe_sides(run)]
     rows = []
     for ranking in rank_goals(run)[:1]:
-        for _, row in ranking.ranked(LATENCY).iterrows():
+        for _, row in ranking.rank_by(LATENCY).iterrows():
             is_reference = row["trial"] == row["reference"]
             shown = (
                 ""
                 if is_missing(row["speedup"])
                 else format_ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
             )
-            rows.append((ranking.configuration(row), format_ms(row[LATENCY]), "reference" if is_reference else shown))
+            rows.append((ranking.name_row(row), format_ms(row[LATENCY]), "reference" if is_reference else shown))
     return ProvisionalAnswer([clean_text(sentence) for sentence in sentences], rows)
 
 

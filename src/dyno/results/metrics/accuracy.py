@@ -400,7 +400,7 @@ class Confusion:
             "taken_for": self.names[most] if wrong[most] else "", "times": int(wrong[most]),
         }  # fmt: skip
 
-    def largest(self, most: int = 5) -> list[tuple[str, str, int, int]]:
+    def list_largest(self, most: int = 5) -> list[tuple[str, str, int, int]]:
         """Return label, answer, count, and number of images with that label; the most frequent first."""
         wrong = self.counts.copy()
         np.fill_diagonal(wrong, 0)

@@ -62,7 +62,7 @@ def read_box_rows(trial: TrialResult) -> BoxRows | None:
     if len(scores) != counts.sum():  # the first of seven values is no number of an image
         return None
     labels = found.scores.argmax(0) if found.labels is None else found.labels + _batch_places(tables[fit.names[0]])
-    boxes = form.corners(found.boxes.T, size).astype(np.float64)
+    boxes = form.convert_boxes(found.boxes.T, size).astype(np.float64)
     if not (_has_corners(boxes[scores > 0]) and np.all(scores <= 1)):
         return None
     if not (row_counts or _is_fixed(outputs)) and not np.all(scores > 0):
@@ -205,7 +205,7 @@ def compare_boxes(trial: TrialResult, reference: TrialResult) -> BoxAgreement | 
 
 def _read_detections(trial: TrialResult) -> dict[str, np.ndarray]:
     """Return the detections of the first good round that has any."""
-    rounds = (place.arrays("outputs.npz", ARRAYS) for place in trial.good)
+    rounds = (place.read_arrays("outputs.npz", ARRAYS) for place in trial.good)
     return next((arrays for arrays in rounds if "detection_image" in arrays), {})
 
 

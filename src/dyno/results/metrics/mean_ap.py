@@ -188,7 +188,7 @@ def _mean_ap(trial: TrialResult) -> MeanAP | None:
     truth = truth_file(place.folder, trial) if place else None
     if place is None or truth is None or not truth.is_file():
         return None
-    arrays = place.arrays("outputs.npz", ARRAYS)
+    arrays = place.read_arrays("outputs.npz", ARRAYS)
     if "detection_image" not in arrays:
         return None
     stored = _ScoreCache(arrays, truth)
@@ -211,7 +211,7 @@ def read_object_confusion(trial: TrialResult) -> Confusion | None:
     truth = truth_file(place.folder, trial) if place else None
     if found is None or found.boxes.map50[0] >= CONFUSED or place is None or truth is None:
         return None
-    return confuse_objects(place.arrays("outputs.npz", ARRAYS), _parse_truth(truth.read_bytes()))
+    return confuse_objects(place.read_arrays("outputs.npz", ARRAYS), _parse_truth(truth.read_bytes()))
 
 
 def confuse_objects(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any]) -> Confusion | None:
@@ -409,7 +409,7 @@ class MeanAveragePrecision(Metric):
         """Return the scores that the value is the mean of."""
         return result.own
 
-    def mean(self, scores: Scores) -> np.ndarray:
+    def average_scores(self, scores: Scores) -> np.ndarray:
         """Return the value from all images, then without each group of them, [1 + groups]."""
         return scores.map50_95
 
@@ -418,7 +418,7 @@ class MeanAveragePrecision(Metric):
         if result is None:
             return None
         scores = self.scores(result)
-        share = jackknife_ap(self.mean(scores))
+        share = jackknife_ap(self.average_scores(scores))
         low, high = (float(np.clip(limit, 0, 1)) for limit in (share.low, share.high))
         return MetricValue(Interval(share.value, low, high), scores.images, WORDS[result.kind])
 
@@ -430,7 +430,7 @@ class MeanAveragePrecision(Metric):
         mine, theirs = self.scores(own), self.scores(other)
         if mine.images != theirs.images or mine.each.shape != theirs.each.shape:
             return None
-        return JackknifedChange(mine.images, jackknife_ap(self.mean(mine) - self.mean(theirs)))
+        return JackknifedChange(mine.images, jackknife_ap(self.average_scores(mine) - self.average_scores(theirs)))
 
 
 class MeanAveragePrecision50(MeanAveragePrecision):

@@ -343,7 +343,7 @@ class AotSession(TorchSession):
         self._artifact = artifact
         self._package = read_package(artifact.path)
         self._described = self._package.describe_inputs(artifact.inputs)
-        limits = self._package.batches()
+        limits = self._package.read_batches()
         if limits and not limits[0] <= trial.dims.batch <= limits[-1]:
             reason = f"compiled for batches {limits[0]} to {limits[-1]}, not {trial.dims.batch}"
             raise UserError(f"the package is {reason}; give static=true")
@@ -370,7 +370,7 @@ class AotSession(TorchSession):
 
     def facts(self) -> EngineFacts:
         """Return the package's calls, the types that they multiply in, and the threads that it was compiled for."""
-        types, calls = self._package.types(), self._package.layers
+        types, calls = self._package.count_types(), self._package.layers
         compiled_for = self._package.threads if not self._on_gpu else None
         asked = self._trial.runtime.threads
         other = [f"the package was compiled for {compiled_for} threads; its own kernels keep to that, not to {asked}"]

@@ -146,11 +146,11 @@ class CompiledPackage:
         parts = self.kernels.split('extern "C"')
         return {name for part in parts if "gemm" in part.lower() for name in KERNEL.findall(part)}
 
-    def types(self) -> dict[str, int]:
+    def count_types(self) -> dict[str, int]:
         """Return how many layers multiply in each type."""
         return dict(Counter(layer.computes_in for layer in self.layers if layer.computes_in))
 
-    def batches(self) -> tuple[int, int, int] | None:
+    def read_batches(self) -> tuple[int, int, int] | None:
         """Return the smallest, best and largest batch that the code was compiled for; None without a limit.
 
         The compiler may narrow a free batch without a word: ShuffleNet's to 15. Dyno's own were run at batch 1.
@@ -262,7 +262,12 @@ def describe(path: str, package: CompiledPackage) -> FileContents:
     if kept := package.kept:
         purpose = file_facts.read_purpose(kept.purpose)
         return FileContents(
-            kept.inputs, kept.outputs, kept.precision, package.batches(), purpose, parameters=kept.parameters or None
+            kept.inputs,
+            kept.outputs,
+            kept.precision,
+            package.read_batches(),
+            purpose,
+            parameters=kept.parameters or None,
         )
     if not package.inputs:
         raise UserError(f"{path} doesn't say which inputs it takes; make it again with `dyno export MODEL -o NAME.pt2`")
@@ -270,9 +275,9 @@ def describe(path: str, package: CompiledPackage) -> FileContents:
         Tensor(name, "float32" if NAMES.get(each.dtype) or each.dtype == "float64" else each.dtype, each.shape)
         for name, each in zip(numbered_names("input", len(package.inputs)), package.inputs, strict=True)
     )
-    types = package.types()
+    types = package.count_types()
     most = max(types, key=lambda kind: types[kind]) if types else package.inputs[0].dtype
-    return FileContents(inputs, (), NAMES.get(most, "fp32"), package.batches())
+    return FileContents(inputs, (), NAMES.get(most, "fp32"), package.read_batches())
 
 
 def numbered_names(name: str, count: int) -> list[str]:

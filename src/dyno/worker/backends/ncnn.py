@@ -153,7 +153,7 @@ class NcnnFormat(FileFormat):
         arrays: list[np.ndarray] = []
         if not any("length" in t.shape for t in inputs):
             shapes = static_shapes(inputs, dims)
-            opened.feed(inputs, [np.zeros(shapes[t.name], t.dtype) for t in inputs])
+            opened.feed_inputs(inputs, [np.zeros(shapes[t.name], t.dtype) for t in inputs])
             arrays = [opened.read(value) for value in opened.run()]
         named = zip(opened.outputs, arrays, strict=False)
         outputs = tuple(Tensor(name, "float32", (BATCH, *array.shape[1:])) for name, array in named)
@@ -200,7 +200,7 @@ class Ncnn(Backend):
             path.write_text(f"{MAGIC}\n2 2\nInput in0 0 1 in0 0=2\nReLU relu 1 1 in0 out0\n", encoding="utf-8")
             path.with_suffix(".bin").write_bytes(b"")
             opened = OpenGraph(str(path), "fp32", 1)
-            opened.feed([Tensor("in0", "float32", (1, 2))], [np.array([[-1, 2]], np.float32)])
+            opened.feed_inputs([Tensor("in0", "float32", (1, 2))], [np.array([[-1, 2]], np.float32)])
             works = opened.run()[0].numpy().ravel().tolist() == [0, 2]
         cure = f"runs .param files, makes none without {CONVERTER}: {install(CONVERTER)}"
         version = system.find_versions(self.requires).get("ncnn", "")
@@ -276,7 +276,7 @@ class OpenGraph:
         self.outputs = sorted(names, key=_find_number)
         self._feeds: dict[str, Any] = {}
 
-    def feed(self, tensors: Sequence[Tensor], arrays: Sequence[np.ndarray]) -> None:
+    def feed_inputs(self, tensors: Sequence[Tensor], arrays: Sequence[np.ndarray]) -> None:
         """Copy the inputs' arrays; whole numbers become int32, which ncnn reads."""
         self._feeds = {}
         for place, (tensor, array) in enumerate(zip(tensors, arrays, strict=True)):
@@ -317,7 +317,7 @@ class OpenGraph:
 
     def answer(self, inputs: Sequence[Tensor], arrays: Sequence[np.ndarray], outputs: int) -> list[Any]:
         """Return the blobs of one run's outputs; raise a `UserError` where there are not as many as expected."""
-        self.feed(inputs, arrays)
+        self.feed_inputs(inputs, arrays)
         if len(self.outputs) != outputs:
             raise UserError(f"{CONVERTER} made {len(self.outputs)} outputs of {outputs}")
         return self.run()
@@ -349,7 +349,7 @@ class NcnnSession(Session):
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Copy the feeds into blobs."""
-        self._opened.feed(self.inputs, [fit_feed(feeds, t, self._shapes[t.name]) for t in self.inputs])
+        self._opened.feed_inputs(self.inputs, [fit_feed(feeds, t, self._shapes[t.name]) for t in self.inputs])
 
     def run(self, slot: int = 0) -> None:
         """Run all layers, to their end."""

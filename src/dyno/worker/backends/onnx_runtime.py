@@ -214,7 +214,7 @@ class OnnxFile:
             product_bits=bits,
             nodes_by_provider=placed or nodes.by_provider(),
             fallback=describe_fallback(_first_provider(providers), placed),
-            operators=nodes.operators(),
+            operators=nodes.count_operators(),
             time_by_operator=nodes.time_by_operator(),
             precision_truth=precision_truth(self.requested, nodes.by_type(), ENGINE, operations, bits),
             threads=self.settings["intra_op_threads"],
@@ -250,14 +250,14 @@ class OnnxFile:
         """Return the optimised graph as the library writes it, with each node's entry in a profile of its run."""
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
-            return self.optimised(path, self.read_profile(self._record_profile(providers, feeds, scratch, path)))
+            return self.read_optimised(path, self.read_profile(self._record_profile(providers, feeds, scratch, path)))
 
     def read_profile(self, events: list[dict[str, Any]]) -> Profile:
         """Return the profile, completed by the type that packed products compute in, which needs onnx."""
         packed = any(e.get("args", {}).get("op_name") == PACKED for e in events)
         return Profile(events, self.requested, accuracy_levels(self.path) if packed else None)
 
-    def optimised(self, path: str, profile: Profile) -> LayerGraph:
+    def read_optimised(self, path: str, profile: Profile) -> LayerGraph:
         """Read the optimised graph at the path, with each node's entry in the profile."""
         return graph.read_optimised_graph(path, self.path, profile, f"{ENGINE} {self.ort.__version__}")
 
@@ -383,7 +383,7 @@ class OnnxRuntimeSession(Session):
                 whole.append(time.perf_counter() - start)
             events = _end_profile(watched._session)
             watched.close()
-            inside = self._file.optimised(path, self._file.read_profile(events))
+            inside = self._file.read_optimised(path, self._file.read_profile(events))
         repeats = by_run(events)[DISCARDED:]
         kernels = graph.list_kernels(inside.layers, set().union(*repeats), self._file.path)
         layers = [[repeat.get(kernel, 0.0) if kernel else 0.0 for kernel in kernels] for repeat in repeats]

@@ -365,7 +365,7 @@ class TorchSession(Session):
         bits = self._measure_bits()
         truth = precision_truth(self._trial.precision, kinds, "PyTorch", bits=bits)
         own = EngineFacts(layers=layers or None, layers_by_type=kinds, precision_truth=truth, product_bits=bits)
-        return self._read_common_facts().joined(own)
+        return self._read_common_facts().merge(own)
 
     def _measure_bits(self) -> int | None:
         """Return the bits that products keep with PyTorch's settings on the device; None if it lacks the operator."""

@@ -295,7 +295,7 @@ class TorchTensorRTSession(TorchSession):
             *_notes_on_operators(in_pytorch, len(compiled_engines)),
         )
         return replace(
-            common.joined(by_type).joined(times),
+            common.merge(by_type).merge(times),
             engines=len(compiled_engines),
             operators_in_pytorch=in_pytorch,
             build_s=self._build_s,
@@ -307,7 +307,7 @@ class TorchTensorRTSession(TorchSession):
         listed = [layer for engine in compiled_engines for layer in layers.from_json(engine.get_engine_layer_info())]
         if any(layer.type for layer in listed):
             precision = self._trial.precision
-            return EngineFacts(notes=tuple(layers.list_notes(listed, precision))).joined(
+            return EngineFacts(notes=tuple(layers.list_notes(listed, precision))).merge(
                 layers.summarise_layers(listed, precision)
             )
         types = count_weight_types(self._torch, self._module)

@@ -222,7 +222,7 @@ class Rows:
     axes: dict[str, int | None] = field(default_factory=dict)
     warning: str = ""
 
-    def arranged(self, outputs: Arrays) -> dict[str, np.ndarray]:
+    def arrange_rows(self, outputs: Arrays) -> dict[str, np.ndarray]:
         """Return the outputs with the batch as their first axis."""
         return {name: np.moveaxis(a, k, 0) if (k := self.axes.get(name)) else a for name, a in outputs.items()}
 
@@ -437,7 +437,7 @@ class Evaluation:
             )
         return found
 
-    def measurements(self) -> list[Measurement]:
+    def list_measurements(self) -> list[Measurement]:
         """Return the pipeline's throughput and the stages' times, whose samples are stored under the stages' names."""
         measurements = [Measurement(name, "s", "duration", None, name, clock="host") for name in self.stages]
         if self.decode:
@@ -475,11 +475,11 @@ def evaluate(
     limiter = ThreadLimiter(session, threads, count_busy)
 
     def keep_outputs(number: int, fetched: Outputs) -> None:
-        raw_outputs.add(number, rows.arranged(fetched))
+        raw_outputs.add(number, rows.arrange_rows(fetched))
         limiter.check_load()
 
     def evaluate_batch(number: int, fetched: Outputs) -> Any:
-        return collector.of(number, rows.arranged(fetched))
+        return collector.of(number, rows.arrange_rows(fetched))
 
     result = pipeline.run(batches, keep_outputs, evaluate_batch, warm_up)
     limiter.restore_threads()

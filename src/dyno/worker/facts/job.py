@@ -70,7 +70,7 @@ class LayerGraph(Sparse):
     layers: tuple[Layer, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def calls(self) -> list[tuple[str, int]]:
+    def count_calls(self) -> list[tuple[str, int]]:
         """Return the name of each layer, and how many layers before it have that name."""
         seen: Counter[str] = Counter()
         found = []

@@ -34,7 +34,7 @@ class Sparse:
             if (not chosen or name in chosen) and _differs(value := getattr(self, name), default)
         }
 
-    def joined(self: S, later: Sparse) -> S:
+    def merge(self: S, later: Sparse) -> S:
         """Return this record, updated by the set fields of `later`, which has the same fields or fewer."""
         return replace(self, **{**later.set_fields(), "other": {**self.other, **later.other}})
 

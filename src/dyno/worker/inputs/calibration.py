@@ -97,7 +97,7 @@ class CalibrationImages:
     def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
         """Yield the feeds of the batches from `start` up to `end`."""
         for k in range(start, end):
-            images = self._images.batch(k * self.batch, self.batch, self.input.dtype)
+            images = self._images.read_batch(k * self.batch, self.batch, self.input.dtype)
             yield {self.input.name: images.astype(self.input.dtype, copy=False)}
 
 

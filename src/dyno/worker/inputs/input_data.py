@@ -50,7 +50,7 @@ class Images:
     def __len__(self) -> int:
         return len(self.index)
 
-    def batch(self, start: int, count: int, dtype: str = "float32") -> np.ndarray:
+    def read_batch(self, start: int, count: int, dtype: str = "float32") -> np.ndarray:
         """Return `count` images from `start` on, wrapping around: N x C x H x W, float32, or the pixels as uint8."""
         return arrange_channels(
             _as_read(self._pixels[self._choose_rows(start, count)], self._preprocess, dtype), self._last
@@ -152,7 +152,7 @@ def read_batches(
         image, shape, images = open_images(data, preprocess, tensors, dims, specs)
         others = fixed_inputs(tensors, shapes, specs)
         for i in range(count):
-            yield {image.name: images.batch(i * shape[0], shape[0], image.dtype), **others}
+            yield {image.name: images.read_batch(i * shape[0], shape[0], image.dtype), **others}
         return
     kinds = {t.name: t.dtype for t in tensors}
     if specs:

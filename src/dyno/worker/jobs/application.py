@@ -58,7 +58,7 @@ def run_application(job: Job, journal: Journal) -> None:
         return
     backend = find(trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
-    session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
+    session: Session = journal.time_stage("load", "load", lambda: backend.load(trial, job.artifact))
     torch.set_num_threads(trial.runtime.threads)  # an engine's library may have set it
     any_finite = job.round > 0 or _answer_known(job, session, journal)
     requests.use(session)
@@ -70,11 +70,11 @@ def run_application(job: Job, journal: Journal) -> None:
     gc.freeze()  # what was allocated before isn't looked through by collections in the middle of a request
     contention = system.CpuContention()
     seconds = _answer_requests(requests, count, plan.seconds, whole_passes=True)
-    journal.contended("requests", contention.busy(), trial.runtime.device, contention.withheld())
+    journal.record_contention("requests", contention.count_busy(), trial.runtime.device, contention.count_withheld())
     save_arrays(journal.folder / ARRAYS, dict(zip(STAGES, seconds.reshape(-1, count, len(STAGES)).T, strict=True)))
     journal.facts(application=ApplicationFacts(count, requests.calls))
     journal.stage("inspect")
-    journal.record = replace(journal.record, facts=journal.record.facts.joined(session.facts()))
+    journal.record = replace(journal.record, facts=journal.record.facts.merge(session.facts()))
     journal.stage("close")
     session.close()
     if not any_finite:

@@ -41,14 +41,14 @@ def cold_start(job: Job, journal: Journal) -> None:
     clock.parts[START] = time.monotonic() - started
     with clock.imports_apart():
         backend = find(trial.backend)
-        with clock.part(CONTEXT):
+        with clock.time_part(CONTEXT):
             device = _create_context(trial.runtime.device)
-        with clock.part(LOAD):
+        with clock.time_part(LOAD):
             session = backend.load(trial, job.artifact)
-        with clock.part(INPUTS):
+        with clock.time_part(INPUTS):
             data = (trial.data, trial.model.preprocess, session.inputs, trial.dims, 1, trial.model.inputs)
             feeds = [session.stage(feed) for feed in input_data.read_batches(*data)]
-        with clock.part(FIRST):
+        with clock.time_part(FIRST):
             answer = measure.make_step(session, "all", feeds)
             answer()
     whole = time.monotonic() - started
@@ -72,7 +72,7 @@ class ColdStartClock:
     _importing: bool = False
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def time_part(self, name: str) -> Iterator[None]:
         """Time the block as that part, without the imports in it."""
         begin, before = time.monotonic(), self.imported
         yield

@@ -117,7 +117,7 @@ def described_shapes(
     whose length isn't known, and says which lengths contradict each other.
     """
     lengths = _Lengths(inputs, batched, given)
-    shapes = {tensor.name: lengths.shape(tensor) for tensor in inputs}
+    shapes = {tensor.name: lengths.name_shape(tensor) for tensor in inputs}
     lengths.refuse_unknown()
     is_usual = {t.name: not batched[t.name] and shapes[t.name] == lengths.usual(t) for t in inputs}
     return {t.name: shapes[t.name] for t in inputs if t.name in given or not is_usual[t.name]}
@@ -137,7 +137,7 @@ class _Lengths:
                     self._known.setdefault(name, length)
         self._solve_sums()
 
-    def shape(self, tensor: Tensor) -> Shape:
+    def name_shape(self, tensor: Tensor) -> Shape:
         """Return the input's shape, with the name of every axis whose length isn't known."""
         return tuple(self._find_length(tensor, k) for k in range(len(tensor.shape)))
 
@@ -168,7 +168,7 @@ class _Lengths:
                 (t for t in self._inputs if name in t.shape or name.startswith(f"{t.name}[")), None
             )
             if place is not None:
-                wanted[place.name] = "x".join(map(self._format_axis, self.shape(place)))
+                wanted[place.name] = "x".join(map(self._format_axis, self.name_shape(place)))
         options = " ".join(f"--shapes {name}:{shape}" for name, shape in wanted.items())
         what = "an axis" if len(unknown) == 1 else "axes"
         raise UserError(
@@ -320,9 +320,7 @@ def _inspect_module(
             else file_facts.find_task_facts(model, task, declared, OutputShapes(outputs, (height, width)))
         )
         parameters = models.count_parameters(module)
-        inspection = replace(inspection, outputs=_count_classes(outputs, purpose), parameters=parameters).joined(
-            purpose
-        )
+        inspection = replace(inspection, outputs=_count_classes(outputs, purpose), parameters=parameters).merge(purpose)
     one_image = libraries.is_torchvision_detector(model)
     most = saved_modules.find_most_batch(module, inputs.inputs) if inputs.free else 0
     limit = f"the program was exported for batches up to {most}" if most else ""
@@ -455,7 +453,7 @@ def _inspect_file(
     purpose = file_facts.find_task_facts(model, task, contents.task, OutputShapes(outputs, inspection.size))
     fixed = fixed_batch(tensors, batched, given)
     inspection = replace(
-        inspection.joined(purpose),
+        inspection.merge(purpose),
         preprocess=purpose.preprocess or model.preprocess,
         preprocess_guessed=not (contents.task.task or contents.task.preprocess) and file_facts.is_normalised(tensors),
         batch=fixed,

@@ -350,14 +350,14 @@ def profile(job: Job, journal: Journal) -> None:
     trial = job.trial
     backend = find(trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
-    session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
+    session = journal.time_stage("load", "load", lambda: backend.load(trial, job.artifact))
     data = input_data.read_batches(
         trial.data, trial.model.preprocess, session.inputs, trial.dims, input_data.FEEDS, trial.model.inputs
     )
     feeds = [session.stage(feed) for feed in data]
     watch = measure.watch(session, "model", journal.warn)
     once = measure.make_step(session, "model", feeds, watch)
-    journal.timed("first_call", "first call", once)
+    journal.time_stage("first_call", "first call", once)
     restore = measure.find_restore(session, feeds, journal.warn)
     journal.stage("warm up")
     if not measure.warm_up(once, trial.plan, restore):
@@ -368,13 +368,13 @@ def profile(job: Job, journal: Journal) -> None:
     parts = measure.measure_parts(session, feeds, trial.plan)
     journal.stage("profile")
     times = session.profile(int(job.options["runs"]))
-    journal.contended("model", contention.busy(), trial.runtime.device, contention.withheld())
-    journal.sampled(UNPROFILED, "model", "s", "duration", sampling)
+    journal.record_contention("model", contention.count_busy(), trial.runtime.device, contention.count_withheld())
+    journal.store_samples(UNPROFILED, "model", "s", "duration", sampling)
     if parts:
-        journal.parted(parts)
-    journal.profiled(PROFILED, times.whole, LAYERS, times.layers)
+        journal.store_parts(parts)
+    journal.store_profile(PROFILED, times.whole, LAYERS, times.layers)
     if times.work:
-        journal.worked(times.work)
+        journal.store_gpu_work(times.work)
     if times.functions:
         journal.facts(functions=times.functions)
     journal.facts(inside=replace(times.inside, notes=tuple(filter(None, (*times.inside.notes, times.note)))))

@@ -144,11 +144,11 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     backend = find(trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     with suppress(ImportError, Unavailable):  # `load` says what is missing
-        journal.timed("import", "import", lambda: backend.prepare(trial))
+        journal.time_stage("import", "import", lambda: backend.prepare(trial))
     turns.imported()
     if trial.runtime.device == "cpu" and (text := system.describe_mixed_cores()):
         journal.warn(text)
-    session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
+    session: Session = journal.time_stage("load", "load", lambda: backend.load(trial, job.artifact))
     if BUILD in job.options:
         journal.facts(build=int(job.options[BUILD]))
     if text := describe_averaged(trial.model.weights) if trial.model.weights else describe_random(trial.model):
@@ -164,7 +164,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     journal.facts(inputs_sha256=input_data.hash_feeds(host_feeds, model.preprocess), threads=trial.runtime.threads)
     feeds = [session.stage(feed) for feed in host_feeds]
     with _drawn_inputs_named(model, host_feeds[0]):
-        journal.timed("first_call", "first call", measure.make_step(session, "model", feeds))
+        journal.time_stage("first_call", "first call", measure.make_step(session, "model", feeds))
     first = _read_outputs(session) if job.round == 0 else {}
     turns.loaded()
     restore = measure.find_restore(session, feeds, journal.warn)
@@ -238,15 +238,19 @@ def _time_boundaries(
         journal.stage(f"time {boundary}")
         contention = system.CpuContention()
         turns.delays, turns.core_latencies = [], []
-        blocks = contention.during(turns.blocks(boundary, plan)) if plan.blocks else None
+        blocks = contention.count_during(turns.blocks(boundary, plan)) if plan.blocks else None
         if boundary == "throughput":
             sampling = measure.measure_throughput(session, feeds, trial.dims.batch, plan, blocks)
-            journal.sampled("throughput", boundary, "1/s", "rate", sampling)
+            journal.store_samples("throughput", boundary, "1/s", "rate", sampling)
         else:
             sampling = measure.measure_latency(once, plan, watch, blocks, before)
-            journal.sampled("latency", boundary, "s", "duration", sampling)
-        journal.contended(
-            boundary, contention.busy(), trial.runtime.device, contention.withheld(), contention.overheated()
+            journal.store_samples("latency", boundary, "s", "duration", sampling)
+        journal.record_contention(
+            boundary,
+            contention.count_busy(),
+            trial.runtime.device,
+            contention.count_withheld(),
+            contention.count_overheated(),
         )
         if turns.delays:
             journal.facts(delays={**journal.record.facts.delays, boundary: tuple(turns.delays)})
@@ -254,9 +258,9 @@ def _time_boundaries(
             known = journal.record.facts.core_latencies
             journal.facts(core_latencies={**known, boundary: tuple(turns.core_latencies)})
         if watch and not before and (seconds := measure.measure_queued(session, watch, plan)) is not None:
-            journal.queued(seconds)
+            journal.store_queued(seconds)
     if "all" in plan.boundaries and (parts := measure.measure_parts(session, feeds, plan)):
-        journal.parted(parts)
+        journal.store_parts(parts)
 
 
 def _sustain_load(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal, seconds: float) -> None:
@@ -266,15 +270,17 @@ def _sustain_load(session: Session, trial: Trial, feeds: measure.Feeds, journal:
     measure.measure_throughput(session, feeds, trial.dims.batch, replace(endless, seconds=SETTLING * seconds))
     contention = system.CpuContention()
     sampling = measure.measure_throughput(session, feeds, trial.dims.batch, replace(endless, seconds=seconds))
-    journal.facts(sustained=SustainedLoad(sampling.window, float(sampling.value or 0.0), round(contention.busy(), 3)))
+    journal.facts(
+        sustained=SustainedLoad(sampling.window, float(sampling.value or 0.0), round(contention.count_busy(), 3))
+    )
 
 
 def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = True) -> bool:
     """Store the outputs for every input of the data, and what is odd about them; return whether any value is finite."""
-    evaluation = evaluate.evaluate(session, trial, timed, system.CpuContention().busy)
+    evaluation = evaluate.evaluate(session, trial, timed, system.CpuContention().count_busy)
     arrays = evaluation.arrays
     save_arrays(journal.folder / "outputs.npz", arrays)
-    journal.evaluated(evaluation)
+    journal.store_evaluation(evaluation)
     # The hash of the photographs, the same at every size, and the number set aside for calibration, where known.
     metadata = input_data.read_metadata(trial.data)
     photographs_and_set_aside = str(metadata.get("photographs") or ""), int(metadata.get("set_aside") or 0)
@@ -328,7 +334,7 @@ def _inspect_engine(session: Session, job: Job, journal: Journal) -> None:
     inherited = job.artifact.made_by.set_fields(ORIGIN) if job.artifact else {}
     journal.facts(**inherited)
     try:
-        facts = journal.record.facts.joined(session.facts())
+        facts = journal.record.facts.merge(session.facts())
     except Exception as e:  # timings are valid whether or not the engine's facts can be read
         traceback.print_exc()
         facts = journal.record.facts

@@ -83,18 +83,18 @@ def serve_requests(job: Job, journal: Journal) -> None:
     trial, backend = job.trial, find(job.trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     options = from_json(ServeOptions, job.options["settings"])
-    instances = journal.timed("load", "load", lambda: Instances(
+    instances = journal.time_stage("load", "load", lambda: Instances(
         trial, options.engine_batches or _list_powers(trial.dims.batch), lambda t: backend.load(t, job.artifact),
         lambda session, size: _make_feeds(trial, session, size), options.instances,
     ))  # fmt: skip
     if job.round == 0 and not trial.model.source.startswith(ENDPOINT):  # else there is nothing to compare with
         _answer_known(job, trial, instances, journal)
     work = _ServeJob(trial, options, instances, journal, int(job.options["least"]), job.round)
-    work.alone()
-    work.rates(str(job.options["trace"]))
+    work.measure_alone()
+    work.measure_rates(str(job.options["trace"]))
     journal.stage("inspect")
     journal.record = replace(
-        journal.record, facts=journal.record.facts.joined(instances.call(instances.first.session.facts))
+        journal.record, facts=journal.record.facts.merge(instances.call(instances.first.session.facts))
     )
     journal.stage("close")
     instances.close()
@@ -152,7 +152,7 @@ class _ServeJob:
             sizes = ", ".join(map(str, missing))
             journal.warn(f"the engine can't be loaded for batches of {sizes}; fewer requests are padded to the next")
 
-    def alone(self) -> None:
+    def measure_alone(self) -> None:
         """Measure full batches one after the other on every lane; store latency and throughput as in any record."""
         journal, plan, rung = self._journal, self._trial.plan, self._instances.first
         journal.stage("warm up")
@@ -161,12 +161,14 @@ class _ServeJob:
         journal.stage("full batches")
         contention = system.CpuContention()
         once = measure.make_step(rung.session, "all", rung.feeds)
-        journal.sampled(
+        journal.store_samples(
             "latency", "all", "s", "duration", self._instances.call(lambda: measure.measure_latency(once, plan))
         )
         rate = self._measure_capacity(plan.seconds)
-        journal.sampled("throughput", "throughput", "1/s", "rate", rate)
-        journal.contended("all", contention.busy(), self._trial.runtime.device, contention.withheld())
+        journal.store_samples("throughput", "throughput", "1/s", "rate", rate)
+        journal.record_contention(
+            "all", contention.count_busy(), self._trial.runtime.device, contention.count_withheld()
+        )
         self._facts = replace(self._facts, capacity=float(rate.value or 0.0))
 
     def _check_answers(self) -> None:
@@ -180,7 +182,7 @@ class _ServeJob:
                         lane.answer(rung.size)
                         answered.append({name: np.array(a) for name, a in lane.answered.items()})
 
-        self._instances.each(run_batches)
+        self._instances.run_each(run_batches)
         self._check_finite(answered)
 
     def _check_last(self) -> None:
@@ -212,7 +214,7 @@ class _ServeJob:
                 began, before = clock.now(), began
                 done.append(began - before)
 
-        self._instances.each(time_batches)
+        self._instances.run_each(time_batches)
         whole = clock.now()
         self._check_last()
         if not done:
@@ -220,7 +222,7 @@ class _ServeJob:
         rates = most * len(self._instances.lanes) / np.asarray(done)
         return measure.Sampling(rates, "seconds", most * len(done) / whole)
 
-    def rates(self, trace: str) -> None:
+    def measure_rates(self, trace: str) -> None:
         """Test the trace, the requested rates, or those of a search."""
         options = self._options
         if trace:
@@ -268,14 +270,14 @@ class _ServeJob:
         folder = self._journal.folder / f"loadgen-{len(facts.steps)}"
         scenario = ServerScenario(rate, count, facts.percentile, facts.bound_s, seed, folder)
         queue = QueryQueue(self._rules, Clock(), load_library("mlperf_loadgen", "LoadGen"))
-        return self._answer(queue, rate, count / rate, scenario=scenario)
+        return self._answer_requests(queue, rate, count / rate, scenario=scenario)
 
     def _try_arrivals(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
         """Send requests at these times."""
         batcher = Batcher(arrivals, self._rules, Clock())
-        return self._answer(batcher, asked or arrivals.rate, arrivals.times[-1], arrivals.first)
+        return self._answer_requests(batcher, asked or arrivals.rate, arrivals.times[-1], arrivals.first)
 
-    def _answer(
+    def _answer_requests(
         self, batcher: Batcher | QueryQueue, rate: float, seconds: float, first: int = 0,
         scenario: ServerScenario | None = None,
     ) -> ServeStep:  # fmt: skip
@@ -285,8 +287,8 @@ class _ServeJob:
         gc.collect()
         gc.freeze()  # a collection in the middle would be measured as the model's
         contention = system.CpuContention()
-        with scenario.sending(batcher) if scenario and isinstance(batcher, QueryQueue) else nullcontext():
-            self._instances.each(lambda lane: answer_requests(batcher, lane.answer))
+        with scenario.send_queries(batcher) if scenario and isinstance(batcher, QueryQueue) else nullcontext():
+            self._instances.run_each(lambda lane: answer_requests(batcher, lane.answer))
         self._check_last()
         if batcher.complaint:
             if np.isnan(batcher.ended).all():
@@ -299,12 +301,12 @@ class _ServeJob:
         latencies = serve_rates.list_latencies(values["arrival"][first:], values["ended"][first:])
         verdict = serve_rates.judge_rate(latencies, facts.percentile, facts.bound_s, facts.least, grows)
         by_loadgen = scenario.read_latency() if scenario else 0.0
-        step = ServeStep(rate, verdict, first, grows, round(contention.busy(), 3), by_loadgen)
+        step = ServeStep(rate, verdict, first, grows, round(contention.count_busy(), 3), by_loadgen)
         self._arrays |= {f"{name}_{number}": array for name, array in values.items()}
         save_arrays(journal.folder / ARRAYS, self._arrays)
         self._facts = replace(facts, steps=(*facts.steps, step))
         journal.facts(serve=self._facts)
-        journal.contended(
+        journal.record_contention(
             f"{rate:,.{0 if rate >= 1000 else 3}g} requests/s", step.others_busy, self._trial.runtime.device
         )
         return step

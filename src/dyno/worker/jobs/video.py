@@ -89,15 +89,17 @@ def video(job: Job, journal: Journal) -> None:
         source = MemorySource(source, options.preload, options.frames)
     on_cpu = trial.runtime.device == "cpu"
     engine = steps.SessionThread(
-        lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)), on_cpu, lanes_beside(on_cpu)
+        lambda: journal.time_stage("load", "load", lambda: backend.load(trial, job.artifact)),
+        on_cpu,
+        lanes_beside(on_cpu),
     )
     if job.round == 0:
         engine.call(lambda: find_rows(engine.session, trial, trial.dims.batch))
     work = _VideoJob(job, options, engine, source, journal)
-    work.before()
-    work.pipeline()
-    work.after()
-    journal.record = replace(journal.record, facts=journal.record.facts.joined(engine.call(engine.session.facts)))
+    work.measure_alone()
+    work.run_pipeline()
+    work.repeat_alone()
+    journal.record = replace(journal.record, facts=journal.record.facts.merge(engine.call(engine.session.facts)))
     engine.call(engine.session.close)
 
 
@@ -147,7 +149,7 @@ class _VideoJob:
             )
         return ends
 
-    def before(self) -> None:
+    def measure_alone(self) -> None:
         """Measure every stage alone, and all under full CPU load; store latency and throughput as in any record."""
         journal = self._journal
         journal.stage("each stage alone")
@@ -160,9 +162,11 @@ class _VideoJob:
             rate = self._engine.call(lambda: measure.measure_throughput(self._host, feeds, batch, plan))
         once = measure.make_step(self._host, "all", feeds)
         latency = self._engine.call(lambda: measure.measure_latency(once, self._trial.plan))
-        journal.sampled("latency", "all", "s", "duration", latency)
-        journal.sampled("throughput", "throughput", "1/s", "rate", rate)
-        journal.contended("all", contention.busy(), self._trial.runtime.device, contention.withheld())
+        journal.store_samples("latency", "all", "s", "duration", latency)
+        journal.store_samples("throughput", "throughput", "1/s", "rate", rate)
+        journal.record_contention(
+            "all", contention.count_busy(), self._trial.runtime.device, contention.count_withheld()
+        )
         assert bench.first is not None
         height, width = bench.first.size
         self._facts = replace(self._facts, height=height, width=width)
@@ -172,7 +176,7 @@ class _VideoJob:
             )
         ]
 
-    def after(self) -> None:
+    def repeat_alone(self) -> None:
         """Repeat the isolated measurements if the source can be read again and the user didn't stop the video."""
         if self._facts.stopped or self._source.once:
             return
@@ -194,7 +198,7 @@ class _VideoJob:
         preparations, tracker = self._new_preparations(), self._new_tracker()
         bench = alone.Bench(self._source, self._engine, preparations, self._reader, tracker, sink)
         if first:
-            journal.timed("first_call", "first call", measure.make_step(session, "all", bench.feeds))
+            journal.time_stage("first_call", "first call", measure.make_step(session, "all", bench.feeds))
             journal.stage("each stage alone")
         bench.run(self._options.frames)
         if path:
@@ -246,7 +250,7 @@ class _VideoJob:
         least = options.track_confidence or options.confidence
         return Tracker(options.track, self._source.rate, least) if options.track else None
 
-    def pipeline(self) -> None:
+    def run_pipeline(self) -> None:
         """Run the whole video through all stages at once; if the user stops it, keep the frames written until then."""
         journal = self._journal
         lines = [self._engine.call(partial(self._build_line, number)) for number in range(self._options.streams)]
@@ -266,7 +270,9 @@ class _VideoJob:
         finally:
             notes = self._close_lines(lines)
         seconds, cpu = (now() - since) / 1e9, time.process_time() - cpu
-        journal.contended("video", contention.busy(), self._trial.runtime.device, contention.withheld())
+        journal.record_contention(
+            "video", contention.count_busy(), self._trial.runtime.device, contention.count_withheld()
+        )
         self._store_times(lines[0], since)
         counts = [line.sink.written if self._output else line.answered for line in lines]
         self._facts = replace(

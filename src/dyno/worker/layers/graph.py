@@ -69,9 +69,9 @@ class _GraphReader:
 
     def read_layer(self, node: Any) -> Layer:
         """Return the node as a layer, and add the weights that no node before it had to `self.stored`."""
-        own = self._scope.weights(node)
-        pairs = (pair for scope in self._scope.inner(node) for pair in scope.walk())
-        inside = (weight for scope, each in pairs for weight in scope.weights(each))
+        own = self._scope.list_weights(node)
+        pairs = (pair for scope in self._scope.list_inner(node) for pair in scope.walk())
+        inside = (weight for scope, each in pairs for weight in scope.list_weights(each))
         sizes = {weight.key: weight.count for weight in (*own, *inside)}
         fresh = sizes.keys() - self._counted
         self._counted |= fresh

@@ -55,7 +55,7 @@ def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
         form=MODULES,
         library=f"PyTorch {torch.__version__.partition('+')[0]}",
         parameters=sum(int(p.numel()) for p in module.parameters()),
-        layers=tuple(watch.rows()),
+        layers=tuple(watch.list_rows()),
     )
 
 
@@ -178,7 +178,7 @@ class _ModuleWatch:
         """The parts with parameters that were called; the module itself is none."""
         return {call.name for call in self._calls if call.name and self._count_own_parameters()[call.name]}
 
-    def rows(self) -> list[Layer]:
+    def list_rows(self) -> list[Layer]:
         """Return the calls, then the parts that never ran; later calls share the parameters of their part's first."""
         fresh, calls = self._count_own_parameters(), []
         for call in self._calls:
@@ -274,7 +274,7 @@ def add_whole(inside: LayerGraph, module: Any) -> LayerGraph:
 
 def list_modules(inside: LayerGraph) -> dict[tuple[str, int], int]:
     """Return the row of each call, by the part's name and the number of the part's call, counted from 0."""
-    return {call: row for row, call in enumerate(inside.calls())}
+    return {call: row for row, call in enumerate(inside.count_calls())}
 
 
 def sum_own_seconds(marks: Sequence[Mark], rows: Mapping[tuple[str, int], int], count: int) -> list[float]:

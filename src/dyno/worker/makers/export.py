@@ -425,7 +425,7 @@ def _iter_photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarr
         images = input_data.Images(recipe.data, recipe.model.preprocess)
         size = batch or min(len(images), REAL_IMAGES)
         for first in range(0, max(1, min(len(images), REAL_IMAGES) // size) * size, size):
-            yield {"input": images.batch(first, size)}
+            yield {"input": images.read_batch(first, size)}
 
 
 def _iter_feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool) -> Iterator[dict[str, np.ndarray]]:

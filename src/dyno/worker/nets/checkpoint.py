@@ -87,7 +87,7 @@ class ArchivedTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def tensor(self) -> Any:
+    def make_tensor(self) -> Any:
         """Return the torch tensor, on the CPU; raise RuntimeError if it would reach beyond its storage."""
         import torch
 
@@ -194,7 +194,7 @@ def read_tensors(module: Any) -> dict[str, Any]:
     result = {}
     for name, stored in _find_stored(module, "", 0):
         try:
-            result[name] = stored.tensor()
+            result[name] = stored.make_tensor()
         except (RuntimeError, ValueError) as e:
             raise UserError(f"the tensor {name} reaches beyond the bytes that are stored of it") from e
     return result

@@ -32,7 +32,7 @@ class CfgSection:
     line: int
     options: dict[str, str] = field(default_factory=dict)
 
-    def error(self, text: str) -> UserError:
+    def make_error(self, text: str) -> UserError:
         """Return an error that names the place."""
         return UserError(f"{self.path}, [{self.kind}] in line {self.line}: {text}")
 
@@ -40,7 +40,7 @@ class CfgSection:
         """Return an option, or its default if it isn't set."""
         return self.options.get(name, default)
 
-    def number(self, name: str, default: Value, least: float = 0, most: float = 1 << 16) -> Value:
+    def read_number(self, name: str, default: Value, least: float = 0, most: float = 1 << 16) -> Value:
         """Return an option as a number, a whole one where the default is.
 
         Raises an error if it is no number, or beyond the limits.
@@ -50,10 +50,10 @@ class CfgSection:
             return default
         value = self._parse_value(name, text, type(default))
         if not least <= value <= most:
-            raise self.error(f"{name}={text} must be between {least:g} and {most:g}")
+            raise self.make_error(f"{name}={text} must be between {least:g} and {most:g}")
         return value
 
-    def numbers(self, name: str, kind: type[Value]) -> list[Value]:
+    def read_numbers(self, name: str, kind: type[Value]) -> list[Value]:
         """Return an option's numbers, separated by commas; [] if it isn't set."""
         parts = [part.strip() for part in self.text(name).split(",")]
         return [self._parse_value(name, part, kind) for part in parts if part]
@@ -62,7 +62,7 @@ class CfgSection:
         try:
             return read(text)
         except (ValueError, OverflowError):
-            raise self.error(f"{name}={text[:40]} is not a number") from None
+            raise self.make_error(f"{name}={text[:40]} is not a number") from None
 
 
 def read_cfg(path: str) -> list[CfgSection]:
@@ -132,14 +132,16 @@ Layer = Callable[[LayerContext, CfgSection, Sequence[LayerOutput]], LayerOutput]
 def convolutional(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add a convolution with batch norm or bias, and an activation."""
     (value,) = inputs
-    filters, size = section.number("filters", 1, 1), section.number("size", 1, 1, 64)
-    groups, dilation = section.number("groups", 1, 1), section.number("dilation", 1, 1, 64)
+    filters, size = section.read_number("filters", 1, 1), section.read_number("size", 1, 1, 64)
+    groups, dilation = section.read_number("groups", 1, 1), section.read_number("dilation", 1, 1, 64)
     if value.channels % groups or filters % groups:
-        raise section.error(f"groups={groups} divides {value.channels} input channels and {filters} filters unevenly")
+        raise section.make_error(
+            f"groups={groups} divides {value.channels} input channels and {filters} filters unevenly"
+        )
     if value.channels // groups * filters * size * size > MOST_WEIGHTS:
-        raise section.error(f"{filters} filters of {value.channels // groups}x{size}x{size} are too many weights")
-    padding = size // 2 * dilation if section.number("pad", 0) else section.number("padding", 0)
-    stride, normalised = section.number("stride", 1, 1, 64), bool(section.number("batch_normalize", 0))
+        raise section.make_error(f"{filters} filters of {value.channels // groups}x{size}x{size} are too many weights")
+    padding = size // 2 * dilation if section.read_number("pad", 0) else section.read_number("padding", 0)
+    stride, normalised = section.read_number("stride", 1, 1, 64), bool(section.read_number("batch_normalize", 0))
     layer = place.nn.Sequential()
     convolution = place.nn.Conv2d(value.channels, filters, size, stride, padding, dilation, groups, not normalised)
     layer.add_module("conv", convolution)
@@ -155,9 +157,9 @@ def maxpool(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutp
     Darknet pads `padding` pixels in all, of which the left and the upper side have the smaller half.
     """
     (value,) = inputs
-    stride = section.number("stride", 1, 1, 64)
-    size = section.number("size", stride, 1, 64)
-    padding = section.number("padding", size - 1, 0, 63)
+    stride = section.read_number("stride", 1, 1, 64)
+    size = section.read_number("size", stride, 1, 64)
+    padding = section.read_number("padding", size - 1, 0, 63)
     before, after = padding // 2, padding - padding // 2
     if size == stride == 2 and padding == 1:  # what is added is only ever reached by the last window: PyTorch's ceil
         layer = place.nn.MaxPool2d(2, 2, ceil_mode=True)
@@ -172,7 +174,7 @@ def maxpool(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutp
 def upsample(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add an upsampling that repeats each pixel `stride` times along both sides."""
     (value,) = inputs
-    stride = section.number("stride", 2, 1, 64)
+    stride = section.read_number("stride", 2, 1, 64)
     layer = place.nn.Upsample(scale_factor=stride, mode="nearest")
     return LayerOutput(place.call(layer, value.node), value.channels, value.stride / stride)
 
@@ -181,12 +183,12 @@ def route(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput
     """Add the channels of several layers behind each other, or one group of the channels of each."""
     import torch
 
-    groups, group = section.number("groups", 1, 1), section.number("group_id", 0)
+    groups, group = section.read_number("groups", 1, 1), section.read_number("group_id", 0)
     if group >= groups:
-        raise section.error(f"group_id={group} must be less than groups={groups}")
+        raise section.make_error(f"group_id={group} must be less than groups={groups}")
     if any(value.channels % groups for value in inputs):
         channels = " and ".join(str(value.channels) for value in inputs)
-        raise section.error(f"groups={groups} divides {channels} channels unevenly")
+        raise section.make_error(f"groups={groups} divides {channels} channels unevenly")
     nodes = [value.node for value in inputs]
     if groups > 1:
         parts = [place.graph.call_method("chunk", (node, groups, 1)) for node in nodes]
@@ -199,9 +201,9 @@ def shortcut(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOut
     """Add the sum of layers of one shape."""
     if len({value.channels for value in inputs}) > 1:
         channels = " and ".join(str(value.channels) for value in inputs)
-        raise section.error(f"it adds layers of {channels} channels; they must be equal")
+        raise section.make_error(f"it adds layers of {channels} channels; they must be equal")
     if section.text("weights_type", "none") != "none":
-        raise section.error(f"weights_type={section.text('weights_type')} isn't supported; only none is")
+        raise section.make_error(f"weights_type={section.text('weights_type')} isn't supported; only none is")
     node = inputs[0].node
     for value in inputs[1:]:
         node = place.graph.call_function(operator.add, (node, value.node))
@@ -212,19 +214,19 @@ def shortcut(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOut
 def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add the boxes of a grid's cells: see `decode_boxes`."""
     (value,) = inputs
-    classes, pixels = section.number("classes", 20, 1), section.numbers("anchors", float)
+    classes, pixels = section.read_number("classes", 20, 1), section.read_numbers("anchors", float)
     if len(pixels) % 2:
-        raise section.error(f"anchors are pairs of width and height, and {len(pixels)} numbers are given")
+        raise section.make_error(f"anchors are pairs of width and height, and {len(pixels)} numbers are given")
     anchors = [*zip(pixels[::2], pixels[1::2], strict=True)]
-    mask = section.numbers("mask", int) or list(range(len(anchors)))
+    mask = section.read_numbers("mask", int) or list(range(len(anchors)))
     if not anchors or not all(0 <= k < len(anchors) for k in mask):
-        raise section.error(f"mask={section.text('mask')} must name some of the {len(anchors)} anchors, from 0")
+        raise section.make_error(f"mask={section.text('mask')} must name some of the {len(anchors)} anchors, from 0")
     needed = len(mask) * (BOX + 1 + classes)
     if value.channels != needed:
-        raise section.error(
+        raise section.make_error(
             f"the layer before it has {value.channels} channels; {len(mask)} anchors of {classes} classes need {needed}"
         )
-    scale, activated = section.number("scale_x_y", 1.0, -1e9, 1e9), bool(section.number("new_coords", 0))
+    scale, activated = section.read_number("scale_x_y", 1.0, -1e9, 1e9), bool(section.read_number("new_coords", 0))
     chosen = [anchors[k] for k in mask]
     node = place.graph.call_function(decode_boxes, (value.node, chosen, int(value.stride), scale, activated))
     return LayerOutput(node, BOX + classes, value.stride, classes)
@@ -281,7 +283,7 @@ LAYERS: dict[str, Layer] = {
 def _make_activation(place: LayerContext, section: CfgSection, default: str) -> Any:
     name = section.text("activation", default)
     if name not in ACTIVATIONS:
-        raise section.error(f"the activation {name!r} isn't supported; supported are {', '.join(ACTIVATIONS)}")
+        raise section.make_error(f"the activation {name!r} isn't supported; supported are {', '.join(ACTIVATIONS)}")
     layer = getattr(place.nn, ACTIVATIONS[name])
     return layer(LEAKY) if name == "leaky" else layer()
 
@@ -393,7 +395,7 @@ class Darknet(ModelSource):
         """Return the preprocessing of images (None without a yolo layer), and the size in its [net]."""
         head, *sections = read_cfg(rest)
         boxes = any(section.kind == "yolo" for section in sections)
-        size = head.number("height", 416, 1, LARGEST), head.number("width", 416, 1, LARGEST)
+        size = head.read_number("height", 416, 1, LARGEST), head.read_number("width", 416, 1, LARGEST)
         return find_task("detect").preprocess(model.channels) if boxes else None, size
 
     def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
@@ -412,11 +414,11 @@ def _build_network(path: str) -> Any:
     head, *sections = read_cfg(path)
     graph, root = torch.fx.Graph(), torch.nn.Module()
     root.layers = torch.nn.ModuleDict()
-    image = LayerOutput(graph.placeholder("image"), head.number("channels", 3, 1, 1 << 10), 1.0)
+    image = LayerOutput(graph.placeholder("image"), head.read_number("channels", 3, 1, 1 << 10), 1.0)
     values: list[LayerOutput] = []
     for number, section in enumerate(sections):
         if section.kind not in LAYERS:
-            raise section.error(f"this layer isn't supported; supported are {', '.join(LAYERS)}")
+            raise section.make_error(f"this layer isn't supported; supported are {', '.join(LAYERS)}")
 
         def add_call(module: Any, node: Any, number: int = number) -> Any:
             root.layers[str(number)] = module
@@ -440,14 +442,16 @@ def _find_inputs(number: int, section: CfgSection, image: LayerOutput, values: l
     if section.kind not in REFERS:
         return [before]
     option = REFERS[section.kind]
-    named = section.numbers(option, int)
+    named = section.read_numbers(option, int)
     places = [number + k if k < 0 else k for k in named]
     if not places or not all(0 <= k < number for k in places):
-        raise section.error(f"{option}={section.text(option)} must name layers before it, which are 0 to {number - 1}")
+        raise section.make_error(
+            f"{option}={section.text(option)} must name layers before it, which are 0 to {number - 1}"
+        )
     inputs = [values[k] for k in places]
     inputs = inputs if section.kind == "route" else [before, *inputs]
     if len({value.stride for value in inputs}) > 1:
-        raise section.error(f"{option}={section.text(option)} puts layers of different sizes together")
+        raise section.make_error(f"{option}={section.text(option)} puts layers of different sizes together")
     return inputs
 
 

@@ -210,4 +210,4 @@ def find_task_facts(model: ModelSpec, requested: str, metadata: Purpose, outputs
         preprocess = replace(preprocess, letterbox=True)
     elif not (metadata.task or metadata.preprocess):  # a classifier by --task alone keeps its preprocessing
         preprocess = None
-    return replace(named.joined(task.layout(model, metadata, outputs)), task=name, preprocess=preprocess)
+    return replace(named.merge(task.layout(model, metadata, outputs)), task=name, preprocess=preprocess)

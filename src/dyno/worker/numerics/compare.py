@@ -131,7 +131,7 @@ def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: GraphEn
 
 def _same_outputs(graph: Graph, engine: GraphEngine, feed: Feeds, outputs: Sequence[np.ndarray]) -> bool:
     """Return whether the graph's outputs have these values."""
-    (own,) = engine.run(graph.marked([], {}), [feed], graph.dtypes(graph.inputs))
+    (own,) = engine.run(graph.mark([], {}), [feed], graph.read_dtypes(graph.inputs))
     return len(own) == len(outputs) and all(
         a.shape == b.shape and relative_errors(a[None], b[None]).max(initial=0.0) <= SAME
         for a, b in zip(own, outputs, strict=True)
@@ -143,7 +143,7 @@ def _iter_tensors(graph: Graph, engine: GraphEngine, feeds: Sequence[Feeds]) -> 
     sizes = count_bytes(graph, {name: array.shape for name, array in feeds[0].items()})
     inner = [name for name in graph.float_tensors if name not in graph.outputs]
     for number, part in enumerate([*in_parts(inner, sizes)] or [[]]):
-        results = engine.run(graph.marked(part, {}), feeds, graph.dtypes(graph.inputs))
+        results = engine.run(graph.mark(part, {}), feeds, graph.read_dtypes(graph.inputs))
         for name, values in zip([*graph.outputs, *part], zip(*results, strict=True), strict=True):
             if name in part or (not number and name in graph.float_tensors):
                 yield name, [*values]
@@ -155,7 +155,7 @@ def run_graph_reference(engine: GraphEngine, graph: Graph, feeds: Sequence[Feeds
     runs = [*within_memory(feeds, lambda: sum(sizes.get(name, UNKNOWN) for name in graph.float_tensors))]
     for name, values in _iter_tensors(graph, engine, runs):
         writer.add(name, values)
-    outputs = engine.run(graph.marked([], {}), runs, graph.dtypes(graph.inputs))
+    outputs = engine.run(graph.mark([], {}), runs, graph.read_dtypes(graph.inputs))
     writer.end(runs, [*zip(*outputs, strict=True)])
 
 
@@ -230,7 +230,7 @@ class TensorComparison:
         self.feeds = self.stored.feeds(self.graph.inputs)
         self.shapes = {**self.stored.shapes, **{name: array.shape for name, array in self.feeds[0].items()}}
 
-    def difference(self, own: Sequence[np.ndarray], name: str) -> Difference | None:
+    def compare_tensor(self, own: Sequence[np.ndarray], name: str) -> Difference | None:
         """Compare the runs' values of a tensor with the reference's; None for other shapes."""
         reference = self.stored[name]
         if any(array.shape != reference.shape[1:] for array in own):
@@ -265,11 +265,11 @@ def mark_tensors(
     shapes = {name: array.shape for name, array in comparison.feeds[0].items()}
     parts = [*in_parts([name for name in comparison.tensors if name not in graph.outputs], sizes)] or [[]]
     for number, part in enumerate(parts):
-        runs = comparison.engine.run(graph.marked(part, shapes), comparison.feeds, graph.dtypes(graph.inputs))
+        runs = comparison.engine.run(graph.mark(part, shapes), comparison.feeds, graph.read_dtypes(graph.inputs))
         if not number:
             outputs = comparison.outputs([run[: len(graph.outputs)] for run in runs])
         for name, own in zip([*graph.outputs, *part], zip(*runs, strict=True), strict=True):
-            if name in comparison.tensors and (difference := comparison.difference(own, name)):
+            if name in comparison.tensors and (difference := comparison.compare_tensor(own, name)):
                 differences[name] = difference
     comparison.tensors = [name for name in comparison.tensors if name in differences]
     return differences, outputs, len(parts)
@@ -279,10 +279,10 @@ def isolate_layers(comparison: TensorComparison, sizes: Mapping[str, int], folde
     """Return each tensor's difference when its layer reads the reference's values; store its values in the folder."""
     stops, differences, writer = {*comparison.tensors}, dict[str, Difference](), TensorWriter(folder)
     for part in in_parts(comparison.tensors, {name: 2 * size for name, size in sizes.items()}):
-        model, reads = comparison.graph.isolated(part, stops, comparison.shapes)
-        runs = comparison.engine.run(model, _reference_feeds(comparison, reads), comparison.graph.dtypes(reads))
+        model, reads = comparison.graph.isolate(part, stops, comparison.shapes)
+        runs = comparison.engine.run(model, _reference_feeds(comparison, reads), comparison.graph.read_dtypes(reads))
         for name, own in zip(part, zip(*runs, strict=True), strict=True):
-            if difference := comparison.difference(own, name):
+            if difference := comparison.compare_tensor(own, name):
                 differences[name] = difference
                 writer.add(name, own)
     writer.end(comparison.feeds, [])
@@ -323,7 +323,7 @@ def with_effects(
     chosen = [layer.tensor for layer in sorted(able, key=lambda layer: -layer.own.error)[:CANDIDATES]]
     onnx.save(graph.with_deltas(chosen), path)
     ready = make_session(str(path), optimised=False, threads=comparison.engine.threads)
-    kinds = graph.dtypes((*graph.inputs, *chosen))
+    kinds = graph.read_dtypes((*graph.inputs, *chosen))
     feeds = [{name: cast(a, kinds[name]) for name, a in feed.items()} for feed in comparison.stored.feeds(graph.inputs)]
     still = {name + DELTA: np.zeros((), kinds[name]) for name in chosen}
     base = [ready.run(None, {**feed, **still}) for feed in feeds]
@@ -431,9 +431,9 @@ def _run_stage(
         own = comparison.stored.feeds(graph.inputs)
         inputs = {name: [feed[name] for feed in own] for name in graph.inputs}
         shapes |= {name: arrays[0].shape for name, arrays in inputs.items()}
-    model, reads = graph.piece(outputs, before, shapes)
+    model, reads = graph.extract_piece(outputs, before, shapes)
     feeds = [{name: (inputs.get(name) or values[name])[run] for name in reads} for run in range(comparison.stored.runs)]
-    results = engine.run(model, feeds, graph.dtypes(reads))
+    results = engine.run(model, feeds, graph.read_dtypes(reads))
     return {name: [*arrays] for name, arrays in zip(outputs, zip(*results, strict=True), strict=True)}
 
 
@@ -448,10 +448,10 @@ def find_boundary(comparison: TensorComparison) -> tuple[str, ...]:
     while high - low > 1:
         middle = (low + high) // 2
         name = tensors[middle]
-        model, reads = comparison.graph.piece([name], (), comparison.shapes)
+        model, reads = comparison.graph.extract_piece([name], (), comparison.shapes)
         feeds = [{each: feed[each] for each in reads} for feed in comparison.feeds]
-        runs = comparison.engine.run(model, feeds, comparison.graph.dtypes(reads))
-        difference = comparison.difference([run[0] for run in runs], name)
+        runs = comparison.engine.run(model, feeds, comparison.graph.read_dtypes(reads))
+        difference = comparison.compare_tensor([run[0] for run in runs], name)
         if difference is not None and difference.error <= comparison.limits.error:
             low = middle
         else:

@@ -190,15 +190,15 @@ class Graph:
             found += [name for name in written if self._types.get(name, 0) in numbers]
         return found
 
-    def dtype(self, tensor: str) -> np.dtype[Any]:
+    def read_dtype(self, tensor: str) -> np.dtype[Any]:
         """Return the tensor's NumPy type; float32 if it isn't known."""
         kind = self._types.get(tensor) or self._onnx.TensorProto.FLOAT
         found: np.dtype[Any] = self._onnx.helper.tensor_dtype_to_np_dtype(kind)
         return found
 
-    def dtypes(self, tensors: Iterable[str]) -> dict[str, np.dtype[Any]]:
+    def read_dtypes(self, tensors: Iterable[str]) -> dict[str, np.dtype[Any]]:
         """Return the tensors' NumPy types by name."""
-        return {name: self.dtype(name) for name in tensors}
+        return {name: self.read_dtype(name) for name in tensors}
 
     def walk(self, wanted: Iterable[str], stops: Collection[str]) -> tuple[list[int], list[str]]:
         """Return the nodes, in order, that compute the wanted tensors, and the tensors that these nodes start from.
@@ -223,11 +223,11 @@ class Graph:
         """Return the stops and inputs of the graph from which a tensor is computed."""
         return tuple(self.walk([tensor], stops)[1])
 
-    def marked(self, tensors: Sequence[str], shapes: Shapes) -> Any:
+    def mark(self, tensors: Sequence[str], shapes: Shapes) -> Any:
         """Return the whole graph with the tensors as outputs behind its own."""
         return self._make_part(range(len(self.nodes)), self.inputs, [*self.outputs, *tensors], shapes)
 
-    def piece(self, outputs: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
+    def extract_piece(self, outputs: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
         """Return the part of the graph that computes the outputs, and the tensors that it reads.
 
         It starts from the stops and the graph's inputs.
@@ -240,7 +240,7 @@ class Graph:
             [self.nodes[k] for k in chosen], read, outputs, shapes, {name: name for name in outputs}
         )
 
-    def isolated(self, tensors: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
+    def isolate(self, tensors: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
         """Return a graph that computes each tensor separately from the stops before it, and the tensors that it reads.
 
         The outputs are named TENSOR/isolated. No two of these layers read each other, so an engine fuses nothing across

@@ -93,7 +93,7 @@ class Scope:
             if node.output and (source := self._trace_constant(node)) is not None:
                 self._behind[node.output[0]] = source
 
-    def weights(self, node: Any, *, behind: bool = False) -> list[Weight]:
+    def list_weights(self, node: Any, *, behind: bool = False) -> list[Weight]:
         """Return the constants among a node's inputs that are weights: of some dimension, no indices, scales, limits.
 
         `behind`: those behind casts, transpositions and dequantisations too, as a compute layer multiplies them.
@@ -105,7 +105,7 @@ class Scope:
             found += [weight] if weight is not None else []
         return found
 
-    def inner(self, node: Any) -> Iterator[Scope]:
+    def list_inner(self, node: Any) -> Iterator[Scope]:
         """Yield the scopes of a node's branches or its loop, and of the function that it calls."""
         around = {**self.constants, **self._behind}
         for number, graph in enumerate(graphs_of(node)):
@@ -123,7 +123,7 @@ class Scope:
         """Yield each node of the graph and of those inside it, with its scope."""
         for node in self.graph.node:
             yield self, node
-            for scope in self.inner(node):
+            for scope in self.list_inner(node):
                 yield from scope.walk()
 
     def find_constant(self, name: str) -> Constant | None:
@@ -171,12 +171,12 @@ def read_graph_facts(model: Any) -> GraphFacts:
     layers, operators, enclosed = Counter[str](), list[str](), Counter[str]()
     main = open_graph(model)
     for outer in main.graph.node:
-        for scope, node in [(main, outer), *(pair for each in main.inner(outer) for pair in each.walk())]:
-            read = scope.weights(node)
+        for scope, node in [(main, outer), *(pair for each in main.list_inner(outer) for pair in each.walk())]:
+            read = scope.list_weights(node)
             counted |= {weight.key: weight.count for weight in read}
             every |= {weight.key: weight for weight in read if weight.kind}
             computes = COMPUTE.search(node.op_type)
-            own = [weight for weight in scope.weights(node, behind=True) if weight.kind] if computes else []
+            own = [weight for weight in scope.list_weights(node, behind=True) if weight.kind] if computes else []
             multiplied |= {weight.key: weight for weight in own}
             if own:
                 layers[max(own, key=lambda weight: weight.count).kind] += 1

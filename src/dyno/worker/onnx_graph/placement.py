@@ -58,7 +58,7 @@ def place_pairs(
     chosen = [node for node, _ in wanted if node.op_type in LINEAR]
     between = Joints(graph, wanted if joints and not transformer else (), excluded)
     peaks = {name: max(-low, high) for name, (low, high) in ranges.items()}
-    scaled = [(node, k, between.peak(node.input[k], peaks)) for node, k in (*wanted, *between.sites)]
+    scaled = [(node, k, between.find_peak(node.input[k], peaks)) for node, k in (*wanted, *between.sites)]
     before: dict[str, list[Any]] = {}
     for node, k, peak in scaled:
         before.setdefault(node.name, []).extend(_make_pair(graph, node, k, np.float32(peak)))
@@ -185,7 +185,7 @@ class Joints:
         read |= {node.input[k] for node, k in moved}
         self.sites = [*moved, *self._find_sums(read, {node.name for node, _ in layers})]
 
-    def peak(self, name: str, peaks: Mapping[str, float]) -> float:
+    def find_peak(self, name: str, peaks: Mapping[str, float]) -> float:
         """Return the largest magnitude of the tensor, or of all that are joined with it."""
         return max(peaks[one] for one in self._joined.get(name, (name,)) if one in peaks)
 

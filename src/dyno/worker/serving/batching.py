@@ -234,7 +234,7 @@ class Instances:
             for rung in rungs:
                 thread.submit(measure.warm_up, measure.make_step(rung.session, "all", rung.feeds), plan).result()
 
-    def each(self, work: Callable[[Lane], None]) -> None:
+    def run_each(self, work: Callable[[Lane], None]) -> None:
         """Do it with every lane at once, in its thread; raises what the first one raises."""
         futures: list[Future[None]] = [t.submit(work, lane) for t, lane in zip(self._threads, self.lanes, strict=True)]
         wait(futures, return_when=FIRST_EXCEPTION)

@@ -153,7 +153,7 @@ class ServerScenario:
     folder: Path
 
     @contextmanager
-    def sending(self, queries: QueryQueue) -> Iterator[None]:
+    def send_queries(self, queries: QueryQueue) -> Iterator[None]:
         """Have LoadGen send its queries, in a thread that has ended when the block ends."""
         library = load_library("mlperf_loadgen", "LoadGen")
         settings, log = library.TestSettings(), library.LogSettings()

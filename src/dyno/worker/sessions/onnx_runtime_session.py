@@ -209,7 +209,7 @@ class Profile:
         """Return the number of nodes by execution provider."""
         return dict(Counter(node["provider"] for node in self.seen.values()))
 
-    def operators(self) -> dict[str, int]:
+    def count_operators(self) -> dict[str, int]:
         """Return the number of nodes by operator, after optimisation."""
         return dict(Counter(node["op_name"] for node in self.seen.values()).most_common())
 

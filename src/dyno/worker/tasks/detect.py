@@ -131,7 +131,7 @@ class BoxReader:
         """The fit of the chosen layout; None before a batch had boxes."""
         return self._chosen[0] if self._chosen else None
 
-    def detections(
+    def read_detections(
         self, outputs: Mapping[str, np.ndarray], sizes: np.ndarray, input_size: tuple[int, int],
         aspects: Sequence[float] = (),
     ) -> list[Detections]:  # fmt: skip
@@ -183,11 +183,15 @@ class BoxReader:
             one = fit.layout.decode(fit, outputs, image)
             overlap = None if fit.layout.suppressed else self._iou
             kept, kinds, scores = select_best(
-                one, lambda boxes: form.corners(boxes, place.input), self.confidence, overlap, self._max_detections
+                one,
+                lambda boxes: form.convert_boxes(boxes, place.input),
+                self.confidence,
+                overlap,
+                self._max_detections,
             )
             parts = [one.boxes, *([one.rest] if one.rest is not None else [])]
             rows = np.concatenate([part[:, kept] for part in parts]).T.astype(np.float32)
-        boxes = place.boxes(form.corners(rows[:, :4], place.input))
+        boxes = place.place_boxes(form.convert_boxes(rows[:, :4], place.input))
         keypoints = self._keypoints or layouts.keypoints_of(extra) or (0, 3)
         fields = self._task.read(KeptRows(rows[:, 4:], beside, boxes, place, form, keypoints))
         return Detections(boxes, scores, kinds, **fields)
@@ -229,7 +233,7 @@ class DetectionCollector(Collector):
         images = self.images(turn)
         samples = self._samples[first : first + images] if self._samples is not None else np.arange(images)
         try:
-            found = self._reader.detections(fetched, self._sizes[samples], self.evaluated.input_size)
+            found = self._reader.read_detections(fetched, self._sizes[samples], self.evaluated.input_size)
         except UnreadBoxes as e:
             return str(e)
         return list(zip(samples.tolist(), found, strict=True)) if self._samples is not None else []

@@ -28,7 +28,7 @@ class Pose(Detect):
 
     def read(self, kept: KeptRows) -> dict[str, Any]:
         points = kept.rest.reshape(len(kept.rest), *kept.keypoints)
-        return {"keypoints": kept.place.points(kept.form.points(points, kept.place.input))}
+        return {"keypoints": kept.place.points(kept.form.convert_points(points, kept.place.input))}
 
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
         points = [d.keypoints for d in detections if d.keypoints is not None]

@@ -39,7 +39,7 @@ class BoxForm:
     order: str
     shares: bool = False
 
-    def corners(self, boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    def convert_boxes(self, boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         """Return left, top, right and bottom in pixels of an input of that height and width."""
         height, width = size
         if self.shares:
@@ -54,7 +54,7 @@ class BoxForm:
         half = boxes[:, 2:] / 2
         return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
-    def points(self, points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    def convert_points(self, points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         """Return points (x, y, ...) in pixels of the input."""
         scale = np.ones(points.shape[-1], np.float32)
         scale[:2] = (size[1], size[0]) if self.shares else 1
@@ -71,7 +71,7 @@ def valid_share(boxes: np.ndarray, form: BoxForm, size: tuple[int, int], loose: 
 
     The boxes of a network with random weights are much too large, but still lie around places in the image.
     """
-    places = form.corners(boxes, size)
+    places = form.convert_boxes(boxes, size)
     limit = np.array([size[1], size[0]] * 2, np.float32)
     ordered = (places[:, 2:] >= places[:, :2]).all(1)
     if loose:
@@ -179,7 +179,7 @@ class ImagePlacement:
         mapped[..., 1] = ((mapped[..., 1] - self.top) / self.down).clip(0, self.height)
         return mapped
 
-    def boxes(self, boxes: np.ndarray) -> np.ndarray:
+    def place_boxes(self, boxes: np.ndarray) -> np.ndarray:
         """Return boxes (left, top, right, bottom) of the input as boxes of the image, cut at its edges."""
         return self.points(boxes.reshape(-1, 2, 2)).reshape(-1, 4)
 
@@ -188,7 +188,7 @@ class ImagePlacement:
         at = (np.arange(first, last) + 0.5) * self.down
         return _compute_taps(at, self.top, self.new_height, count / self.input[0], count)
 
-    def columns(self, first: int, last: int, count: int) -> _Taps:
+    def find_columns(self, first: int, last: int, count: int) -> _Taps:
         """Return the positions of the image's columns among `count` prototype columns."""
         at = (np.arange(first, last) + 0.5) * self.across
         return _compute_taps(at, self.left, self.new_width, count / self.input[1], count)

@@ -56,7 +56,7 @@ def _build_masks(
         left, top, right, bottom = np.ceil(box).astype(int).tolist()
         low, high, weight = place.rows(top, bottom, height)
         rows = logits[low] + (logits[high] - logits[low]) * weight[:, None]
-        low, high, weight = place.columns(left, right, width)
+        low, high, weight = place.find_columns(left, right, width)
         fine = rows[:, low] + (rows[:, high] - rows[:, low]) * weight
         masks.append(encode_mask(fine > 0, top, left, place.height, place.width))
     return masks

@@ -50,7 +50,7 @@ class _CostClock:
         self.cpu: list[float] = []
 
     @contextmanager
-    def timing(self, frames: int = 1) -> Iterator[None]:
+    def count_seconds(self, frames: int = 1) -> Iterator[None]:
         """Count the block's seconds for that number of frames."""
         cpu, began = time.process_time(), now()
         yield
@@ -119,7 +119,7 @@ class Bench:
                 break
         if self._sink is not None:
             held = _CostClock()
-            with held.timing():
+            with held.count_seconds():
                 self._sink.close()
             self._clocks[steps.ENCODE].share(held)
 
@@ -143,15 +143,15 @@ class Bench:
         self._postprocess_batches()
         if self._tracker is not None:
             for frame in frames:
-                with self._clocks[steps.TRACK].timing():
+                with self._clocks[steps.TRACK].count_seconds():
                     self._tracker.identify(frame)
         if self._sink is None:
             return
         for frame in frames:
-            with self._clocks[steps.DRAW].timing():
+            with self._clocks[steps.DRAW].count_seconds():
                 draw_detections(frame)
         for frame in frames:
-            with self._clocks[steps.ENCODE].timing():
+            with self._clocks[steps.ENCODE].count_seconds():
                 self._sink.write(replace(frame, packets=[]))
 
     def _prepare_batches(self, frames: list[Frame]) -> list[Batch]:
@@ -160,7 +160,7 @@ class Bench:
         together = size if self._lanes == 1 else len(frames)
         for first in range(0, len(frames), together):
             part = frames[first : first + together]
-            with clock.timing(len(part)):
+            with clock.count_seconds(len(part)):
                 done = [batch for frame in part for batch in self._prepare.work(frame)]
                 while self._prepare.holds:
                     done += self._prepare.rest()
@@ -174,10 +174,13 @@ class Bench:
         clock = self._clocks[steps.POSTPROCESS]
         if self._lanes == 1:
             for batch in self.answered:
-                with clock.timing(len(batch.frames)):
+                with clock.count_seconds(len(batch.frames)):
                     self._answer.work(batch)
             return
-        with ThreadPoolExecutor(self._lanes) as pool, clock.timing(sum(len(batch.frames) for batch in self.answered)):
+        with (
+            ThreadPoolExecutor(self._lanes) as pool,
+            clock.count_seconds(sum(len(batch.frames) for batch in self.answered)),
+        ):
             list(pool.map(self._answer.work, self.answered))
 
 
@@ -289,9 +292,9 @@ def measure_contention(
         engine.call(run_copies)
         threads_together.clear()
         for copy in itertools.islice(itertools.cycle(copies), TURNS):
-            with alone.timing():
+            with alone.count_seconds():
                 threads_alone += pool.submit(copy.turn).result()
-            with together.timing():
+            with together.count_seconds():
                 frames += engine.call(run_copies)
     factor = sum(threads_together) / threads_alone
     of_engine = max(0.0, sum(together.cpu) - factor * sum(alone.cpu))

@@ -179,7 +179,7 @@ class VideoPipeline:
         self._taken = {k: _Channel(AHEAD * step.lanes - 2) for k, step in enumerate(steps) if step.lanes > 1}
         self._first = name
 
-    def actions(self) -> list[tuple[str, Callable[[], None]]]:
+    def list_actions(self) -> list[tuple[str, Callable[[], None]]]:
         """Return the actions of each stage's threads, the reader first."""
         working: list[tuple[str, Callable[[], None]]] = []
         for k, step in enumerate(self._steps):
@@ -279,7 +279,7 @@ def run_pipelines(lines: Sequence[VideoPipeline], tick: Callable[[], None]) -> N
             ended.put(None)
 
     started = [[threading.Thread(target=run_action, args=(action,), name=name, daemon=True)
-                for name, action in line.actions()] for line in lines]  # fmt: skip
+                for name, action in line.list_actions()] for line in lines]  # fmt: skip
     threads = [thread for line in started for thread in line]
     for thread in threads:
         thread.start()

@@ -290,7 +290,7 @@ class PostprocessingStage(PipelineStage):
     def work(self, item: Any) -> Iterable[Frame]:
         outputs = dict(zip(item.names, item.outputs, strict=True))
         sizes, aspects = zip(*((frame.size, float(frame.picture.aspect)) for frame in item.frames), strict=True)
-        found = self._reader.detections(outputs, np.array(sizes), self._size, aspects)
+        found = self._reader.read_detections(outputs, np.array(sizes), self._size, aspects)
         for frame, detections in zip(item.frames, found, strict=True):
             frame.detections = detections
         if self._read is not None:

@@ -407,7 +407,7 @@ def _made_by(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> MakerFac
         warnings=tuple(_summarise_warnings(job)),
         notes=(*([RTX_TIME] if rtx else []), *layers.list_notes(listed, job.recipe.precision)),
         **inherited,
-    ).joined(summary)
+    ).merge(summary)
 
 
 def _summarise_warnings(job: EngineBuild) -> list[str]:

@@ -81,7 +81,7 @@ def describe_given(product: str, recipe: Recipe) -> Artifact:
         weights_sha256=sha256,  # its origin is unknown, so it is comparable with itself alone
         warnings=() if truth is None or truth.ok else (truth.sentence,),
         notes=tuple(layers.list_notes(opened.layers, recipe.precision)),
-    ).joined(summary)
+    ).merge(summary)
     return Artifact(
         "engine", str(path), sha256, len(content), recipe.precision, opened.inputs, opened.outputs, 0.0, "", made_by
     )

@@ -250,7 +250,7 @@ class TensorRTSession(DeviceSession):
             options=options,
             engine_memory=library.device_memory(self._engine),
             notes=tuple(layers.list_notes(listed, self._trial.precision, shares)),
-        ).joined(layers.summarise_layers(listed, self._trial.precision))
+        ).merge(layers.summarise_layers(listed, self._trial.precision))
 
     def _run_directly(self, context: Any) -> None:
         self._execute_context(context)
