@@ -244,7 +244,7 @@ def test_stages_alone_draw_masks_on_images_of_several_sizes(once: bool) -> None:
     preparation = SimpleNamespace(
         batch=1, size=(64, 64), new_feed=dict, write=lambda *_: None, complete=lambda *_: None
     )
-    reader = SimpleNamespace(detections=lambda *_: [found(60, 80)])
+    reader = SimpleNamespace(read_detections=lambda *_: [found(60, 80)])
     shown: list[tuple[int, int]] = []
     sink = SimpleNamespace(write=lambda frame: shown.append(frame.size))
     copy: Any = StageCopy
