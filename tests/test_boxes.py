@@ -74,7 +74,12 @@ def networks(folder: Path) -> list[Path]:
                  "det_scores": np.where(given, rows()[..., 4], 0.9).astype(np.float32),
                  "det_classes": rows()[..., 5].astype(np.int32)}  # fmt: skip
     logits = np.where(np.eye(CLASSES)[LABELS] > 0, np.log(SCORES / (1 - SCORES))[:, None], -9).astype(np.float32)
+    y_first = [1, 0, 3, 2]  # of the boxes of TensorFlow's networks, whatever their outputs are called
+    efficientdet = np.concatenate([np.zeros((3, 1)), BOXES[:, y_first], SCORES[:, None], LABELS[:, None] + 1], 1)
+    lite = {"output_0": unit[None, :, y_first], "output_1": LABELS[None].astype(np.float32), "output_2": SCORES[None]}
     return [
+        write(folder / "efficientdet.onnx", {}, detections=efficientdet[None].astype(np.float32)),
+        write(folder / "lite.onnx", {}, **lite),
         write(folder / "metadata.onnx", ULTRALYTICS, output0=rows()),
         write(folder / "v5.onnx", {}, output=objectness(252)),
         write(folder / "lists.onnx", {}, **lists),

@@ -229,7 +229,7 @@ def test_a_network_that_counts_from_one_is_known_without_its_last_class(
     """Three images with one object each; the network's box has the class `labels` by its own count."""
     count = len(labels)
     (tmp_path / "meta.json").write_text(json.dumps({"classes": [str(k) for k in range(classes)]}))
-    objects = [{"image_id": k, "category_id": kind} for k, kind in enumerate(truth)]
+    objects = [{"image_id": k, "category_id": kind, "bbox": [8, 8, 32, 40]} for k, kind in enumerate(truth)]
     (tmp_path / "truth.json").write_text(json.dumps({"annotations": objects}))
     np.save(tmp_path / "sizes.npy", np.full((count, 2), 64, np.int32))
     data = DataSpec("d", folder=str(tmp_path), count=count)
@@ -243,5 +243,32 @@ def test_a_network_that_counts_from_one_is_known_without_its_last_class(
     collector = DETECT.collector(inputs)
     answers = [collector.of(0, outputs)]
     assert collector.arrays(answers)["detection_class"].tolist() == found
+    notes = collector.oddities(answers)
+    assert note in notes[0] if note else notes == []
+
+
+@pytest.mark.parametrize(
+    ("found", "read", "note"),
+    [
+        ([8, 8, 40, 48], [8, 8, 40, 48], ""),
+        ([2, 20, 10, 60], [20, 2, 60, 10], "have y before x and were read so (top, left, bottom and right)"),
+        ([44, 44, 63, 63], [44, 44, 63, 63], "hardly overlap the annotated objects"),
+    ],
+    ids=["as they are", "y first", "elsewhere"],
+)
+def test_the_annotated_objects_tell_how_boxes_are_meant(
+    tmp_path: Path, found: list[int], read: list[int], note: str
+) -> None:
+    """Both orders are boxes inside the image, and only one is that of the object."""
+    box = [20, 2, 40, 8] if read[1] == 2 else [8, 8, 32, 40]
+    (tmp_path / "meta.json").write_text('{"classes": ["a"]}')
+    (tmp_path / "truth.json").write_text(json.dumps({"annotations": [{"image_id": 0, "category_id": 0, "bbox": box}]}))
+    np.save(tmp_path / "sizes.npy", np.full((1, 2), 64, np.int32))
+    data = DataSpec("d", folder=str(tmp_path), count=1)
+    trial = Trial(ModelSpec("net", "fake:net", task="detect"), "fake", "fp32", Dims(1, 64, 64), data=data)
+    collector = DETECT.collector(EvaluationInputs(trial, 1, 1, np.arange(1), (64, 64)))
+    answers = [collector.of(0, {"boxes": np.float32([[found]]), "scores": np.float32([[0.9]]),
+                                "labels": np.array([[0]])})]  # fmt: skip
+    assert collector.arrays(answers)["detection_box"].tolist() == [read]
     notes = collector.oddities(answers)
     assert note in notes[0] if note else notes == []

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,21 @@ from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
 from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes, Shape, Task, layouts
 from dyno.worker.tasks.layouts import Fit, ObservedOutputs, UnreadBoxes
-from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, ImagePlacement, KeptRows, select_best
+from dyno.worker.tasks.postprocess import (
+    CORNERS,
+    CORNERS_Y_FIRST,
+    BoxForm,
+    Detections,
+    ImagePlacement,
+    KeptRows,
+    overlap_by_half,
+    select_best,
+)
 
 COCO_CLASSES = 80
 TRUTH = "truth.json"  # of a decoded data set, beside its images
+BEST = 10  # boxes of an image that tell how all are meant
+TOLD, HARDLY = 0.25, 0.01  # of their squared scores: shares on annotated objects that tell something
 NOT_IN_COCO = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of its numbers from 1 to 90
 
 
@@ -131,6 +143,11 @@ class BoxReader:
         """The fit of the chosen layout; None before a batch had boxes."""
         return self._chosen[0] if self._chosen else None
 
+    @property
+    def form(self) -> BoxForm:
+        """The form of the boxes."""
+        return self._chosen[1] if self._chosen else CORNERS
+
     def detections(
         self, outputs: Mapping[str, np.ndarray], sizes: np.ndarray, input_size: tuple[int, int],
         aspects: Sequence[float] = (),
@@ -190,7 +207,8 @@ class BoxReader:
         boxes = place.boxes(form.corners(rows[:, :4], place.input))
         keypoints = self._keypoints or layouts.keypoints_of(extra) or (0, 3)
         fields = self._task.read(KeptRows(rows[:, 4:], beside, boxes, place, form, keypoints))
-        return Detections(boxes, scores, kinds, **fields)
+        own = rows if form.order == CORNERS.order and not extra else None
+        return Detections(boxes, scores, kinds, **fields, own=own)
 
     def _check_labels(self, found: Sequence[Detections], outputs: Mapping[str, np.ndarray]) -> None:
         """Raise `UnreadBoxes` where classes are seen that the network can't have."""
@@ -238,8 +256,8 @@ class DetectionCollector(Collector):
         unread = next((batch for batch in batches if isinstance(batch, str)), "")
         if unread or self._samples is None:
             return [unread] if unread else []
-        _, note = self._number_classes([pair for batch in batches for pair in batch])
-        return [note] if note else []
+        pairs = [pair for batch in batches for pair in batch]
+        return [note for _, note in (self._number_classes(pairs), self._place_boxes(pairs)) if note]
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
         if self._samples is None or any(isinstance(batch, str) for batch in batches):
@@ -252,7 +270,7 @@ class DetectionCollector(Collector):
         image = np.repeat([sample for sample, _ in pairs], [len(d.scores) for d in detections])
         return {
             "detection_image": image.astype(np.int64),
-            "detection_box": join_arrays([d.boxes for d in detections], np.float32, 4),
+            "detection_box": join_arrays(self._place_boxes(pairs)[0], np.float32, 4),
             "detection_score": join_arrays([d.scores for d in detections], np.float32),
             "detection_class": labels,
             **self._task.arrays(detections, self._model),
@@ -262,11 +280,11 @@ class DetectionCollector(Collector):
         """Return the classes of all detections as the data numbers them, and a note where the network doesn't."""
         found = [one for _, one in pairs]
         labels = join_arrays([one.classes for one in found], np.int32)
-        fit, truth = self._reader.fit, Path(self.evaluated.trial.data.folder, TRUTH)
-        if fit is None or not fit.layout.numbers_classes or not self._names or not truth.is_file():
+        fit = self._reader.fit
+        if fit is None or not fit.layout.numbers_classes or not self._names or not self._objects:
             return numbered_as(labels, self._names)
         present = np.zeros((len(self._sizes), self._names), bool)
-        for one in json.loads(truth.read_text(encoding="utf-8"))["annotations"]:
+        for one in self._objects:
             present[one["image_id"], one["category_id"]] = True
         images = np.repeat([sample for sample, _ in pairs], [len(one.scores) for one in found]).astype(np.int64)
         weights = join_arrays([one.scores for one in found], np.float32) ** 2  # many boxes of low scores are noise
@@ -275,6 +293,55 @@ class DetectionCollector(Collector):
             return float(weights[present[images, own]].sum() / max(float(weights.sum()), 1e-9))
 
         return numbered_as(labels, self._names, measure_share)
+
+    @cached_property
+    def _objects(self) -> list[dict[str, Any]]:
+        """The annotated objects, none where the data has no annotations."""
+        truth = Path(self.evaluated.trial.data.folder, TRUTH)
+        objects: list[dict[str, Any]] = json.loads(truth.read_text("utf-8"))["annotations"] if truth.is_file() else []
+        return objects
+
+    def _place_boxes(self, pairs: Sequence[tuple[int, Detections]]) -> tuple[list[np.ndarray], str]:
+        """Return the boxes of each image, and a note where the annotated objects tell that they are meant otherwise.
+
+        Values don't tell whether y comes before x, as in TensorFlow's networks.
+        """
+        boxes, form = [one.boxes for _, one in pairs], self._reader.form
+        annotated: dict[int, list[list[float]]] = {}
+        for one in self._objects:
+            x, y, width, height = one["bbox"]
+            annotated.setdefault(one["image_id"], []).append([x, y, x + width, y + height])
+        objects = {image: np.array(corners) for image, corners in annotated.items()}
+        seen = [(k, image) for k, (image, one) in enumerate(pairs) if image in objects and len(one.scores)]
+        if not seen:
+            return boxes, ""
+        weights = np.concatenate([pairs[k][1].scores[:BEST].astype(np.float64) ** 2 for k, _ in seen])
+
+        def measure_share(placed: Sequence[np.ndarray]) -> float:
+            hits = np.concatenate([overlap_by_half(placed[k][:BEST], objects[image]) for k, image in seen])
+            return float(weights[hits].sum() / weights.sum())
+
+        share = measure_share(boxes)
+        if form.order == CORNERS.order and all(one.own is not None for _, one in pairs):
+            other = replace(form, order=CORNERS_Y_FIRST.order)
+            turned = [self._place_own(image, one.own, other) for image, one in pairs if one.own is not None]
+            if measure_share(turned) > max(TOLD, 2 * share):
+                return (
+                    turned,
+                    f"the boxes have y before x and were read so ({other.order}): then they are on the objects",
+                )
+        if share < HARDLY:
+            unit = "shares of the image" if form.shares else "pixels"
+            return boxes, (
+                f"the boxes, read as {form.order} in {unit}, hardly overlap the annotated objects: the network wasn't "
+                "trained on such, its images were prepared otherwise, or its boxes are meant otherwise"
+            )
+        return boxes, ""
+
+    def _place_own(self, image: int, own: np.ndarray, form: BoxForm) -> np.ndarray:
+        height, width = self._sizes[image].tolist()
+        size = self.evaluated.input_size
+        return ImagePlacement(height, width, *size).boxes(form.corners(own, size))
 
 
 def numbered_as(
