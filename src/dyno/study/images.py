@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from dyno import data as dyno_data
 from dyno.data import Progress
-from dyno.data.data_format import ScanRequest
+from dyno.data.data_format import ScanRequest, list_folders
 from dyno.data.decode import EXAMINED, Transform, read_sizes
+from dyno.data.photos import COUNT
 from dyno.store import cache_dir
 from dyno.study.study import Choice, Study
 from dyno.worker import registry, tasks
@@ -163,18 +164,18 @@ def _check_labels(name: str, about: dict[str, Any], model: ModelSpec, outputs: i
     folders = about.get("label_source") == "folders"
     has_now = numbered(classes, "class folder") if folders else numbered(classes, "class", "classes")
     line = f"{name} has {has_now}, but {model.name} has {numbered(outputs, 'class', 'classes')}"
+    deeper = (Path(name, one) for one in about["classes"] if folders and Path(name, one).is_dir())
+    if inner := next((one for one in deeper if len(list_folders(one)) == outputs), None):
+        raise UserError(f"{line}; give {inner}, which has {outputs}")
+    build = "" if registry.format_of(model.source) else f"build it with --classes {classes}"
     if has or classes > outputs:
         unused = about.get("unused", [])
         without = f" (without annotation: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''})" if unused else ""
-        raise UserError(f"{line}; give the data that it was trained for, or build it with --classes {classes}{without}")
-    synsets = "by their ImageNet synsets (n01440764)"
-    named = (
-        f"name the folders {synsets}" if folders else f"write the network's numbers as labels, or name them {synsets}"
-    )
-    raise UserError(
-        f"{line}; build it with --classes {classes}, {named}, or put the images into one folder to use them without "
-        "labels"
-    )
+        raise UserError(f"{line}; give the data that it was trained for{build and f', or {build}'}{without}")
+    table = f"{'give a table of path,label with' if folders else 'write'} the network's numbers as labels"
+    synsets = f"name {'the folders' if folders else 'them'} by their ImageNet synsets (n01440764)"
+    alone = "or put the images into one folder to use them without labels"
+    raise UserError(f"{line}; {', '.join(filter(None, (build, table, synsets * (outputs == COUNT), alone)))}")
 
 
 def check_images(study: Study, model: ModelSpec, inspection: Inspection, data: DataSpec) -> None:

@@ -311,6 +311,10 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     if len(study.models) == 1:
         refuse_sizes(study, model, inspection)
     channels = study.channels if inspection.channels is None else inspection.channels
+    if len(study.models) == 1 and study.channels not in (channels, Study.channels):
+        raise UserError(
+            f"{model.name} takes images of {counting(channels, 'channel')}, not {study.channels}; omit --channels"
+        )
     return replace(
         model,
         preprocess=normalised(inspection.preprocess or Preprocess(), study, channels),
