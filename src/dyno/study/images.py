@@ -42,7 +42,8 @@ def prepared(
     if not study.data and not study.calibration:
         return DataSpec(count=study.compared, seed=study.seed)
     if not all(size):
-        raise UserError(f"{model.name} has no image input (N x C x H x W) that images could be fed to; omit --data")
+        image = "image input (N x C x H x W, in floating point or bytes)"
+        raise UserError(f"{model.name} has no {image} that images could be fed to; omit --data")
     cache, task = cache_dir() / "datasets", tasks.find_task(model.task)
     objects = task.labels == "objects"
     if not study.data:
