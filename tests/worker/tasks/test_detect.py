@@ -248,19 +248,19 @@ def test_a_network_that_counts_from_one_is_known_without_its_last_class(
 
 
 @pytest.mark.parametrize(
-    ("found", "read", "note"),
+    ("box", "found", "read", "note"),
     [
-        ([8, 8, 40, 48], [8, 8, 40, 48], ""),
-        ([2, 20, 10, 60], [20, 2, 60, 10], "have y before x and were read so (top, left, bottom and right)"),
-        ([44, 44, 63, 63], [44, 44, 63, 63], "hardly overlap the annotated objects"),
+        ([8, 8, 32, 40], [8, 8, 40, 48], [8, 8, 40, 48], ""),
+        ([20, 2, 40, 8], [2, 20, 10, 60], [20, 2, 60, 10], "read as top, left, bottom and right, which places them on"),
+        ([4, 2, 56, 60], [32, 32, 56, 60], [4, 2, 60, 62], "read as centre, width and height, which places them on"),
+        ([8, 8, 32, 40], [44, 44, 63, 63], [44, 44, 63, 63], "hardly overlap the annotated objects"),
     ],
-    ids=["as they are", "y first", "elsewhere"],
+    ids=["as they are", "y first", "large, by its centre", "elsewhere"],
 )
 def test_the_annotated_objects_tell_how_boxes_are_meant(
-    tmp_path: Path, found: list[int], read: list[int], note: str
+    tmp_path: Path, box: list[int], found: list[int], read: list[int], note: str
 ) -> None:
-    """Both orders are boxes inside the image, and only one is that of the object."""
-    box = [20, 2, 40, 8] if read[1] == 2 else [8, 8, 32, 40]
+    """All are boxes inside the image when they are read as corners."""
     (tmp_path / "meta.json").write_text('{"classes": ["a"]}')
     (tmp_path / "truth.json").write_text(json.dumps({"annotations": [{"image_id": 0, "category_id": 0, "bbox": box}]}))
     np.save(tmp_path / "sizes.npy", np.full((1, 2), 64, np.int32))

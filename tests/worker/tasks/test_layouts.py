@@ -167,6 +167,30 @@ def test_boxes_come_back(layout: str, dtype: type) -> None:
         check(found, image, 1e-3 if dtype == np.float32 else 6e-3)
 
 
+def test_zeros_of_the_only_class_are_no_scores() -> None:
+    """Each box's class, then its score: the other way round none would have a score."""
+    rows = T.rows("box", "class", "score") * [1, 1, 1, 1, 0, 1]
+    for image, found in enumerate(BoxReader(DETECT, 1).detections({"o": rows}, np.array([SIZE, SIZE]), SIZE)):
+        np.testing.assert_allclose(found.boxes, T.boxes[image], atol=1e-3)
+        np.testing.assert_allclose(found.scores, T.scores[image], atol=1e-6)
+    swapped = {"o": rows[..., [0, 1, 2, 3, 4, 4]] + np.eye(6)[5]}  # scores of 0 and class 1 in every row
+    assert not any(len(one.scores) for one in BoxReader(DETECT).detections(swapped, np.array([SIZE, SIZE]), SIZE))
+
+
+@pytest.mark.parametrize("known", [{"classes": 2}, {"likely": (2, ())}])
+def test_the_number_of_classes_says_whether_one_is_none(known: Any) -> None:
+    """The second of two independent classes is the higher one of most queries, as "no object" would be."""
+    scores = np.concatenate(
+        [np.eye(2)[T.labels % 2] * T.scores[..., None], np.full((2, 3 * FOUND, 2), [0.01, 0.05])], 1
+    )
+    arrays = {"logits": logits(scores), "pred_boxes": many_boxes(T.centres / SHARES)}
+    for image, found in enumerate(
+        BoxReader(DETECT, confidence=0.1, **known).detections(arrays, np.array([SIZE, SIZE]), SIZE)
+    ):
+        np.testing.assert_allclose(found.scores, T.scores[image], atol=1e-6)
+        np.testing.assert_array_equal(found.classes, T.labels[image] % 2)
+
+
 def test_rows_of_a_batch_are_counted_by_another_output() -> None:
     """As PaddleDetection's are: bbox is M x 6, and bbox_num has the rows of each image."""
     rows, counts = T.rows("class", "score", "box"), np.array([FOUND, 2, 0], np.int32)
@@ -223,8 +247,13 @@ def test_masks_and_keypoints_of_boxes_that_are_left() -> None:
         ({"o": anchors(np.concatenate([T.centres, T.every_class], 2))}, 0, "of 4 or 5 classes; .* --classes"),
         ({"o": T.rows("box", "score", "class")}, 3, "a box is of class 4, and there are 3"),
         ({"o": offsets(decoded=False)}, 5, "doesn't follow the cells of the grid: decode the boxes in the file"),
+        (
+            {"boxes": T.boxes, "scores": np.eye(CLASSES)[T.labels], "object": T.scores[..., None]},
+            5,
+            "object has a value of each box beside its classes: multiply the scores by it in the file",
+        ),
     ],
-    ids=["shape", "logits", "classes", "outside", "objectness or not", "too few classes", "not decoded"],
+    ids=["shape", "logits", "classes", "outside", "objectness or not", "too few classes", "not decoded", "objectness"],
 )
 def test_what_is_not_understood_is_one_line(arrays: Arrays, classes: int, reason: str) -> None:
     with pytest.raises(UnreadBoxes, match=reason) as raised:

@@ -19,8 +19,10 @@ from dyno.worker.spec import ModelSpec, Preprocess, UserError
 from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes, Shape, Task, layouts
 from dyno.worker.tasks.layouts import Fit, ObservedOutputs, UnreadBoxes
 from dyno.worker.tasks.postprocess import (
+    CENTRES,
     CORNERS,
     CORNERS_Y_FIRST,
+    SIDES,
     BoxForm,
     Detections,
     ImagePlacement,
@@ -304,7 +306,7 @@ class DetectionCollector(Collector):
     def _place_boxes(self, pairs: Sequence[tuple[int, Detections]]) -> tuple[list[np.ndarray], str]:
         """Return the boxes of each image, and a note where the annotated objects tell that they are meant otherwise.
 
-        Values don't tell whether y comes before x, as in TensorFlow's networks.
+        Values don't tell whether y comes before x, as in TensorFlow's networks, or large boxes' corners from centres.
         """
         boxes, form = [one.boxes for _, one in pairs], self._reader.form
         annotated: dict[int, list[list[float]]] = {}
@@ -322,14 +324,22 @@ class DetectionCollector(Collector):
             return float(weights[hits].sum() / weights.sum())
 
         share = measure_share(boxes)
-        if form.order == CORNERS.order and all(one.own is not None for _, one in pairs):
-            other = replace(form, order=CORNERS_Y_FIRST.order)
-            turned = [self._place_own(image, one.own, other) for image, one in pairs if one.own is not None]
-            if measure_share(turned) > max(TOLD, 2 * share):
-                return (
-                    turned,
-                    f"the boxes have y before x and were read so ({other.order}): then they are on the objects",
-                )
+        orders = (
+            [CORNERS_Y_FIRST] if form.order == CORNERS.order and all(one.own is not None for _, one in pairs) else []
+        )
+        if (
+            orders and self._reader.fit and self._reader.fit.layout.suppressed
+        ):  # else what overlaps would be other boxes
+            orders += [CENTRES, SIDES]
+        others = [replace(order, shares=form.shares) for order in orders]
+        placed = [[self._place_own(image, one.own, other) for image, one in pairs] for other in others]
+        shares = [measure_share(one) for one in placed]
+        if shares and max(shares) > max(TOLD, 2 * share):
+            best = int(np.argmax(shares))
+            return placed[best], (
+                f"the boxes were read as {others[best].order}, which places them on the annotated objects, unlike "
+                f"{form.order}"
+            )
         if share < HARDLY:
             unit = "shares of the image" if form.shares else "pixels"
             return boxes, (
@@ -338,7 +348,8 @@ class DetectionCollector(Collector):
             )
         return boxes, ""
 
-    def _place_own(self, image: int, own: np.ndarray, form: BoxForm) -> np.ndarray:
+    def _place_own(self, image: int, own: np.ndarray | None, form: BoxForm) -> np.ndarray:
+        assert own is not None
         height, width = self._sizes[image].tolist()
         size = self.evaluated.input_size
         return ImagePlacement(height, width, *size).boxes(form.corners(own, size))

@@ -352,12 +352,15 @@ class Pairs(BoxLayout):
 
     def refute(self, fit: Fit, seen: ObservedOutputs) -> str:
         table = self._read_table(fit, seen.values, slice(None)).astype(np.float32)
+        if other := _find_factor(table, {n: a for n, a in seen.values.items() if n not in fit.names}):
+            return f"{other} has a value of each box beside its classes: multiply the scores by it in the file"
         table = table[np.isfinite(table).all(-1)]
         logits = bool(table.size and (table.min() < -SLACK or table.max() > 1 + SLACK))
-        nothing = (
-            table.shape[-1] > 1 and bool(table.size) and float((table.argmax(-1) == table.shape[-1] - 1).mean()) > 0.5
-        )
-        distribution = table.shape[-1] > 1 and bool(table.size and np.abs(table.sum(-1) - 1).max() < 2 * SLACK)
+        count = table.shape[-1]
+        nothing = count > 1 and bool(table.size) and float((table.argmax(-1) == count - 1).mean()) > 0.5
+        distribution = count > 1 and bool(table.size and np.abs(table.sum(-1) - 1).max() < 2 * SLACK)
+        if seen.classes:  # their number says it more surely than the values do
+            nothing = distribution = count > seen.classes
         first = bool(table.size) and float(table[..., 0].mean()) > float(table[..., -1].mean())
         kind = ("softmax" if nothing else "sigmoid") if logits else "scores"
         if distribution and not logits:
@@ -433,21 +436,26 @@ def choose_layout(
 ) -> tuple[Fit, BoxForm] | None:
     """Return the layout of those kinds and the form of boxes that fit the values too, None where they have no box; else
     `UnreadBoxes`."""
-    reasons = list[str]()
+    reasons, empty = list[str](), False
     for _, fits in groupby(list_fits(seen, kinds), key=lambda fit: fit.rank):
-        results = [(fit, _examine_boxes(fit, seen)) for fit in fits]
+        # Zeros may be the only class and not scores, where another column has scores that aren't classes.
+        results = [(fit, _examine_boxes(fit, seen, graded=empty)) for fit in fits]
         reasons += [result for _, result in results if isinstance(result, str)]
         chosen = [(fit, result) for fit, result in results if isinstance(result, BoxForm)]
         if len(chosen) > 1:
             counts = " or ".join(sorted({str(fit.classes) for fit, _ in chosen}))
             raise UnreadBoxes(seen.shapes, f"they are of {counts} classes; say how many with --classes")
-        if chosen or any(result is None for _, result in results):
-            return chosen[0] if chosen else None
+        if chosen:
+            return chosen[0]
+        empty |= any(result is None for _, result in results)
+    if empty:
+        return None
     raise UnreadBoxes(seen.shapes, reasons[0])
 
 
-def _examine_boxes(fit: Fit, seen: ObservedOutputs) -> BoxForm | str | None:
-    """Return the form of the boxes, None without any, or what contradicts the layout."""
+def _examine_boxes(fit: Fit, seen: ObservedOutputs, graded: bool) -> BoxForm | str | None:
+    """Return the form of the boxes, None without any, or what contradicts the layout, as whole numbers for scores do
+    where they have to be `graded`."""
     if reason := fit.layout.refute(fit, seen):
         return reason
     found = [fit.layout.decode(fit, seen.values, image) for image in range(min(seen.images, EXAMINED))]
@@ -456,12 +464,14 @@ def _examine_boxes(fit: Fit, seen: ObservedOutputs) -> BoxForm | str | None:
     if finite.size and (finite.min() < -SLACK or finite.max() > 1 + SLACK):
         return f"what should be scores is from {finite.min():.3g} to {finite.max():.3g}"
     boxes = np.concatenate([one.boxes.T for one in found]).astype(np.float32)
-    usable = np.isfinite(boxes).all(1)
+    usable = np.isfinite(boxes).all(1) & boxes.any(1)
     rows = np.flatnonzero(usable & (scores > FILLED))
     if not rows.size and not fit.layout.suppressed:
-        rows = np.flatnonzero(usable & boxes.any(1))
+        rows = np.flatnonzero(usable)
     if not rows.size:
         return None
+    if graded and _has_whole_numbers(scores[rows]):
+        return "what should be scores are whole numbers"
     if found[0].labels is not None:
         kinds = np.concatenate([one.labels for one in found if one.labels is not None])[rows]
         if not (_has_whole_numbers(kinds) and kinds.min() >= 0):
@@ -530,6 +540,17 @@ def keypoints_of(values: int) -> tuple[int, int] | None:
     """Return how many keypoints this number of values holds, and how many values each has; None for other numbers."""
     each = next((n for n in (3, 2) if values > 0 and values % n == 0), 0)
     return (values // each, each) if each else None
+
+
+def _find_factor(table: np.ndarray, others: Mapping[str, np.ndarray]) -> str:
+    """Return the output with a number of each box, such as objectness, which isn't its class or its highest score."""
+    for name, array in others.items():
+        values = array.reshape(array.shape[:2]) if array.ndim == 3 and array.shape[2] == 1 else array
+        if values.shape != table.shape[:2] or not values.size or _has_whole_numbers(values):
+            continue
+        if not np.allclose(values, table.max(-1), atol=SLACK):
+            return name
+    return ""
 
 
 def find_boxes(seen: ObservedOutputs) -> str | None:

@@ -23,7 +23,7 @@ class Detections:
 
     `boxes` float32 n x 4 (left, top, right, bottom), `scores` float32 n, `classes` int32 n, `masks` one uncompressed
     column-major COCO run-length encoding (uint32 counts) per detection, `keypoints` float32 n x K x D. `own` are the
-    network's numbers for the boxes where these may also have y before x.
+    network's numbers for the boxes where they may be meant otherwise.
     """
 
     boxes: np.ndarray
