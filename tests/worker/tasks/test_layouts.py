@@ -266,6 +266,9 @@ def test_a_pose_whose_classes_are_unknown_asks_for_them() -> None:
     with pytest.raises(UnreadBoxes, match="for more than one class give --classes"):
         list_fits(POSE.seen(shapes, SIZE, 0, ()))
     assert list_fits(POSE.seen(shapes, SIZE, 3, ()))[0].extra == 17 * 3
+    table = anchors(np.concatenate([T.centres, np.full((2, FOUND, 1 + 17 * 3), 0.5)], 2))  # or with an objectness
+    with pytest.raises(UnreadBoxes, match="more than one layout fits; say how many classes"):
+        BoxReader(POSE).detections({"o": table}, np.array([SIZE, SIZE]), SIZE)
 
 
 def test_boxes_that_are_decoded_are_read() -> None:

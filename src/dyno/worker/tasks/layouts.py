@@ -443,8 +443,9 @@ def choose_layout(
         reasons += [result for _, result in results if isinstance(result, str)]
         chosen = [(fit, result) for fit, result in results if isinstance(result, BoxForm)]
         if len(chosen) > 1:
-            counts = " or ".join(sorted({str(fit.classes) for fit, _ in chosen}))
-            raise UnreadBoxes(seen.shapes, f"they are of {counts} classes; say how many with --classes")
+            counts = sorted({str(fit.classes) for fit, _ in chosen})
+            several = f"they are of {' or '.join(counts)} classes" if len(counts) > 1 else "more than one layout fits"
+            raise UnreadBoxes(seen.shapes, f"{several}; say how many classes there are with --classes")
         if chosen:
             return chosen[0]
         empty |= any(result is None for _, result in results)
