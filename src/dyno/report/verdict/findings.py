@@ -284,9 +284,10 @@ def describe_guess(t: TrialResult, results: Results) -> str:
         known["ImageNet's"] = (_join_values(Preprocess().mean), _join_values(Preprocess().std))
     others = (f"{' and '.join(pair)} for {name}" for name, pair in known.items() if pair != (mean, std))
     how = "letterboxed and normalised" if letterboxed else "normalised"
+    turned = ", and for BGR turn the channels in the file" * (len(preprocess.mean) == 3)
     return (
         f"images were {how} by mean {mean} and std {std}, as the file doesn't say by what; where the network was "
-        f"trained otherwise, its answers are wrong: give --mean and --std ({', '.join(others)})."
+        f"trained otherwise, its answers are wrong: give --mean and --std ({', '.join(others)}){turned}."
     )
 
 
