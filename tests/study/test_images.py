@@ -138,7 +138,12 @@ def test_data_for_another_task_is_refused(tmp_path: Path) -> None:
     assert dyno_data.meta(data_for(boxes, task="detect", classes=2))["has"] == ["boxes"]
     for task, data, more, line in (
         ("detect", folder, {}, "is in class folders, but net is for detect; give annotations in COCO's"),
-        ("classify", boxes, {}, "is in YOLO's format, but net is for classify; give class folders"),
+        (
+            "classify",
+            boxes,
+            {},
+            "is in YOLO's format, but net is for classify; give class folders .*, or --task detect if",
+        ),
         ("segment", boxes, {"classes": 2}, "net is for segment, but .* has no masks for all objects; give data with m"),
         ("pose", boxes, {"classes": 2}, "net is for pose, but .* has no keypoints for all objects; give data with"),
         ("detect", boxes, {"classes": 80}, "has 2 classes, but net has 80 classes; give the data"),

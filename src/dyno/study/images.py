@@ -59,6 +59,7 @@ def prepared(
     data_format = dyno_data.format_of(path)
     if data_format.labels not in ("", task.labels):
         labelled = "class folders or a table of path,label"
+        labelled += ", or --task detect if it gives boxes" * (not study.task)
         expected = "annotations in COCO's or YOLO's format, or one folder of images" if objects else labelled
         raise UserError(
             f"{study.data} is in {data_format.described}, but {model.name} is for {model.task}; give {expected}"

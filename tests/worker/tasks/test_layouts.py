@@ -191,6 +191,20 @@ def test_the_number_of_classes_says_whether_one_is_none(known: Any) -> None:
         np.testing.assert_array_equal(found.classes, T.labels[image] % 2)
 
 
+@pytest.mark.parametrize("known", [{"classes": 3}, {"likely": (3, ())}, {}])
+def test_logits_of_four_are_no_boxes(known: Any) -> None:
+    """Three classes and "no object", of outputs without names."""
+    labels = T.labels % 3
+    sure = np.concatenate([np.eye(3)[labels] * T.scores[..., None], 1 - T.scores[..., None]], 2)
+    queries = np.concatenate([sure, np.eye(4)[np.full((2, 3 * FOUND), 3)]], 1)
+    arrays = {"output": np.log(queries.clip(1e-6)), "output_1": many_boxes(T.centres / SHARES)}
+    for image, found in enumerate(
+        BoxReader(DETECT, confidence=0.1, **known).detections(arrays, np.array([SIZE, SIZE]), SIZE)
+    ):
+        np.testing.assert_allclose(found.boxes, T.boxes[image], atol=1e-3)
+        np.testing.assert_array_equal(found.classes, labels[image])
+
+
 def test_rows_of_a_batch_are_counted_by_another_output() -> None:
     """As PaddleDetection's are: bbox is M x 6, and bbox_num has the rows of each image."""
     rows, counts = T.rows("class", "score", "box"), np.array([FOUND, 2, 0], np.int32)

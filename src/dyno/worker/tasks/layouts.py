@@ -555,8 +555,10 @@ def _find_factor(table: np.ndarray, others: Mapping[str, np.ndarray]) -> str:
 
 
 def find_boxes(seen: ObservedOutputs) -> str | None:
-    """Return the name of the output that has boxes, rows of four values."""
+    """Return the name of the output that has boxes, rows of four values; logits of four classes have negative ones."""
     found = [name for name, shape in seen.shapes.items() if len(shape) in (2, 3) and shape[-1] == 4]
+    negative = {name: np.count_nonzero(a < 0) > 0.1 * a.size for name, a in seen.values.items() if name in found}
+    found.sort(key=lambda name: negative.get(name, False))
     return next((n for n in found if "box" in n.lower() and "raw" not in n.lower()), found[0] if found else None)
 
 
