@@ -291,8 +291,9 @@ class DetectionCollector(Collector):
         images = np.repeat([sample for sample, _ in pairs], [len(one.scores) for one in found]).astype(np.int64)
         weights = join_arrays([one.scores for one in found], np.float32) ** 2  # many boxes of low scores are noise
 
-        def measure_share(own: np.ndarray) -> float:
-            return float(weights[present[images, own]].sum() / max(float(weights.sum()), 1e-9))
+        def measure_share(own: np.ndarray, among: np.ndarray) -> float:
+            right = present[images[among], own[among]]
+            return float(weights[among][right].sum() / max(float(weights[among].sum()), 1e-9))
 
         return numbered_as(labels, self._names, measure_share)
 
@@ -356,35 +357,41 @@ class DetectionCollector(Collector):
 
 
 def numbered_as(
-    labels: np.ndarray, classes: int, measure_share: Callable[[np.ndarray], float] | None = None
+    labels: np.ndarray, classes: int, measure_share: Callable[[np.ndarray, np.ndarray], float] | None = None
 ) -> tuple[np.ndarray | None, str]:
     """Return labels as the data numbers its classes, from 0, and a note where the network counts otherwise.
 
     Networks with a background count from 1, and those of COCO's 80 classes often by COCO's own numbers up to 90. Where
-    the highest labels don't occur, all these fit; then `measure_share` decides, which returns how much of the
-    detections' squared scores is of classes that their images have: another numbering has to be true of most of them,
-    and of twice as much. None where the labels are of other classes than the data's.
+    the highest labels don't occur, all these fit; then `measure_share` decides, which returns how much of some
+    detections' squared scores is of classes that their images have: of those that differ, another numbering has to be
+    true of most, and of twice as much. None where the labels are of other classes than the data's.
     """
     if not classes or not len(labels):
         return labels, ""
     others = _list_numberings(labels, classes)
     if others and measure_share is not None:
-        others.sort(key=lambda other: -measure_share(other[0]))
+        others.sort(key=lambda other: -measure_share(other[0], labels >= 0))
     if labels.max() >= classes:
         unread = f"{layouts.UNREAD}: a box is of class {labels.max()}, and the data has {classes} classes"
         return others[0] if others else (None, unread)
-    is_other = others and measure_share and measure_share(others[0][0]) > max(0.5, 2 * measure_share(labels))
+    if not others or measure_share is None:
+        return labels, ""
+    differ = others[0][0] != labels
+    is_other = measure_share(others[0][0], differ) > max(0.5, 2 * measure_share(labels, differ))
     return others[0] if is_other else (labels, "")
 
 
 def _list_numberings(labels: np.ndarray, classes: int) -> list[tuple[np.ndarray, str]]:
-    """Return the labels by each numbering from 1 that they fit, with a note on it."""
+    """Return the labels by each other numbering that they fit, with a note on it."""
     found = []
     if labels.min() >= 1 and labels.max() <= classes:
         found.append((labels - 1, "the network's classes count from 1 (0 is the background) and were taken so"))
-    if classes == COCO_CLASSES and labels.min() >= 1 and labels.max() <= 90 and not np.isin(labels, NOT_IN_COCO).any():
-        own = labels - 1 - np.searchsorted(NOT_IN_COCO, labels).astype(labels.dtype)
-        found.append((own, "the network's classes have COCO's numbers up to 90 and were taken so"))
+    for first in (1, 0) if classes == COCO_CLASSES else ():
+        numbers = labels + (1 - first)  # COCO's own
+        if numbers.min() >= 1 and numbers.max() <= 90 and not np.isin(numbers, NOT_IN_COCO).any():
+            own = numbers - 1 - np.searchsorted(NOT_IN_COCO, numbers).astype(labels.dtype)
+            less = "" if first else ", less one,"
+            found.append((own, f"the network's classes have COCO's numbers up to 90{less} and were taken so"))
     return found
 
 
