@@ -285,9 +285,10 @@ def describe_guess(t: TrialResult, results: Results) -> str:
     others = (f"{' and '.join(pair)} for {name}" for name, pair in known.items() if pair != (mean, std))
     how = "letterboxed and normalised" if letterboxed else "normalised"
     turned = ", and for BGR turn the channels in the file" * (len(preprocess.mean) == 3)
+    crop = "" if letterboxed else f" They were cropped at the centre of {preprocess.resize:.3g} times the size."
     return (
         f"images were {how} by mean {mean} and std {std}, as the file doesn't say by what; where the network was "
-        f"trained otherwise, its answers are wrong: give --mean and --std ({', '.join(others)}){turned}."
+        f"trained otherwise, its answers are wrong: give --mean and --std ({', '.join(others)}){turned}.{crop}"
     )
 
 
