@@ -209,6 +209,8 @@ def test_features_are_never_scored_in_place_of_class_scores(tmp_path: Path) -> N
     collector = TopKCollector(EvaluationInputs(trial, 4, 4))
     assert collector.of(0, top) is None and "sorted inside the network" in collector.oddities([None])[0]
     assert collector.of(0, {"scores": scores, "indices": order}) is not None, "these are in the order of the classes"
+    falling = np.arange(40, 0, -1).reshape(4, 10)
+    assert collector.of(0, {"scores": falling}) is not None, "whole numbers may be the scores themselves"
 
 
 @pytest.mark.parametrize(
