@@ -339,6 +339,19 @@ def list_unscored_findings(run: RunData) -> Iterator[Finding]:
         yield Finding(WARNING, f"{model}: {sentence}{budget}.")
 
 
+def list_empty_budgets(run: RunData) -> Iterator[Finding]:
+    """Yield a warning for each reference of which everything may be lost within a budget."""
+    references = {t.id: t.given for t in run.references.values()}
+    for _, row in run.frame[run.frame["trial"].isin(list(references))].iterrows():
+        for budget in run.budgets:
+            metric = known()[budget.metric]
+            if float(row.get(metric.column, math.nan)) <= budget.points:
+                has = f"{references[row['trial']]}: the reference has {metric.label} {row[metric.column]:.2f} %"
+                yield Finding(
+                    WARNING, f"{has}, all of which the budget {budget} allows to lose, so everything is within it."
+                )
+
+
 def list_unscored(t: TrialResult) -> str:
     """Return the trial's warning on outputs that can't be scored, "" without one."""
     marks = UNMEASURED, UNREAD
