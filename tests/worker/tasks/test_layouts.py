@@ -127,6 +127,8 @@ LAYOUTS: dict[str, Callable[[], Arrays]] = {
     "Caffe's SSD": lambda: {"o": T.rows("image", "class", "score", "box").reshape(1, 1, -1, 7) / [1, 1, 1, *SHARES]},
     "lists": lambda: {"labels": T.labels, "boxes": T.boxes, "scores": T.scores},
     "lists without names": lambda: {"a": T.scores[..., None], "b": T.boxes / SHARES, "c": T.labels[..., None]},
+    "lists of like names": lambda: {"boxes": T.boxes, "class_scores": T.scores, "class_ids": T.labels},
+    "scores behind boxes, a column of classes": lambda: {"dets": T.rows("box", "score"), "labels": T.labels[..., None]},
     "MMDetection": lambda: {"dets": padded(T.rows("box", "score"), 0.0), "labels": padded(T.labels, 0)},
     "EfficientNMS": lambda: {
         "num_dets": np.full((2, 1), FOUND, np.int32), "det_boxes": padded(T.boxes, 7.0),

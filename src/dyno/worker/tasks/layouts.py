@@ -227,10 +227,9 @@ class Lists(BoxLayout):
         lead = seen.shapes[boxes][:-1]
         if len(lead) == 1 and seen.images != 1:
             return None
-        single = [
-            name for name, shape in seen.shapes.items() if can_be_same(shape, lead) or can_be_same(shape, (*lead, 1))
-        ]
-        scores, labels = find_named(single, "score", "conf"), find_named(single, "class", "label", "cls")
+        single = _list_single(seen, lead)
+        scores = find_named(single, "score", "conf")
+        labels = find_named([name for name in single if name != scores], "class", "label", "cls", "categor")
         if not (scores and labels) and len(single) == 2:
             order = sorted(single, key=lambda name: _has_whole_numbers(seen.values.get(name)))
             scores, labels = order if not (scores or labels) else (
@@ -266,9 +265,7 @@ class ScoredLists(BoxLayout):
         if boxes is None or seen.extra:
             return None
         lead = seen.shapes[boxes][:-1]
-        labels = find_named(
-            [n for n, shape in seen.shapes.items() if can_be_same(shape, lead)], "label", "class", "cls"
-        )
+        labels = find_named(_list_single(seen, lead), "label", "class", "cls", "categor")
         if not labels or (len(lead) == 1 and seen.images != 1):
             return None
         return Fit(self, (boxes, labels), seen.classes or None, rank=0.5)
@@ -276,7 +273,7 @@ class ScoredLists(BoxLayout):
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
         rows, labels = ((a[image] if values[fit.names[0]].ndim == 3 else a) for a in map(values.__getitem__, fit.names))
         table = rows.astype(np.float32).T
-        return Candidates(table[:4], table[4], labels.astype(np.float32))
+        return Candidates(table[:4], table[4], labels.reshape(-1).astype(np.float32))
 
 
 @dataclass(frozen=True)
@@ -560,6 +557,11 @@ def find_boxes(seen: ObservedOutputs) -> str | None:
     negative = {name: np.count_nonzero(a < 0) > 0.1 * a.size for name, a in seen.values.items() if name in found}
     found.sort(key=lambda name: negative.get(name, False))
     return next((n for n in found if "box" in n.lower() and "raw" not in n.lower()), found[0] if found else None)
+
+
+def _list_single(seen: ObservedOutputs, lead: Shape) -> list[str]:
+    """Return the names of the outputs with one value of each box."""
+    return [name for name, shape in seen.shapes.items() if can_be_same(shape, lead) or can_be_same(shape, (*lead, 1))]
 
 
 def find_named(names: Sequence[str], *words: str) -> str:
