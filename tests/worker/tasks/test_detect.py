@@ -277,3 +277,16 @@ def test_the_annotated_objects_tell_how_boxes_are_meant(
     assert collector.arrays(answers)["detection_box"].tolist() == [read]
     notes = collector.oddities(answers)
     assert note in notes[0] if note else notes == []
+
+
+def test_boxes_of_another_number_of_classes_have_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text('{"classes": ["a", "b", "c"]}')
+    np.save(tmp_path / "sizes.npy", np.full((1, 2), 64, np.int32))
+    data = DataSpec("d", folder=str(tmp_path), count=1)
+    trial = Trial(ModelSpec("net", "fake:net", task="detect"), "fake", "fp32", Dims(1, 64, 64), data=data)
+    table = np.full((1, 6, 84), 0.01, np.float32)
+    table[:, :4], table[0, 4, 0] = 20, 0.9
+    for classes, notes in ((2, ["the boxes are of 2 classes, and the data has 3"]), (3, [])):
+        collector = DETECT.collector(EvaluationInputs(trial, 1, 1, np.arange(1), (64, 64)))
+        answers = [collector.of(0, {"output0": np.pad(table, ((0, 0), (0, classes - 2), (0, 0)))})]
+        assert collector.oddities(answers) == notes

@@ -15,7 +15,7 @@ import numpy as np
 
 from dyno.worker.inputs import input_data
 from dyno.worker.inspection import Purpose
-from dyno.worker.spec import ModelSpec, Preprocess, UserError
+from dyno.worker.spec import ModelSpec, Preprocess, UserError, numbered
 from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes, Shape, Task, layouts
 from dyno.worker.tasks.layouts import Fit, ObservedOutputs, UnreadBoxes
 from dyno.worker.tasks.postprocess import (
@@ -259,7 +259,10 @@ class DetectionCollector(Collector):
         if unread or self._samples is None:
             return [unread] if unread else []
         pairs = [pair for batch in batches for pair in batch]
-        return [note for _, note in (self._number_classes(pairs), self._place_boxes(pairs)) if note]
+        (_, numbering), (_, placing), fit = self._number_classes(pairs), self._place_boxes(pairs), self._reader.fit
+        if not numbering and fit and self._names and fit.classes not in (None, self._names):
+            numbering = f"the boxes are of {numbered(fit.classes, 'class', 'classes')}, and the data has {self._names}"
+        return [note for note in (numbering, placing) if note]
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
         if self._samples is None or any(isinstance(batch, str) for batch in batches):
