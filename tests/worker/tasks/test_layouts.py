@@ -117,6 +117,7 @@ LAYOUTS: dict[str, Callable[[], Arrays]] = {
     "v5": lambda: {"output": anchors(objects_first(0.5), 3 * ANCHORS)},
     "v6": lambda: {"outputs": of_all_ones(anchors(objects_first(1)))},
     "end to end": lambda: {"output0": T.rows("box", "score", "class")},
+    "end to end, filled with -1": lambda: {"output0": padded(T.rows("box", "score", "class"), -1)},
     "end to end in shares": lambda: {"output0": T.rows("box", "score", "class") / [*SHARES, 1, 1]},
     "end to end, class first": lambda: {"output0": T.rows("box", "class", "score")},
     "end to end, centres": lambda: {"o": np.concatenate([T.centres / SHARES, T.rows("score", "class")], 2)},

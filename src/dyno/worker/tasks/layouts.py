@@ -209,6 +209,7 @@ class FinalRows(BoxLayout):
             array = array[array[:, 0] == image]
         table = (array[image] if array.ndim == 3 else array).astype(np.float32).T
         at = {name: place for place, name in enumerate(self.columns)}
+        table = table[:, table[at["class"]] != -1]  # of rows that only fill
         boxes = table[at["x1"] : at["x1"] + 4]
         return Candidates(boxes, table[at["score"]], table[at["class"]], table[len(self.columns) :])
 
