@@ -74,7 +74,12 @@ def networks(folder: Path) -> list[Path]:
                  "det_scores": np.where(given, rows()[..., 4], 0.9).astype(np.float32),
                  "det_classes": rows()[..., 5].astype(np.int32)}  # fmt: skip
     logits = np.where(np.eye(CLASSES)[LABELS] > 0, np.log(SCORES / (1 - SCORES))[:, None], -9).astype(np.float32)
+    y_first = [1, 0, 3, 2]  # of the boxes of TensorFlow's networks, whatever their outputs are called
+    efficientdet = np.concatenate([np.zeros((3, 1)), BOXES[:, y_first], SCORES[:, None], LABELS[:, None] + 1], 1)
+    lite = {"output_0": unit[None, :, y_first], "output_1": LABELS[None].astype(np.float32), "output_2": SCORES[None]}
     return [
+        write(folder / "efficientdet.onnx", {}, detections=efficientdet[None].astype(np.float32)),
+        write(folder / "lite.onnx", {}, **lite),
         write(folder / "metadata.onnx", ULTRALYTICS, output0=rows()),
         write(folder / "v5.onnx", {}, output=objectness(252)),
         write(folder / "lists.onnx", {}, **lists),
@@ -107,6 +112,7 @@ def test_the_accuracy_of_every_layout_is_that_of_its_boxes(
     _, out, _ = call("run", *files, "--task", "detect", "--data", data, *QUICK, "--out", tmp_path / "run", code=0)
     guessed = "images were letterboxed and normalised by mean 0,0,0 and std 1,1,1, as the file doesn't say by what"
     assert f"v5: {guessed}" in " ".join(out.split()) and f"metadata: {guessed}" not in " ".join(out.split()), out
+    assert "for BGR turn the channels in the file" in " ".join(out.split())
     with open(tmp_path / "run/results.csv", newline="") as f:
         scored = {row["model"]: float(row["map50_95"] or "nan") for row in csv.DictReader(f)}
     assert scored == {file.stem: pytest.approx(100) for file in files}

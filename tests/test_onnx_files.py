@@ -161,7 +161,7 @@ def test_files_that_are_none_stop_the_study_in_one_line(call: Any, photos: Path)
         assert code == 2 and said in err and err.count("\n") == 1
     onnx_text.write("net.onnx", "(float[n, 4] v) => (float[n, 4] y) { y = Relu(v) }")
     code, _, err = call("run", "net.onnx", *QUICK, "--data", photos)
-    assert code == 2 and "has no image input (N x C x H x W) that images could be fed to; omit --data" in err
+    assert code == 2 and "has no image input (N x C x H x W, in floating point or bytes) that images" in err
 
 
 def drawing(operator: str) -> Any:

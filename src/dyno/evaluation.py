@@ -40,8 +40,8 @@ def evaluate(
     """Measure the accuracy and speed of one model on the images of a data set; return the stored result.
 
     `settings` are fields of `Study`; by default the model runs in the default backend of its file format, in one round
-    of batches of 8. The run folder is `out`, or a new one below runs/eval. `Result.confusion` and `Result.per_class`
-    describe single classes. Raises `UserError`, one line.
+    of batches of 8; a file has its own, or 1. The run folder is `out`, or a new one below runs/eval.
+    `Result.confusion` and `Result.per_class` describe single classes. Raises `UserError`, one line.
     """
     settings = name_fields(settings)
     source_settings = {name: settings[name] for name in ("shapes", "inputs", "sizes", "channels") if name in settings}

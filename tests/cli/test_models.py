@@ -124,8 +124,9 @@ def test_batches_at_which_a_program_took_another_way_have_no_file(refused: Any, 
     assert [(row["batch"], row["status"]) for row in rows] == [(3, "ok"), (4, "failed")]
 
 
-def test_batch_and_size_that_a_file_refuses(refused: Any, onnx_file: Path) -> None:
+def test_batch_size_and_channels_that_a_file_refuses(refused: Any, onnx_file: Path) -> None:
     usual = ("run", onnx_file, "--backend", "onnxruntime")
+    assert refused(*usual, "--channels", "4") == "m takes images of 3 channels, not 4; omit --channels"
     assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")
     assert refused(*usual, "--size", "16").startswith(
         "m: the file's image size is fixed at 8x8; 16x16 needs another export"

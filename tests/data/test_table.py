@@ -162,3 +162,10 @@ def test_of_two_tables_one_must_be_given(folder: Path) -> None:
     refuses(r"has several tables of labels \(a.csv, b.csv\); give the path of the one", load, folder)
     assert load(folder / "b.csv").count == 2
     refuses("training needs class folders", load, folder / "b.csv", train=True)
+
+
+def test_what_is_no_data_set_is_told_what_is_one(folder: Path) -> None:
+    refuses(
+        r"nor a file in COCO's format \(.json\), a file in the format path,label \(.csv\), a file in YOLO's format",
+        load, folder / "images" / f"{NAMES[0]}.jpg",
+    )  # fmt: skip

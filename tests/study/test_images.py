@@ -72,6 +72,28 @@ def test_labels_that_do_not_fit_the_model(tmp_path: Path) -> None:
     refuses("digits are grey, but net takes 3 channels; give a model of one", data_for, "digits", 10)
 
 
+def test_what_helps_fits_the_model_and_the_folder(tmp_path: Path) -> None:
+    """A file keeps its classes, only a network of ImageNet's 1,000 knows synsets, and classes may lie deeper."""
+    folder = photos(tmp_path / "pets", "cat", "dog")
+    about = {"classes": ["cat", "dog"], "label_source": "folders"}
+
+    def remedy(classes: int, source: str, **more: Any) -> str:
+        with pytest.raises(UserError) as e:
+            images._check_labels(str(folder), {**about, **more}, ModelSpec("net", source), classes)
+        return str(e.value).partition("; ")[2]
+
+    table = "give a table of path,label with the network's numbers as labels"
+    alone = "or put the images into one folder to use them without labels"
+    assert remedy(3, "net.onnx") == f"{table}, {alone}"
+    assert remedy(1001, "net.onnx") == f"{table}, {alone}"
+    assert remedy(3, "torchvision:resnet18") == f"build it with --classes 2, {table}, {alone}"
+    assert remedy(1000, "net.onnx") == f"{table}, name the folders by their ImageNet synsets (n01440764), {alone}"
+    assert remedy(1, "net.onnx") == "give the data that it was trained for"
+    for kind in "abc":
+        (folder / "dog" / kind).mkdir()
+    assert remedy(3, "net.onnx") == f"give {folder}/dog, which has 3"
+
+
 def test_images_without_labels_are_right_for_any_model(tmp_path: Path) -> None:
     folder = photos(tmp_path / "loose", "", count=10)
     assert dyno_data.format_of(folder).name == "images"
@@ -118,7 +140,12 @@ def test_data_for_another_task_is_refused(tmp_path: Path) -> None:
     assert dyno_data.read_meta(data_for(boxes, task="detect", classes=2))["has"] == ["boxes"]
     for task, data, more, line in (
         ("detect", folder, {}, "is in class folders, but net is for detect; give annotations in COCO's"),
-        ("classify", boxes, {}, "is in YOLO's format, but net is for classify; give class folders"),
+        (
+            "classify",
+            boxes,
+            {},
+            "is in YOLO's format, but net is for classify; give class folders .*, or --task detect if",
+        ),
         ("segment", boxes, {"classes": 2}, "net is for segment, but .* has no masks for all objects; give data with m"),
         ("pose", boxes, {"classes": 2}, "net is for pose, but .* has no keypoints for all objects; give data with"),
         ("detect", boxes, {"classes": 80}, "has 2 classes, but net has 80 classes; give the data"),

@@ -53,7 +53,6 @@ DRAWN = (".svg", ".png", ".html")  # endings of files with a history as a chart
 PROBE_S, BUSY = 2.0, 0.5  # seconds of looking for other programs; the fewest busy processors that matter
 PAUSE_S, WAIT_S = 10.0, 600.0  # between two looks, and until a study begins anyway
 # Defaults that go by the kind of file.
-FIXED = "the file's fixed batch"
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
 # Options of the commands that measure each model in one configuration at a time.
 EACH = f"{options.MODEL} {options.IMAGES} {options.RUNTIME}"
@@ -560,7 +559,9 @@ def stress(
     raise typer.Exit(max([*(result.exit_code for result in results), UNFINISHED * (len(done) < len(models))]))
 
 
-@options.accept_options(f"{TIMED} budget", data=..., **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"})
+@options.accept_options(
+    f"{TIMED} budget", data=..., **{**BY_FILE, **EVALUATION, "batches": "8; of a file its own, else 1"}
+)
 def eval(
     overrides: Overrides,
     models: options.Models,

@@ -51,7 +51,7 @@ class LabelTable(DataFormat):
     """
 
     name = "table"
-    described = "a table of labels"
+    described = "the format path,label"
     suffixes = (".csv", ".tsv")
     labels = "classes"
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from dyno import data as dyno_data
 from dyno.data import Progress
-from dyno.data.data_format import ScanRequest
+from dyno.data.data_format import ScanRequest, list_folders
 from dyno.data.decode import EXAMINED, Transform, read_sizes
+from dyno.data.photos import COUNT
 from dyno.store import cache_dir
 from dyno.study.study import Choice, Study
 from dyno.worker import registry, tasks
@@ -41,7 +42,8 @@ def prepare_images(
     if not study.data and not study.calibration:
         return DataSpec(count=study.compared, seed=study.seed)
     if not all(size):
-        raise UserError(f"{model.name} has no image input (N x C x H x W) that images could be fed to; omit --data")
+        image = "image input (N x C x H x W, in floating point or bytes)"
+        raise UserError(f"{model.name} has no {image} that images could be fed to; omit --data")
     cache, task = cache_dir() / "datasets", tasks.find_task(model.task)
     objects = task.labels == "objects"
     if not study.data:
@@ -57,6 +59,7 @@ def prepare_images(
     data_format = dyno_data.format_of(path)
     if data_format.labels not in ("", task.labels):
         labelled = "class folders or a table of path,label"
+        labelled += ", or --task detect if it gives boxes" * (not study.task)
         expected = "annotations in COCO's or YOLO's format, or one folder of images" if objects else labelled
         raise UserError(
             f"{study.data} is in {data_format.described}, but {model.name} is for {model.task}; give {expected}"
@@ -163,18 +166,18 @@ def _check_labels(name: str, about: dict[str, Any], model: ModelSpec, outputs: i
     folders = about.get("label_source") == "folders"
     has_now = add_noun(classes, "class folder") if folders else add_noun(classes, "class", "classes")
     line = f"{name} has {has_now}, but {model.name} has {add_noun(outputs, 'class', 'classes')}"
+    deeper = (Path(name, one) for one in about["classes"] if folders and Path(name, one).is_dir())
+    if inner := next((one for one in deeper if len(list_folders(one)) == outputs), None):
+        raise UserError(f"{line}; give {inner}, which has {outputs}")
+    build = "" if registry.format_of(model.source) else f"build it with --classes {classes}"
     if has or classes > outputs:
         unused = about.get("unused", [])
         without = f" (without annotation: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''})" if unused else ""
-        raise UserError(f"{line}; give the data that it was trained for, or build it with --classes {classes}{without}")
-    synsets = "by their ImageNet synsets (n01440764)"
-    named = (
-        f"name the folders {synsets}" if folders else f"write the network's numbers as labels, or name them {synsets}"
-    )
-    raise UserError(
-        f"{line}; build it with --classes {classes}, {named}, or put the images into one folder to use them without "
-        "labels"
-    )
+        raise UserError(f"{line}; give the data that it was trained for{build and f', or {build}'}{without}")
+    table = f"{'give a table of path,label with' if folders else 'write'} the network's numbers as labels"
+    synsets = f"name {'the folders' if folders else 'them'} by their ImageNet synsets (n01440764)"
+    alone = "or put the images into one folder to use them without labels"
+    raise UserError(f"{line}; {', '.join(filter(None, (build, table, synsets * (outputs == COUNT), alone)))}")
 
 
 def check_images(study: Study, model: ModelSpec, inspection: Inspection, data: DataSpec) -> None:

@@ -314,8 +314,8 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
             remember(Path(scratch) / "job", "inspections", key)
     inspection = record.inspection or Inspection()
     files = inspection.files
-    _refuse_settings(model, study, inspection)
     channels = study.channels if inspection.channels is None else inspection.channels
+    _refuse_settings(model, study, inspection, channels)
     return replace(
         model,
         preprocess=apply_normalisation(inspection.preprocess or Preprocess(), study, channels),
@@ -330,8 +330,8 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     ), inspection
 
 
-def _refuse_settings(model: ModelSpec, study: Study, inspection: Inspection) -> None:
-    """Refuse classes or sizes that the model doesn't have."""
+def _refuse_settings(model: ModelSpec, study: Study, inspection: Inspection, channels: int) -> None:
+    """Refuse classes, sizes or channels that the model doesn't have."""
     if model.classes and inspection.outputs not in (0, model.classes):
         raise UserError(
             f"{model.name} has {inspection.outputs} classes, not {model.classes}; omit --classes, which shapes the "
@@ -339,6 +339,9 @@ def _refuse_settings(model: ModelSpec, study: Study, inspection: Inspection) -> 
         )
     if len(study.models) == 1:
         refuse_sizes(study, model, inspection)
+        if study.channels not in (channels, Study.channels):
+            has = format_count(channels, "channel")
+            raise UserError(f"{model.name} takes images of {has}, not {study.channels}; omit --channels")
 
 
 def _have_changed(files: Mapping[str, str]) -> bool:

@@ -21,6 +21,7 @@ from dyno.report import tables
 from dyno.report.charts import charts
 from dyno.report.export import export
 from dyno.report.tables import accuracy_tables, frontier_table, trial_table, variance_tables
+from dyno.results.metrics.agreement import Rank
 from dyno.results.trial_result import Results, load_run
 from dyno.table import EVERY, TEXT, Column, Table, is_missing
 from dyno.worker.record import read_json, write_json
@@ -361,3 +362,12 @@ def test_figures_that_the_host_to_host_latency_contradicts(tmp_path: Path, name:
 
 def test_one_image_is_not_images() -> None:
     assert (images_tested(1, 0), images_tested(2000, 0)) == ("1 image", "2,000 images")
+
+
+def test_a_narrow_terminal_shows_the_first_ranks_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    table = accuracy_tables.ranks([("onnxruntime int8", [Rank(n, 0.123, 0.5) for n in range(1, 11)])])
+    _, _, head, _, row, _, *note = export([table], "text").splitlines()
+    assert head.split() == ["trial", "rank", "1", "rank", "2", "rank", "3", "rank", "4"]
+    assert row.split()[:2] == ["onnxruntime", "int8"] and row.count("0.12 / 50.00 %") == 4
+    assert " ".join(" ".join(note).split()).endswith("rank 5, rank 6, rank 7, rank 8, rank 9, rank 10")

@@ -52,6 +52,13 @@ def test_the_demo_in_words(demo: Results) -> None:
     assert "2 of 20 trials have warnings" in text
 
 
+def test_a_budget_that_allows_to_lose_everything_has_a_warning(tmp_path: Path) -> None:
+    ways = Way("pytorch"), Way("a", "int8", 0.001)
+    line = "all of which the budget top1=100 allows to lose, so everything is within it."
+    assert line in study(tmp_path / "all", *ways, budget={"top1": 100.0})
+    assert "allows to lose" not in study(tmp_path / "some", *ways, budget={"top1": 50.0})
+
+
 def test_without_a_budget_the_fastest_wins(demo: Results) -> None:
     assert "fastest is openvino int8" in said(demo).splitlines()[0]
     assert "most images per second with openvino int8 at batch 8" in said(demo)

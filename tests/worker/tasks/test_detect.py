@@ -209,6 +209,8 @@ def test_features_are_never_scored_in_place_of_class_scores(tmp_path: Path) -> N
     collector = TopKCollector(EvaluationInputs(trial, 4, 4))
     assert collector.of(0, top) is None and "sorted inside the network" in collector.oddities([None])[0]
     assert collector.of(0, {"scores": scores, "indices": order}) is not None, "these are in the order of the classes"
+    falling = np.arange(40, 0, -1).reshape(4, 10)
+    assert collector.of(0, {"scores": falling}) is not None, "whole numbers may be the scores themselves"
 
 
 @pytest.mark.parametrize(
@@ -217,6 +219,9 @@ def test_features_are_never_scored_in_place_of_class_scores(tmp_path: Path) -> N
         (80, [1, 3, 44], [0, 2, 39], [0, 2, 39], "COCO's numbers up to 90"),
         (80, [1, 3, 80], [0, 2, 70], [0, 2, 70], "COCO's numbers up to 90"),
         (80, [1, 3, 80], [0, 2, 79], [0, 2, 79], "count from 1"),
+        (80, [0, 0, 0, 15, 43], [0, 0, 0, 14, 39], [0, 0, 0, 14, 39], "COCO's numbers up to 90, less one, and"),
+        (80, [0, 0, 0, 15, 43], [0, 0, 0, 15, 43], [0, 0, 0, 15, 43], ""),
+        (80, [0, 89], [0, 79], [0, 79], "COCO's numbers up to 90, less one, and"),
         (4, [1, 2, 2], [0, 1, 1], [0, 1, 1], "count from 1"),
         (4, [1, 2, 2], [1, 2, 2], [1, 2, 2], ""),
         (4, [1, 2, 2], [3, 3, 3], [1, 2, 2], ""),
@@ -229,7 +234,7 @@ def test_a_network_that_counts_from_one_is_known_without_its_last_class(
     """Three images with one object each; the network's box has the class `labels` by its own count."""
     count = len(labels)
     (tmp_path / "meta.json").write_text(json.dumps({"classes": [str(k) for k in range(classes)]}))
-    objects = [{"image_id": k, "category_id": kind} for k, kind in enumerate(truth)]
+    objects = [{"image_id": k, "category_id": kind, "bbox": [8, 8, 32, 40]} for k, kind in enumerate(truth)]
     (tmp_path / "truth.json").write_text(json.dumps({"annotations": objects}))
     np.save(tmp_path / "sizes.npy", np.full((count, 2), 64, np.int32))
     data = DataSpec("d", folder=str(tmp_path), count=count)
@@ -245,3 +250,43 @@ def test_a_network_that_counts_from_one_is_known_without_its_last_class(
     assert collector.arrays(answers)["detection_class"].tolist() == found
     notes = collector.oddities(answers)
     assert note in notes[0] if note else notes == []
+
+
+@pytest.mark.parametrize(
+    ("box", "found", "read", "note"),
+    [
+        ([8, 8, 32, 40], [8, 8, 40, 48], [8, 8, 40, 48], ""),
+        ([20, 2, 40, 8], [2, 20, 10, 60], [20, 2, 60, 10], "read as top, left, bottom and right, which places them on"),
+        ([4, 2, 56, 60], [32, 32, 56, 60], [4, 2, 60, 62], "read as centre, width and height, which places them on"),
+        ([8, 8, 32, 40], [44, 44, 63, 63], [44, 44, 63, 63], "hardly overlap the annotated objects"),
+    ],
+    ids=["as they are", "y first", "large, by its centre", "elsewhere"],
+)
+def test_the_annotated_objects_tell_how_boxes_are_meant(
+    tmp_path: Path, box: list[int], found: list[int], read: list[int], note: str
+) -> None:
+    """All are boxes inside the image when they are read as corners."""
+    (tmp_path / "meta.json").write_text('{"classes": ["a"]}')
+    (tmp_path / "truth.json").write_text(json.dumps({"annotations": [{"image_id": 0, "category_id": 0, "bbox": box}]}))
+    np.save(tmp_path / "sizes.npy", np.full((1, 2), 64, np.int32))
+    data = DataSpec("d", folder=str(tmp_path), count=1)
+    trial = Trial(ModelSpec("net", "fake:net", task="detect"), "fake", "fp32", Dims(1, 64, 64), data=data)
+    collector = DETECT.collector(EvaluationInputs(trial, 1, 1, np.arange(1), (64, 64)))
+    answers = [collector.of(0, {"boxes": np.float32([[found]]), "scores": np.float32([[0.9]]),
+                                "labels": np.array([[0]])})]  # fmt: skip
+    assert collector.arrays(answers)["detection_box"].tolist() == [read]
+    notes = collector.oddities(answers)
+    assert note in notes[0] if note else notes == []
+
+
+def test_boxes_of_another_number_of_classes_have_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text('{"classes": ["a", "b", "c"]}')
+    np.save(tmp_path / "sizes.npy", np.full((1, 2), 64, np.int32))
+    data = DataSpec("d", folder=str(tmp_path), count=1)
+    trial = Trial(ModelSpec("net", "fake:net", task="detect"), "fake", "fp32", Dims(1, 64, 64), data=data)
+    table = np.full((1, 6, 84), 0.01, np.float32)
+    table[:, :4], table[0, 4, 0] = 20, 0.9
+    for classes, notes in ((2, ["the boxes are of 2 classes, and the data has 3"]), (3, [])):
+        collector = DETECT.collector(EvaluationInputs(trial, 1, 1, np.arange(1), (64, 64)))
+        answers = [collector.of(0, {"output0": np.pad(table, ((0, 0), (0, classes - 2), (0, 0)))})]
+        assert collector.oddities(answers) == notes

@@ -117,6 +117,7 @@ LAYOUTS: dict[str, Callable[[], Arrays]] = {
     "v5": lambda: {"output": anchors(objects_first(0.5), 3 * ANCHORS)},
     "v6": lambda: {"outputs": of_all_ones(anchors(objects_first(1)))},
     "end to end": lambda: {"output0": T.rows("box", "score", "class")},
+    "end to end, filled with -1": lambda: {"output0": padded(T.rows("box", "score", "class"), -1)},
     "end to end in shares": lambda: {"output0": T.rows("box", "score", "class") / [*SHARES, 1, 1]},
     "end to end, class first": lambda: {"output0": T.rows("box", "class", "score")},
     "end to end, centres": lambda: {"o": np.concatenate([T.centres / SHARES, T.rows("score", "class")], 2)},
@@ -127,6 +128,8 @@ LAYOUTS: dict[str, Callable[[], Arrays]] = {
     "Caffe's SSD": lambda: {"o": T.rows("image", "class", "score", "box").reshape(1, 1, -1, 7) / [1, 1, 1, *SHARES]},
     "lists": lambda: {"labels": T.labels, "boxes": T.boxes, "scores": T.scores},
     "lists without names": lambda: {"a": T.scores[..., None], "b": T.boxes / SHARES, "c": T.labels[..., None]},
+    "lists of like names": lambda: {"boxes": T.boxes, "class_scores": T.scores, "class_ids": T.labels},
+    "scores behind boxes, a column of classes": lambda: {"dets": T.rows("box", "score"), "labels": T.labels[..., None]},
     "MMDetection": lambda: {"dets": padded(T.rows("box", "score"), 0.0), "labels": padded(T.labels, 0)},
     "EfficientNMS": lambda: {
         "num_dets": np.full((2, 1), FOUND, np.int32), "det_boxes": padded(T.boxes, 7.0),
@@ -165,6 +168,44 @@ def test_boxes_come_back(layout: str, dtype: type) -> None:
     read = BoxReader(DETECT, known, confidence=0.1).read_detections(arrays, np.array([SIZE, SIZE]), SIZE)
     for image, found in enumerate(read):
         check(found, image, 1e-3 if dtype == np.float32 else 6e-3)
+
+
+def test_zeros_of_the_only_class_are_no_scores() -> None:
+    """Each box's class, then its score: the other way round none would have a score."""
+    rows = T.rows("box", "class", "score") * [1, 1, 1, 1, 0, 1]
+    for image, found in enumerate(BoxReader(DETECT, 1).detections({"o": rows}, np.array([SIZE, SIZE]), SIZE)):
+        np.testing.assert_allclose(found.boxes, T.boxes[image], atol=1e-3)
+        np.testing.assert_allclose(found.scores, T.scores[image], atol=1e-6)
+    swapped = {"o": rows[..., [0, 1, 2, 3, 4, 4]] + np.eye(6)[5]}  # scores of 0 and class 1 in every row
+    assert not any(len(one.scores) for one in BoxReader(DETECT).detections(swapped, np.array([SIZE, SIZE]), SIZE))
+
+
+@pytest.mark.parametrize("known", [{"classes": 2}, {"likely": (2, ())}])
+def test_the_number_of_classes_says_whether_one_is_none(known: Any) -> None:
+    """The second of two independent classes is the higher one of most queries, as "no object" would be."""
+    scores = np.concatenate(
+        [np.eye(2)[T.labels % 2] * T.scores[..., None], np.full((2, 3 * FOUND, 2), [0.01, 0.05])], 1
+    )
+    arrays = {"logits": logits(scores), "pred_boxes": many_boxes(T.centres / SHARES)}
+    for image, found in enumerate(
+        BoxReader(DETECT, confidence=0.1, **known).detections(arrays, np.array([SIZE, SIZE]), SIZE)
+    ):
+        np.testing.assert_allclose(found.scores, T.scores[image], atol=1e-6)
+        np.testing.assert_array_equal(found.classes, T.labels[image] % 2)
+
+
+@pytest.mark.parametrize("known", [{"classes": 3}, {"likely": (3, ())}, {}])
+def test_logits_of_four_are_no_boxes(known: Any) -> None:
+    """Three classes and "no object", of outputs without names."""
+    labels = T.labels % 3
+    sure = np.concatenate([np.eye(3)[labels] * T.scores[..., None], 1 - T.scores[..., None]], 2)
+    queries = np.concatenate([sure, np.eye(4)[np.full((2, 3 * FOUND), 3)]], 1)
+    arrays = {"output": np.log(queries.clip(1e-6)), "output_1": many_boxes(T.centres / SHARES)}
+    for image, found in enumerate(
+        BoxReader(DETECT, confidence=0.1, **known).detections(arrays, np.array([SIZE, SIZE]), SIZE)
+    ):
+        np.testing.assert_allclose(found.boxes, T.boxes[image], atol=1e-3)
+        np.testing.assert_array_equal(found.classes, labels[image])
 
 
 def test_rows_of_a_batch_are_counted_by_another_output() -> None:
@@ -225,8 +266,13 @@ def test_masks_and_keypoints_of_boxes_that_are_left() -> None:
         ({"o": anchors(np.concatenate([T.centres, T.every_class], 2))}, 0, "of 4 or 5 classes; .* --classes"),
         ({"o": T.rows("box", "score", "class")}, 3, "a box is of class 4, and there are 3"),
         ({"o": offsets(decoded=False)}, 5, "doesn't follow the cells of the grid: decode the boxes in the file"),
+        (
+            {"boxes": T.boxes, "scores": np.eye(CLASSES)[T.labels], "object": T.scores[..., None]},
+            5,
+            "object has a value of each box beside its classes: multiply the scores by it in the file",
+        ),
     ],
-    ids=["shape", "logits", "classes", "outside", "objectness or not", "too few classes", "not decoded"],
+    ids=["shape", "logits", "classes", "outside", "objectness or not", "too few classes", "not decoded", "objectness"],
 )
 def test_what_is_not_understood_is_one_line(arrays: Arrays, classes: int, reason: str) -> None:
     with pytest.raises(UnreadBoxes, match=reason) as raised:
@@ -239,6 +285,9 @@ def test_a_pose_whose_classes_are_unknown_asks_for_them() -> None:
     with pytest.raises(UnreadBoxes, match="for more than one class give --classes"):
         list_fits(POSE.seen(shapes, SIZE, 0, ()))
     assert list_fits(POSE.seen(shapes, SIZE, 3, ()))[0].extra == 17 * 3
+    table = anchors(np.concatenate([T.centres, np.full((2, FOUND, 1 + 17 * 3), 0.5)], 2))  # or with an objectness
+    with pytest.raises(UnreadBoxes, match="more than one layout fits; say how many classes"):
+        BoxReader(POSE).detections({"o": table}, np.array([SIZE, SIZE]), SIZE)
 
 
 def test_boxes_that_are_decoded_are_read() -> None:

@@ -321,7 +321,7 @@ def _make_rank_column(number: int) -> Column:
         return f"{format_number(row['mae'][number], 2)} / {row[name]:.2f} %" if name in row else ""
 
     meaning = "share of inputs whose class at that rank differs; printed behind the mean absolute error of the score"
-    return Column(name, meaning, "%", PERCENT, f"rank {number}", cell=format_cell)
+    return Column(name, meaning, "%", PERCENT, f"rank {number}", rank=number - 1, cell=format_cell)
 
 
 def compare_with_first(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, Table, list[str]]:

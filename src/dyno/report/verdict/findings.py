@@ -293,9 +293,11 @@ def describe_guess(t: TrialResult, results: Results) -> str:
         known["ImageNet's"] = (_join_values(Preprocess().mean), _join_values(Preprocess().std))
     others = (f"{' and '.join(pair)} for {name}" for name, pair in known.items() if pair != (mean, std))
     how = "letterboxed and normalised" if letterboxed else "normalised"
+    turned = ", and for BGR turn the channels in the file" * (len(preprocess.mean) == 3)
+    crop = "" if letterboxed else f" They were cropped at the centre of {preprocess.resize:.3g} times the size."
     return (
         f"images were {how} by mean {mean} and std {std}, as the file doesn't say by what; where the network was "
-        f"trained otherwise, its answers are wrong: give --mean and --std ({', '.join(others)})."
+        f"trained otherwise, its answers are wrong: give --mean and --std ({', '.join(others)}){turned}.{crop}"
     )
 
 
@@ -344,6 +346,19 @@ def list_unscored_findings(run: RunData) -> Iterator[Finding]:
     sentences = ((t.given, sentence) for t in run.records if t.good and (sentence := list_unscored(t)))
     for model, sentence in dict.fromkeys(sentences):
         yield Finding(WARNING, f"{model}: {sentence}{budget}.")
+
+
+def list_empty_budgets(run: RunData) -> Iterator[Finding]:
+    """Yield a warning for each reference of which everything may be lost within a budget."""
+    references = {t.id: t.given for t in run.references.values()}
+    for _, row in run.frame[run.frame["trial"].isin(list(references))].iterrows():
+        for budget in run.budgets:
+            metric = list_metrics()[budget.metric]
+            if float(row.get(metric.column, math.nan)) <= budget.points:
+                has = f"{references[row['trial']]}: the reference has {metric.label} {row[metric.column]:.2f} %"
+                yield Finding(
+                    WARNING, f"{has}, all of which the budget {budget} allows to lose, so everything is within it."
+                )
 
 
 def list_unscored(t: TrialResult) -> str:

@@ -138,7 +138,9 @@ def read_verdict(run: RunData) -> Verdict:
     timed = [t for t in results if t.good]
     several = len({(t.model, t.configuration) for t in timed}) > len({t.model for t in timed})
     all_rankings, contention = rank_goals(run), cpu_contention(results, compared=several)
-    shown, wrong = all_rankings[:MOST_GROUPS], (*_wrong_outputs(run), *verdict_findings.list_unscored_findings(run))
+    shown = all_rankings[:MOST_GROUPS]
+    unscored = *verdict_findings.list_unscored_findings(run), *verdict_findings.list_empty_budgets(run)
+    wrong = *_wrong_outputs(run), *unscored
     slow: list[Finding] = []
     if contention and contention.mostly:  # an order would be that of the machine's load
         next_step = _describe_next_step(run)

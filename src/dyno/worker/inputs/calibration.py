@@ -68,7 +68,9 @@ class CalibrationImages:
             raise UserError(NO_DATA)
         self.data, self.input = recipe.data, _image_input(parent)
         if not (Path(self.data.folder) / f"{self.data.split}.npy").is_file():
-            raise UserError(f"the data set {self.data.name} has no {self.data.split} split, which int8 needs")
+            raise UserError(
+                f"{self.data.name} has no images but those to test on; int8 needs others: give --calibration"
+            )
         self._images = Images(self.data, recipe.model.preprocess, channels_last(self.input.shape))
         _check_shape(self.input, self._images.shape, self.data.name)
         self._requested = int(recipe.options.get("samples", SAMPLES))

@@ -59,7 +59,7 @@ class TopKCollector(Collector):
         """Return index and score of the best classes, None without an output that has a row of classes for each image,
         or where several have and the images have labels; without labels the first of them counts."""
         own = {name: a for name, a in self.cut(turn, fetched).items() if a.ndim and len(a) == self.images(turn)}
-        numbers = [a for a in own.values() if a.dtype.kind in "iu"]
+        numbers = {name: a for name, a in own.items() if a.dtype.kind in "iu"}
         own = {name: a for name, a in own.items() if a.dtype.kind not in "biu"} or own
         classes = self.labelled or self.evaluated.trial.model.classes or 0
         names = find_scores({name: a.shape for name, a in own.items()}, classes)
@@ -68,7 +68,7 @@ class TopKCollector(Collector):
         if not names or self.ambiguous:
             return None
         scores = own[names[0]]
-        if self.labelled and any(_are_indices(a, scores) for a in numbers):
+        if self.labelled and any(_are_indices(a, scores) for name, a in numbers.items() if name != names[0]):
             self.is_sorted = True
             return None
         return rank_classes(scores.astype(np.float32).reshape(scores.shape[:2]), TOP)

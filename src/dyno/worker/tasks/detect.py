@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,26 @@ import numpy as np
 
 from dyno.worker.inputs import input_data
 from dyno.worker.inspection import Purpose
-from dyno.worker.spec import ModelSpec, Preprocess, UserError
+from dyno.worker.spec import ModelSpec, Preprocess, UserError, add_noun
 from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes, Shape, Task, layouts
 from dyno.worker.tasks.layouts import Fit, ObservedOutputs, UnreadBoxes
-from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, ImagePlacement, KeptRows, select_best
+from dyno.worker.tasks.postprocess import (
+    CENTRES,
+    CORNERS,
+    CORNERS_Y_FIRST,
+    SIDES,
+    BoxForm,
+    Detections,
+    ImagePlacement,
+    KeptRows,
+    overlap_by_half,
+    select_best,
+)
 
 COCO_CLASSES = 80
 TRUTH = "truth.json"  # of a decoded data set, beside its images
+BEST = 10  # boxes of an image that tell how all are meant
+TOLD, HARDLY = 0.25, 0.01  # of their squared scores: shares on annotated objects that tell something
 NOT_IN_COCO = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of its numbers from 1 to 90
 
 
@@ -131,6 +145,11 @@ class BoxReader:
         """The fit of the chosen layout; None before a batch had boxes."""
         return self._chosen[0] if self._chosen else None
 
+    @property
+    def form(self) -> BoxForm:
+        """The form of the boxes."""
+        return self._chosen[1] if self._chosen else CORNERS
+
     def read_detections(
         self, outputs: Mapping[str, np.ndarray], sizes: np.ndarray, input_size: tuple[int, int],
         aspects: Sequence[float] = (),
@@ -194,7 +213,8 @@ class BoxReader:
         boxes = place.place_boxes(form.convert_boxes(rows[:, :4], place.input))
         keypoints = self._keypoints or layouts.keypoints_of(extra) or (0, 3)
         fields = self._task.read(KeptRows(rows[:, 4:], beside, boxes, place, form, keypoints))
-        return Detections(boxes, scores, kinds, **fields)
+        own = rows if form.order == CORNERS.order and not extra else None
+        return Detections(boxes, scores, kinds, **fields, own=own)
 
     def _check_labels(self, found: Sequence[Detections], outputs: Mapping[str, np.ndarray]) -> None:
         """Raise `UnreadBoxes` where classes are seen that the network can't have."""
@@ -242,8 +262,11 @@ class DetectionCollector(Collector):
         unread = next((batch for batch in batches if isinstance(batch, str)), "")
         if unread or self._samples is None:
             return [unread] if unread else []
-        _, note = self._number_classes([pair for batch in batches for pair in batch])
-        return [note] if note else []
+        pairs = [pair for batch in batches for pair in batch]
+        (_, numbering), (_, placing), fit = self._number_classes(pairs), self._place_boxes(pairs), self._reader.fit
+        if not numbering and fit and self._names and fit.classes not in (None, self._names):
+            numbering = f"the boxes are of {add_noun(fit.classes, 'class', 'classes')}, and the data has {self._names}"
+        return [note for note in (numbering, placing) if note]
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
         if self._samples is None or any(isinstance(batch, str) for batch in batches):
@@ -256,7 +279,7 @@ class DetectionCollector(Collector):
         image = np.repeat([sample for sample, _ in pairs], [len(d.scores) for d in detections])
         return {
             "detection_image": image.astype(np.int64),
-            "detection_box": join_arrays([d.boxes for d in detections], np.float32, 4),
+            "detection_box": join_arrays(self._place_boxes(pairs)[0], np.float32, 4),
             "detection_score": join_arrays([d.scores for d in detections], np.float32),
             "detection_class": labels,
             **self._task.arrays(detections, self._model),
@@ -266,51 +289,116 @@ class DetectionCollector(Collector):
         """Return the classes of all detections as the data numbers them, and a note where the network doesn't."""
         found = [one for _, one in pairs]
         labels = join_arrays([one.classes for one in found], np.int32)
-        fit, truth = self._reader.fit, Path(self.evaluated.trial.data.folder, TRUTH)
-        if fit is None or not fit.layout.numbers_classes or not self._names or not truth.is_file():
+        fit = self._reader.fit
+        if fit is None or not fit.layout.numbers_classes or not self._names or not self._objects:
             return numbered_as(labels, self._names)
         present = np.zeros((len(self._sizes), self._names), bool)
-        for one in json.loads(truth.read_text(encoding="utf-8"))["annotations"]:
+        for one in self._objects:
             present[one["image_id"], one["category_id"]] = True
         images = np.repeat([sample for sample, _ in pairs], [len(one.scores) for one in found]).astype(np.int64)
         weights = join_arrays([one.scores for one in found], np.float32) ** 2  # many boxes of low scores are noise
 
-        def measure_share(own: np.ndarray) -> float:
-            return float(weights[present[images, own]].sum() / max(float(weights.sum()), 1e-9))
+        def measure_share(own: np.ndarray, among: np.ndarray) -> float:
+            right = present[images[among], own[among]]
+            return float(weights[among][right].sum() / max(float(weights[among].sum()), 1e-9))
 
         return numbered_as(labels, self._names, measure_share)
 
+    @cached_property
+    def _objects(self) -> list[dict[str, Any]]:
+        """The annotated objects, none where the data has no annotations."""
+        truth = Path(self.evaluated.trial.data.folder, TRUTH)
+        objects: list[dict[str, Any]] = json.loads(truth.read_text("utf-8"))["annotations"] if truth.is_file() else []
+        return objects
+
+    def _place_boxes(self, pairs: Sequence[tuple[int, Detections]]) -> tuple[list[np.ndarray], str]:
+        """Return the boxes of each image, and a note where the annotated objects tell that they are meant otherwise.
+
+        Values don't tell whether y comes before x, as in TensorFlow's networks, or large boxes' corners from centres.
+        """
+        boxes, form = [one.boxes for _, one in pairs], self._reader.form
+        annotated: dict[int, list[list[float]]] = {}
+        for one in self._objects:
+            x, y, width, height = one["bbox"]
+            annotated.setdefault(one["image_id"], []).append([x, y, x + width, y + height])
+        objects = {image: np.array(corners) for image, corners in annotated.items()}
+        seen = [(k, image) for k, (image, one) in enumerate(pairs) if image in objects and len(one.scores)]
+        if not seen:
+            return boxes, ""
+        weights = np.concatenate([pairs[k][1].scores[:BEST].astype(np.float64) ** 2 for k, _ in seen])
+
+        def measure_share(placed: Sequence[np.ndarray]) -> float:
+            hits = np.concatenate([overlap_by_half(placed[k][:BEST], objects[image]) for k, image in seen])
+            return float(weights[hits].sum() / weights.sum())
+
+        share = measure_share(boxes)
+        orders = (
+            [CORNERS_Y_FIRST] if form.order == CORNERS.order and all(one.own is not None for _, one in pairs) else []
+        )
+        if (
+            orders and self._reader.fit and self._reader.fit.layout.suppressed
+        ):  # else what overlaps would be other boxes
+            orders += [CENTRES, SIDES]
+        others = [replace(order, shares=form.shares) for order in orders]
+        placed = [[self._place_own(image, one.own, other) for image, one in pairs] for other in others]
+        shares = [measure_share(one) for one in placed]
+        if shares and max(shares) > max(TOLD, 2 * share):
+            best = int(np.argmax(shares))
+            return placed[best], (
+                f"the boxes were read as {others[best].order}, which places them on the annotated objects, unlike "
+                f"{form.order}"
+            )
+        if share < HARDLY:
+            unit = "shares of the image" if form.shares else "pixels"
+            return boxes, (
+                f"the boxes, read as {form.order} in {unit}, hardly overlap the annotated objects: the network wasn't "
+                "trained on such, its images were prepared otherwise, or its boxes are meant otherwise"
+            )
+        return boxes, ""
+
+    def _place_own(self, image: int, own: np.ndarray | None, form: BoxForm) -> np.ndarray:
+        assert own is not None
+        height, width = self._sizes[image].tolist()
+        size = self.evaluated.input_size
+        return ImagePlacement(height, width, *size).place_boxes(form.convert_boxes(own, size))
+
 
 def numbered_as(
-    labels: np.ndarray, classes: int, measure_share: Callable[[np.ndarray], float] | None = None
+    labels: np.ndarray, classes: int, measure_share: Callable[[np.ndarray, np.ndarray], float] | None = None
 ) -> tuple[np.ndarray | None, str]:
     """Return labels as the data numbers its classes, from 0, and a note where the network counts otherwise.
 
     Networks with a background count from 1, and those of COCO's 80 classes often by COCO's own numbers up to 90. Where
-    the highest labels don't occur, all these fit; then `measure_share` decides, which returns how much of the
-    detections' squared scores is of classes that their images have: another numbering has to be true of most of them,
-    and of twice as much. None where the labels are of other classes than the data's.
+    the highest labels don't occur, all these fit; then `measure_share` decides, which returns how much of some
+    detections' squared scores is of classes that their images have: of those that differ, another numbering has to be
+    true of most, and of twice as much. None where the labels are of other classes than the data's.
     """
     if not classes or not len(labels):
         return labels, ""
     others = _list_numberings(labels, classes)
     if others and measure_share is not None:
-        others.sort(key=lambda other: -measure_share(other[0]))
+        others.sort(key=lambda other: -measure_share(other[0], labels >= 0))
     if labels.max() >= classes:
         unread = f"{layouts.UNREAD}: a box is of class {labels.max()}, and the data has {classes} classes"
         return others[0] if others else (None, unread)
-    is_other = others and measure_share and measure_share(others[0][0]) > max(0.5, 2 * measure_share(labels))
+    if not others or measure_share is None:
+        return labels, ""
+    differ = others[0][0] != labels
+    is_other = measure_share(others[0][0], differ) > max(0.5, 2 * measure_share(labels, differ))
     return others[0] if is_other else (labels, "")
 
 
 def _list_numberings(labels: np.ndarray, classes: int) -> list[tuple[np.ndarray, str]]:
-    """Return the labels by each numbering from 1 that they fit, with a note on it."""
+    """Return the labels by each other numbering that they fit, with a note on it."""
     found = []
     if labels.min() >= 1 and labels.max() <= classes:
         found.append((labels - 1, "the network's classes count from 1 (0 is the background) and were taken so"))
-    if classes == COCO_CLASSES and labels.min() >= 1 and labels.max() <= 90 and not np.isin(labels, NOT_IN_COCO).any():
-        own = labels - 1 - np.searchsorted(NOT_IN_COCO, labels).astype(labels.dtype)
-        found.append((own, "the network's classes have COCO's numbers up to 90 and were taken so"))
+    for first in (1, 0) if classes == COCO_CLASSES else ():
+        numbers = labels + (1 - first)  # COCO's own
+        if numbers.min() >= 1 and numbers.max() <= 90 and not np.isin(numbers, NOT_IN_COCO).any():
+            own = numbers - 1 - np.searchsorted(NOT_IN_COCO, numbers).astype(labels.dtype)
+            less = "" if first else ", less one,"
+            found.append((own, f"the network's classes have COCO's numbers up to 90{less} and were taken so"))
     return found
 
 

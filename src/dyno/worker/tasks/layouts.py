@@ -209,6 +209,7 @@ class FinalRows(BoxLayout):
             array = array[array[:, 0] == image]
         table = (array[image] if array.ndim == 3 else array).astype(np.float32).T
         at = {name: place for place, name in enumerate(self.columns)}
+        table = table[:, table[at["class"]] != -1]  # of rows that only fill
         boxes = table[at["x1"] : at["x1"] + 4]
         return Candidates(boxes, table[at["score"]], table[at["class"]], table[len(self.columns) :])
 
@@ -227,10 +228,9 @@ class Lists(BoxLayout):
         lead = seen.shapes[boxes][:-1]
         if len(lead) == 1 and seen.images != 1:
             return None
-        single = [
-            name for name, shape in seen.shapes.items() if can_be_same(shape, lead) or can_be_same(shape, (*lead, 1))
-        ]
-        scores, labels = find_named(single, "score", "conf"), find_named(single, "class", "label", "cls")
+        single = _list_single(seen, lead)
+        scores = find_named(single, "score", "conf")
+        labels = find_named([name for name in single if name != scores], "class", "label", "cls", "categor")
         if not (scores and labels) and len(single) == 2:
             order = sorted(single, key=lambda name: _has_whole_numbers(seen.values.get(name)))
             scores, labels = order if not (scores or labels) else (
@@ -266,9 +266,7 @@ class ScoredLists(BoxLayout):
         if boxes is None or seen.extra:
             return None
         lead = seen.shapes[boxes][:-1]
-        labels = find_named(
-            [n for n, shape in seen.shapes.items() if can_be_same(shape, lead)], "label", "class", "cls"
-        )
+        labels = find_named(_list_single(seen, lead), "label", "class", "cls", "categor")
         if not labels or (len(lead) == 1 and seen.images != 1):
             return None
         return Fit(self, (boxes, labels), seen.classes or None, rank=0.5)
@@ -276,7 +274,7 @@ class ScoredLists(BoxLayout):
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
         rows, labels = ((a[image] if values[fit.names[0]].ndim == 3 else a) for a in map(values.__getitem__, fit.names))
         table = rows.astype(np.float32).T
-        return Candidates(table[:4], table[4], labels.astype(np.float32))
+        return Candidates(table[:4], table[4], labels.reshape(-1).astype(np.float32))
 
 
 @dataclass(frozen=True)
@@ -352,12 +350,15 @@ class Pairs(BoxLayout):
 
     def refute(self, fit: Fit, seen: ObservedOutputs) -> str:
         table = self._read_table(fit, seen.values, slice(None)).astype(np.float32)
+        if other := _find_factor(table, {n: a for n, a in seen.values.items() if n not in fit.names}):
+            return f"{other} has a value of each box beside its classes: multiply the scores by it in the file"
         table = table[np.isfinite(table).all(-1)]
         logits = bool(table.size and (table.min() < -SLACK or table.max() > 1 + SLACK))
-        nothing = (
-            table.shape[-1] > 1 and bool(table.size) and float((table.argmax(-1) == table.shape[-1] - 1).mean()) > 0.5
-        )
-        distribution = table.shape[-1] > 1 and bool(table.size and np.abs(table.sum(-1) - 1).max() < 2 * SLACK)
+        count = table.shape[-1]
+        nothing = count > 1 and bool(table.size) and float((table.argmax(-1) == count - 1).mean()) > 0.5
+        distribution = count > 1 and bool(table.size and np.abs(table.sum(-1) - 1).max() < 2 * SLACK)
+        if seen.classes:  # their number says it more surely than the values do
+            nothing = distribution = count > seen.classes
         first = bool(table.size) and float(table[..., 0].mean()) > float(table[..., -1].mean())
         kind = ("softmax" if nothing else "sigmoid") if logits else "scores"
         if distribution and not logits:
@@ -433,21 +434,27 @@ def choose_layout(
 ) -> tuple[Fit, BoxForm] | None:
     """Return the layout of those kinds and the form of boxes that fit the values too, None where they have no box; else
     `UnreadBoxes`."""
-    reasons = list[str]()
+    reasons, empty = list[str](), False
     for _, fits in groupby(list_fits(seen, kinds), key=lambda fit: fit.rank):
-        results = [(fit, _examine_boxes(fit, seen)) for fit in fits]
+        # Zeros may be the only class and not scores, where another column has scores that aren't classes.
+        results = [(fit, _examine_boxes(fit, seen, graded=empty)) for fit in fits]
         reasons += [result for _, result in results if isinstance(result, str)]
         chosen = [(fit, result) for fit, result in results if isinstance(result, BoxForm)]
         if len(chosen) > 1:
-            counts = " or ".join(sorted({str(fit.classes) for fit, _ in chosen}))
-            raise UnreadBoxes(seen.shapes, f"they are of {counts} classes; say how many with --classes")
-        if chosen or any(result is None for _, result in results):
-            return chosen[0] if chosen else None
+            counts = sorted({str(fit.classes) for fit, _ in chosen})
+            several = f"they are of {' or '.join(counts)} classes" if len(counts) > 1 else "more than one layout fits"
+            raise UnreadBoxes(seen.shapes, f"{several}; say how many classes there are with --classes")
+        if chosen:
+            return chosen[0]
+        empty |= any(result is None for _, result in results)
+    if empty:
+        return None
     raise UnreadBoxes(seen.shapes, reasons[0])
 
 
-def _examine_boxes(fit: Fit, seen: ObservedOutputs) -> BoxForm | str | None:
-    """Return the form of the boxes, None without any, or what contradicts the layout."""
+def _examine_boxes(fit: Fit, seen: ObservedOutputs, graded: bool) -> BoxForm | str | None:
+    """Return the form of the boxes, None without any, or what contradicts the layout, as whole numbers for scores do
+    where they have to be `graded`."""
     if reason := fit.layout.refute(fit, seen):
         return reason
     found = [fit.layout.decode(fit, seen.values, image) for image in range(min(seen.images, EXAMINED))]
@@ -456,12 +463,14 @@ def _examine_boxes(fit: Fit, seen: ObservedOutputs) -> BoxForm | str | None:
     if finite.size and (finite.min() < -SLACK or finite.max() > 1 + SLACK):
         return f"what should be scores is from {finite.min():.3g} to {finite.max():.3g}"
     boxes = np.concatenate([one.boxes.T for one in found]).astype(np.float32)
-    usable = np.isfinite(boxes).all(1)
+    usable = np.isfinite(boxes).all(1) & boxes.any(1)
     rows = np.flatnonzero(usable & (scores > FILLED))
     if not rows.size and not fit.layout.suppressed:
-        rows = np.flatnonzero(usable & boxes.any(1))
+        rows = np.flatnonzero(usable)
     if not rows.size:
         return None
+    if graded and _has_whole_numbers(scores[rows]):
+        return "what should be scores are whole numbers"
     if found[0].labels is not None:
         kinds = np.concatenate([one.labels for one in found if one.labels is not None])[rows]
         if not (_has_whole_numbers(kinds) and kinds.min() >= 0):
@@ -532,10 +541,28 @@ def keypoints_of(values: int) -> tuple[int, int] | None:
     return (values // each, each) if each else None
 
 
+def _find_factor(table: np.ndarray, others: Mapping[str, np.ndarray]) -> str:
+    """Return the output with a number of each box, such as objectness, which isn't its class or its highest score."""
+    for name, array in others.items():
+        values = array.reshape(array.shape[:2]) if array.ndim == 3 and array.shape[2] == 1 else array
+        if values.shape != table.shape[:2] or not values.size or _has_whole_numbers(values):
+            continue
+        if not np.allclose(values, table.max(-1), atol=SLACK):
+            return name
+    return ""
+
+
 def find_boxes(seen: ObservedOutputs) -> str | None:
-    """Return the name of the output that has boxes, rows of four values."""
+    """Return the name of the output that has boxes, rows of four values; logits of four classes have negative ones."""
     found = [name for name, shape in seen.shapes.items() if len(shape) in (2, 3) and shape[-1] == 4]
+    negative = {name: np.count_nonzero(a < 0) > 0.1 * a.size for name, a in seen.values.items() if name in found}
+    found.sort(key=lambda name: negative.get(name, False))
     return next((n for n in found if "box" in n.lower() and "raw" not in n.lower()), found[0] if found else None)
+
+
+def _list_single(seen: ObservedOutputs, lead: Shape) -> list[str]:
+    """Return the names of the outputs with one value of each box."""
+    return [name for name, shape in seen.shapes.items() if can_be_same(shape, lead) or can_be_same(shape, (*lead, 1))]
 
 
 def find_named(names: Sequence[str], *words: str) -> str:

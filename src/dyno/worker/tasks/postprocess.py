@@ -22,7 +22,8 @@ class Detections:
     """The detections in one image, by falling score; coordinates are pixels of the original image.
 
     `boxes` float32 n x 4 (left, top, right, bottom), `scores` float32 n, `classes` int32 n, `masks` one uncompressed
-    column-major COCO run-length encoding (uint32 counts) per detection, `keypoints` float32 n x K x D.
+    column-major COCO run-length encoding (uint32 counts) per detection, `keypoints` float32 n x K x D. `own` are the
+    network's numbers for the boxes where they may be meant otherwise.
     """
 
     boxes: np.ndarray
@@ -30,6 +31,7 @@ class Detections:
     classes: np.ndarray
     masks: list[np.ndarray] | None = None
     keypoints: np.ndarray | None = None
+    own: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,15 @@ def suppress_overlaps(boxes: np.ndarray, labels: np.ndarray, iou: float, max_det
         rest[int(labels[row])] = others[~suppressed]
         row += 1
     return np.array(chosen, np.int64)
+
+
+def overlap_by_half(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return for each box (left, top, right, bottom) whether its overlap with one of the others is half or more."""
+    low, high = np.maximum(boxes[:, None, :2], others[:, :2]), np.minimum(boxes[:, None, 2:], others[:, 2:])
+    shared = (high - low).clip(0).prod(2)
+    either = (boxes[:, 2:] - boxes[:, :2]).prod(1)[:, None] + (others[:, 2:] - others[:, :2]).prod(1) - shared
+    found: np.ndarray = (2 * shared >= either.clip(1e-9)).any(1)
+    return found
 
 
 def encode_mask(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np.ndarray:
