@@ -119,6 +119,15 @@ def test_the_accuracy_of_every_layout_is_that_of_its_boxes(
 
 
 @pytest.mark.usefixtures("preloaded")
+def test_boxes_that_are_not_on_the_objects_are_said(call: Any, data: Path, tmp_path: Path, unreported: None) -> None:
+    """As of an image of 32 pixels."""
+    file = write(tmp_path / "half.onnx", ULTRALYTICS, output0=rows() * np.float32([0.5, 0.5, 0.5, 0.5, 1, 1]))
+    out = call("run", file, "--data", data, *QUICK, "--out", tmp_path / "run", code=0)[1]
+    line = "half: the boxes, read as left, top, right and bottom in pixels, hardly overlap the annotated objects"
+    assert line in " ".join(out.split())
+
+
+@pytest.mark.usefixtures("preloaded")
 def test_ties_rank_by_the_ids_of_images_as_in_pycocotools(call: Any, data: Path, tmp_path: Path) -> None:
     """Every image gets the same boxes and scores, and only the image with the lowest id, listed last, has objects."""
     from pycocotools.coco import COCO

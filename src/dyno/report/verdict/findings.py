@@ -28,6 +28,7 @@ from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE, ONE_OF, OTHER_SHAPE, OTHER_VALUES, RANDOM
 from dyno.worker.spec import TEXT_ORDER, Preprocess
 from dyno.worker.tasks.classify import UNMEASURED
+from dyno.worker.tasks.detect import AS_READ
 from dyno.worker.tasks.layouts import UNREAD
 
 if TYPE_CHECKING:
@@ -244,9 +245,10 @@ def list_weight_findings(results: Results) -> Iterator[Finding]:
 
 def list_label_findings(results: Results) -> Iterator[Finding]:
     """Yield a warning where class names are numbers in the order of text, which decides what each label means, and for
-    each model whose answers fit the labels in another order."""
-    lines = (line.removeprefix("data: ") for t in results if t.good for line in remarks.list_warnings(t))
-    told = dict.fromkeys(f"Labels: {line}." for line in lines if line.startswith(TEXT_ORDER))
+    each model whose boxes aren't on the objects, or whose answers fit the labels in another order."""
+    lines = [(t.given, line.removeprefix("data: ")) for t in results if t.good for line in remarks.list_warnings(t)]
+    told = dict.fromkeys(f"Labels: {line}." for _, line in lines if line.startswith(TEXT_ORDER))
+    told |= dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(AS_READ))
     yield from (Finding(WARNING, text) for text in told)
     matrices = dict[str, accuracy.Confusion]()
     for t in results:

@@ -35,6 +35,7 @@ COCO_CLASSES = 80
 TRUTH = "truth.json"  # of a decoded data set, beside its images
 BEST = 10  # boxes of an image that tell how all are meant
 TOLD, HARDLY = 0.25, 0.01  # of their squared scores: shares on annotated objects that tell something
+AS_READ = "the boxes, read"  # the beginning of a warning
 NOT_IN_COCO = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of its numbers from 1 to 90
 
 
@@ -351,7 +352,7 @@ class DetectionCollector(Collector):
         if share < HARDLY:
             unit = "shares of the image" if form.shares else "pixels"
             return boxes, (
-                f"the boxes, read as {form.order} in {unit}, hardly overlap the annotated objects: the network wasn't "
+                f"{AS_READ} as {form.order} in {unit}, hardly overlap the annotated objects: the network wasn't "
                 "trained on such, its images were prepared otherwise, or its boxes are meant otherwise"
             )
         return boxes, ""
