@@ -332,15 +332,7 @@ class DetectionCollector(Collector):
             hits = np.concatenate([overlap_by_half(placed[k][:BEST], objects[image]) for k, image in seen])
             return float(weights[hits].sum() / weights.sum())
 
-        share = measure_share(boxes)
-        orders = (
-            [CORNERS_Y_FIRST] if form.order == CORNERS.order and all(one.own is not None for _, one in pairs) else []
-        )
-        if (
-            orders and self._reader.fit and self._reader.fit.layout.suppressed
-        ):  # else what overlaps would be other boxes
-            orders += [CENTRES, SIDES]
-        others = [replace(order, shares=form.shares) for order in orders]
+        share, others = measure_share(boxes), self._list_other_forms(pairs)
         placed = [[self._place_own(image, one.own, other) for image, one in pairs] for other in others]
         shares = [measure_share(one) for one in placed]
         if shares and max(shares) > max(TOLD, 2 * share):
@@ -356,6 +348,15 @@ class DetectionCollector(Collector):
                 "trained on such, its images were prepared otherwise, or its boxes are meant otherwise"
             )
         return boxes, ""
+
+    def _list_other_forms(self, pairs: Sequence[tuple[int, Detections]]) -> list[BoxForm]:
+        """Return the forms that the values of the boxes can't tell from the one that they were read in."""
+        form, fit = self._reader.form, self._reader.fit
+        if form.order != CORNERS.order or any(one.own is None for _, one in pairs):
+            return []
+        # Only boxes without overlaps: NMS on boxes of another form would have kept others.
+        centred = (CENTRES, SIDES) if fit and fit.layout.suppressed else ()
+        return [replace(other, shares=form.shares) for other in (CORNERS_Y_FIRST, *centred)]
 
     def _place_own(self, image: int, own: np.ndarray | None, form: BoxForm) -> np.ndarray:
         assert own is not None
