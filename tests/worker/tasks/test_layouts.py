@@ -173,11 +173,11 @@ def test_boxes_come_back(layout: str, dtype: type) -> None:
 def test_zeros_of_the_only_class_are_no_scores() -> None:
     """Each box's class, then its score: the other way round none would have a score."""
     rows = T.rows("box", "class", "score") * [1, 1, 1, 1, 0, 1]
-    for image, found in enumerate(BoxReader(DETECT, 1).detections({"o": rows}, np.array([SIZE, SIZE]), SIZE)):
+    for image, found in enumerate(BoxReader(DETECT, 1).read_detections({"o": rows}, np.array([SIZE, SIZE]), SIZE)):
         np.testing.assert_allclose(found.boxes, T.boxes[image], atol=1e-3)
         np.testing.assert_allclose(found.scores, T.scores[image], atol=1e-6)
     swapped = {"o": rows[..., [0, 1, 2, 3, 4, 4]] + np.eye(6)[5]}  # scores of 0 and class 1 in every row
-    assert not any(len(one.scores) for one in BoxReader(DETECT).detections(swapped, np.array([SIZE, SIZE]), SIZE))
+    assert not any(len(one.scores) for one in BoxReader(DETECT).read_detections(swapped, np.array([SIZE, SIZE]), SIZE))
 
 
 @pytest.mark.parametrize("known", [{"classes": 2}, {"likely": (2, ())}])
@@ -188,7 +188,7 @@ def test_the_number_of_classes_says_whether_one_is_none(known: Any) -> None:
     )
     arrays = {"logits": logits(scores), "pred_boxes": many_boxes(T.centres / SHARES)}
     for image, found in enumerate(
-        BoxReader(DETECT, confidence=0.1, **known).detections(arrays, np.array([SIZE, SIZE]), SIZE)
+        BoxReader(DETECT, confidence=0.1, **known).read_detections(arrays, np.array([SIZE, SIZE]), SIZE)
     ):
         np.testing.assert_allclose(found.scores, T.scores[image], atol=1e-6)
         np.testing.assert_array_equal(found.classes, T.labels[image] % 2)
@@ -202,7 +202,7 @@ def test_logits_of_four_are_no_boxes(known: Any) -> None:
     queries = np.concatenate([sure, np.eye(4)[np.full((2, 3 * FOUND), 3)]], 1)
     arrays = {"output": np.log(queries.clip(1e-6)), "output_1": many_boxes(T.centres / SHARES)}
     for image, found in enumerate(
-        BoxReader(DETECT, confidence=0.1, **known).detections(arrays, np.array([SIZE, SIZE]), SIZE)
+        BoxReader(DETECT, confidence=0.1, **known).read_detections(arrays, np.array([SIZE, SIZE]), SIZE)
     ):
         np.testing.assert_allclose(found.boxes, T.boxes[image], atol=1e-3)
         np.testing.assert_array_equal(found.classes, labels[image])
@@ -287,7 +287,7 @@ def test_a_pose_whose_classes_are_unknown_asks_for_them() -> None:
     assert list_fits(POSE.seen(shapes, SIZE, 3, ()))[0].extra == 17 * 3
     table = anchors(np.concatenate([T.centres, np.full((2, FOUND, 1 + 17 * 3), 0.5)], 2))  # or with an objectness
     with pytest.raises(UnreadBoxes, match="more than one layout fits; say how many classes"):
-        BoxReader(POSE).detections({"o": table}, np.array([SIZE, SIZE]), SIZE)
+        BoxReader(POSE).read_detections({"o": table}, np.array([SIZE, SIZE]), SIZE)
 
 
 def test_boxes_that_are_decoded_are_read() -> None:
