@@ -366,7 +366,7 @@ def test_one_image_is_not_images() -> None:
 
 def test_a_narrow_terminal_shows_the_first_ranks_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    table = accuracy_tables.ranks([("onnxruntime int8", [Rank(n, 0.123, 0.5) for n in range(1, 11)])])
+    table = accuracy_tables.make_rank_table([("onnxruntime int8", [Rank(n, 0.123, 0.5) for n in range(1, 11)])])
     _, _, head, _, row, _, *note = export([table], "text").splitlines()
     assert head.split() == ["trial", "rank", "1", "rank", "2", "rank", "3", "rank", "4"]
     assert row.split()[:2] == ["onnxruntime", "int8"] and row.count("0.12 / 50.00 %") == 4
