@@ -282,7 +282,7 @@ class RemoteBlock(RunningBlock):
         if not self._waits:
             if now - self._asked < POLL_S:
                 return
-            self._host.ask("news")
+            self._host.ask("read_news")
             self._waits, self._asked = True, now
         answer = self._host.answer()
         if answer is None:
