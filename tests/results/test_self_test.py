@@ -59,6 +59,7 @@ def test_the_noise_is_told_by_its_levels() -> None:
     assert simulated(process=0.001, block=0.02, others=0.5).bound_by == "neighbours"
     assert simulated(process=0.001, block=0.02, steal=0.05).bound_by == "neighbours"
     assert simulated(process=0.001, block=0.02, clock=(2000.0, 2600.0)).bound_by == "clocks"
+    assert simulated(process=0.001, block=0.02, clock=(2000.0, 2010.0)).bound_by == "block"
 
 
 def test_studies_of_a_steady_machine_do_as_promised() -> None:
