@@ -49,6 +49,9 @@ def test_speedup_is_welchs_interval(own: list[float], reference: list[float]) ->
     assume(max(abs(x) for x in limits) < 600)
     assert (found.low, found.high) == pytest.approx(np.exp(limits), rel=1e-6)
     assert found.p == pytest.approx(min(1.0, expected.pvalue / spent), rel=1e-6)
+    if len(own) == len(reference):  # what a round of both adds to the degrees of freedom
+        evidence = stats.unpaired(own, reference)
+        assert evidence is not None and evidence.parts * (len(own) - 1) == pytest.approx(expected.df)
 
 
 def test_a_disturbed_round_of_trials_that_measured_apart_is_left_out() -> None:
