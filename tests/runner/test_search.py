@@ -181,6 +181,8 @@ def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, d
     assert rows == usual | {("onnxruntime@exporter=torchscript", 1), ("onnxruntime@exporter=torchscript", 2)}
     assert "by the route torchscript ran" in done.stdout
     assert "in round 1" in done.stderr and "after round 2" not in done.stderr, "the search shows no answers"
+    inner = Study.from_toml(next((tmp_path / "routes").glob("*/study.toml")))
+    assert (inner.search, inner.peak, inner.energy) == (False, False, False), "it measures nothing but latencies"
     written = {
         part: [p.stat().st_mtime_ns for p in (tmp_path / part).rglob("record.json")] for part in ("trials", "routes")
     }
