@@ -263,6 +263,9 @@ def test_no_more_processors_are_busy_than_there_are(
     contention = system.CpuContention()
     monkeypatch.setattr(contention, "_measure_interval", lambda: (others, 0.0, 1.0))
     assert contention.busy() == busy
+    blocks = iter([(1.5, 0.25, 1.0), (0.5, 0.75, 1.0)])  # of others, withheld, and how long it took
+    monkeypatch.setattr(contention, "_measure_interval", lambda: next(blocks))
+    assert [*contention.during([0, 1])] == [0, 1] and (contention.busy(), contention.withheld()) == (1.0, 0.5)
 
 
 def test_work_on_processors_that_a_job_may_not_use_does_not_disturb_it(
