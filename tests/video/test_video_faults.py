@@ -78,7 +78,7 @@ def test_a_truncated_video_is_answered_as_far_as_it_goes(run: Any, clip: Path, t
     found = places(tmp_path / "out.mp4")
     assert 5 < len(found) < COUNT and found[:20] == expected(len(found))[:20]
     assert facts(tmp_path).frames == len(found)
-    said = f"cut.avi says that it has {COUNT} frames, and {len(found)} were found"  # the other kind doesn't say how many
+    said = f"cut.avi says that it has {COUNT} frames, and {len(found)} were found"  # the other kind has no count
     assert (said in record(tmp_path).warnings) == (suffix == ".avi")
 
 
