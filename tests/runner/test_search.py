@@ -34,6 +34,9 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
     assert frame.loc[("int8", "", 1), "budget"] == "over"
     assert frame.loc[("int8", "keep=1", 1), "budget"] == "within"
     assert ("int8", "keep=1", 4) in frame.index, "what holds is measured at every batch"
+    tried = {t.batch: t.rounds[0].folder for t in trial_result.load_run(tmp_path / "run") if t.options}
+    first, last = ((tried[batch] / "record.json").stat().st_mtime_ns for batch in (1, 4))
+    assert first < last, "it is searched for what fails, at the smallest batch"
     made_by = next(t for t in trial_result.load_run(tmp_path / "run") if t.options).made_by
     assert made_by.kept[0].op == "Conv" and made_by.kept[0].sqnr_db < 10
     assert made_by.ranked == 4
