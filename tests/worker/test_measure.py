@@ -205,6 +205,9 @@ def test_warm_up_ends_when_steady(clock: Clock) -> None:
     assert measure.warm_up(lambda: clock.sleep(0.002 + 0.02 * 0.9 ** next(calls)), plan)
     assert next(calls) > 50, "it ended while the times still fell"
     assert clock.ns < 1.5e9, "it went on after it was steady"
+    begun = clock.ns
+    assert measure.warm_up(lambda: clock.sleep(0.001), plan)
+    assert clock.ns - begun == pytest.approx(2 * 0.2e9, rel=0.01), "two windows of a tenth each"
 
 
 def test_warm_up_says_when_it_was_never_steady(clock: Clock) -> None:
