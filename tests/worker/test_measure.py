@@ -289,6 +289,8 @@ def test_a_halt_does_not_end_a_block(clock: Clock) -> None:
     assert found.block is not None
     first, second = (found.samples[found.block == k] for k in (0, 1))
     assert first == pytest.approx([9.0, 0.01, 0.01]) and second == pytest.approx([0.01] * 5)
+    assert np.diff(found.windows).ravel() == pytest.approx([first.sum(), second.sum()])
+    assert found.window == (found.windows[0][0], found.windows[1][1]) and found.window[1] == clock.ns / 1e9
     long = measure.latency(lambda: clock.sleep(0.02), plan, blocks=[0, 1])
     assert long.block is not None and [*np.bincount(long.block)] == [3, 3], "as many as there is room for"
     longer = measure.latency(lambda: clock.sleep(0.2), plan, blocks=[0, 1])
