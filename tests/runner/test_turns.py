@@ -251,8 +251,11 @@ def test_blocks_alternate_and_nobody_measures_in_anothers(study: Any, tmp_path: 
 def test_later_rounds_load_in_parallel_and_warm_up_in_turn(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stages: list[str] = []
+    monkeypatch.setattr(Progress, "tick", lambda _, stage, elapsed: stages.append(stage))
     monkeypatch.setattr(turns.CoreLatency, "measure", lambda _: 170)
     run(study(SLOW, FAST, rounds=2), tmp_path)
+    assert {stage.partition(" in turns")[0] for stage in stages if " in turns" in stage} == {"model"}, "all are warm"
     records = stored(tmp_path)
     for facts in (record["facts"] for record in records.values()):
         assert facts["core_latencies"] == {name: [170] * len(blocks) for name, blocks in facts["blocks"].items()}
