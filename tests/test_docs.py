@@ -22,16 +22,20 @@ import site_pages
 from dyno import Study
 from dyno.cli import app
 from dyno.data.data_format import DataFormat
+from dyno.jobs import telemetry
 from dyno.layers import files
 from dyno.report import tables
 from dyno.report.tables import trial_table
+from dyno.results import remarks
 from dyno.results.correctness import TOLERANCES
-from dyno.runner import run_folder
-from dyno.worker import main, registry
+from dyno.runner import execute, run_folder
+from dyno.runner import turns as conductor
+from dyno.worker import main, measure, registry
 from dyno.worker.backend import Backend, FileFormat, Maker, Session
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import Facts
 from dyno.worker.inspection import Inspection
+from dyno.worker.jobs import stress, turns
 from dyno.worker.record import STATUSES, Measurement, Record
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Recipe, Trial
 from dyno.worker.tasks import Task
@@ -203,6 +207,24 @@ def test_the_tolerances_are_those_of_the_code() -> None:
         name: (f"{t.close:g}", f"{t.limit:g}", f"{100 * t.changed:g} %", f"{100 * t.labels:g} %", shares(t.quantile))
         for name, t in TOLERANCES.items()
     }
+
+
+def test_the_figures_of_timing_are_those_of_the_code() -> None:
+    words = {2: "two", 3: "three", 4: "four", 10: "ten"}
+    text = (ROOT / "docs/timing.md").read_text(encoding="utf-8")
+    for figure in (
+        f"over a window of {measure.RATE_WINDOW_S:g} s",
+        f"agree to {100 * measure.STEADY:g} %",
+        f"at least {measure.LEAST_SAMPLES} samples",
+        f"at least {words[turns.LEAST_BLOCKS]} blocks",
+        f"Up to {words[measure.DISCARDED]} short runs",
+        f"at least {conductor.ROOM:g} times what the largest process took",
+        f"without a file after {execute.BUILDING_S:g} s",
+        f"differ by more than {100 * remarks.GAP:g} % and {1e6 * remarks.LEAST_GAP_S:g} µs",
+        f"{words[round(1 / telemetry.GPU_PERIOD_S)]} times a second",
+        f"by more than {stress.GROWTH / 2**20:g} MiB after {stress.WARM_UP} runs",
+    ):
+        assert figure in text, figure
 
 
 def shares(share: float) -> str:

@@ -223,6 +223,8 @@ def test_children_are_looked_for_except_while_a_job_times(tmp_path: Path) -> Non
         telemetry.stop(tmp_path / "t.npz")
         parent.communicate()
     assert resident[1] > resident[0] > 0, "the child's memory counts once the job times no more"
+    with np.load(tmp_path / "t.npz") as columns:
+        assert columns["cpu"][-1] < 0.1, "both sleep"
 
 
 BACKEND = """

@@ -152,8 +152,17 @@ def test_self_tests_that_measured_the_same_are_sessions() -> None:
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_another_machines_self_test_counts_for_nothing(fake_study: Any, tmp_path: Path) -> None:
-    kept = known()
+def test_another_machines_self_test_counts_for_nothing(
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, card = known(), SimpleNamespace(name="card", uuid="GPU-1", close=lambda: None)
+    monkeypatch.setattr(self_test, "find_gpu", lambda *_: card)
+    self_test.keep(replace(kept, device="cuda:0", machine=self_test.identify_machine("cuda:0")))
+    assert self_test.find("cuda:0")[0] is not None
+    card.uuid = "GPU-2"
+    found, wrong = self_test.find("cuda:0")
+    assert found is None and "gpu_uuid was GPU-1" in wrong
+    self_test.find_place("cuda:0").unlink()
     self_test.keep(replace(kept, machine={**kept.machine, "cores": 999}))
     found, wrong = self_test.find("cpu")
     assert found is None and "cores was 999" in wrong

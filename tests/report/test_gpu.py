@@ -204,9 +204,10 @@ def test_ten_microseconds_are_nothing(tmp_path: Path) -> None:
     assert launch is not None and launch.outside > 0.05 * launch.host and launch.sentence == ""
 
 
-@pytest.mark.parametrize(("copies", "is_bound"), [(0.012, True), (0.002, False), (0.0, False)])
+@pytest.mark.parametrize(("copies", "is_bound"), [(0.012, True), (0.0039, False), (0.002, False), (0.0, False)])
 def test_copies_that_bound_the_throughput_are_named(tmp_path: Path, copies: float, is_bound: bool) -> None:
-    """A batch takes the model 4 ms; 12 ms of copies overlap it and decide how many batches a second there are."""
+    """A batch takes the model 4 ms; 12 ms of copies overlap it and decide how many batches a second there are;
+    where they take as long as the model, both do."""
     ways = [Way("tensorrt", "fp16", 0.004 / (0.3 + 0.7 * b), batch=b, card=Card(copies=copies)) for b in (1, 8)]
     found = results(tmp_path, *ways)
     measured = remarks.describe_copies(found.trials[-1])

@@ -33,7 +33,7 @@ class Machine:
         at = np.arange(0.25, 8.0, 0.25)
         for number, each in enumerate(watts):
             joules = np.where(at < 5, each / 2 * at, each / 2 * 5 + each * (at - 5))
-            self._telemetry(self._round(number), at, 1000.0 + joules, np.zeros(len(at)))
+            self._telemetry(self._round(number), at, 1000.0 + joules, np.zeros(len(at)), 1 + math.ceil(others))
             path = self._round(number) / "record.json"
             record = json.loads(path.read_text())
             begin = 500.0 if self.counter == "cpu_energy" else self._epoch(number)
@@ -45,7 +45,7 @@ class Machine:
     def idle(self, watts: float = IDLE_W, others: float = 0.0) -> None:
         at = np.arange(0.25, 3.1, 0.25)
         (self.folder / "idle").mkdir(exist_ok=True)
-        self._telemetry(self.folder / "idle", at, 7.0 + watts * at, np.full(len(at), others))
+        self._telemetry(self.folder / "idle", at, 7.0 + watts * at, np.full(len(at), others), 2 * math.ceil(others))
 
     def _round(self, number: int) -> Path:
         return next((self.folder / "trials").iterdir()) / f"r{number}"
@@ -54,10 +54,12 @@ class Machine:
         with np.load(self._round(number) / "telemetry.npz") as stored:
             return float(stored["epoch"])
 
-    def _telemetry(self, folder: Path, at: np.ndarray, joules: np.ndarray, others: np.ndarray) -> None:
+    def _telemetry(
+        self, folder: Path, at: np.ndarray, joules: np.ndarray, others: np.ndarray, processes: int = 0
+    ) -> None:
         path, had = folder / "telemetry.npz", {"epoch": np.float64(500.0)}
         if self.counter == "gpu_energy":
-            more = {"gpu_memory": np.full(len(at), 1e9), "gpu_processes": np.zeros(len(at))}
+            more = {"gpu_memory": np.full(len(at), 1e9), "gpu_processes": np.full(len(at), processes)}
             once = {"gpu_before_memory": 1e9, "gpu_before_processes": 0.0}
             had |= {k: np.asarray(v) for k, v in {**more, **once}.items()}
         if path.is_file():
@@ -116,12 +118,12 @@ def test_why_there_is_none(machine: Machine) -> None:
     assert machine.energy.missing == energy.NO_COUNTER[kind]
 
 
-def test_others_on_the_processors_spoil_a_processor_s_energy(tmp_path: Path) -> None:
-    machine = Machine(synthetic.write_run(tmp_path / "run", [Way("pytorch")], samples=50))
+def test_other_programs_spoil_a_device_s_energy(machine: Machine) -> None:
     machine.write(others=0.7)
     machine.idle()
     assert machine.energy.missing == energy.OTHERS
     machine.write()
+    assert machine.energy.missing == ""
     machine.idle(others=0.5)
     assert machine.energy.missing == energy.NOT_IDLE
     shutil.rmtree(machine.folder / "idle")

@@ -58,7 +58,18 @@ def test_the_noise_is_told_by_its_levels() -> None:
     assert both.bound_by == "block"
     assert simulated(process=0.001, block=0.02, others=0.5).bound_by == "neighbours"
     assert simulated(process=0.001, block=0.02, steal=0.05).bound_by == "neighbours"
-    assert simulated(process=0.001, block=0.02, clock=(2000.0, 2600.0)).bound_by == "clocks"
+    assert simulated(process=0.001, block=0.02, clock=(2000.0, 2100.0)).bound_by == "clocks"
+    assert simulated(process=0.001, block=0.02, clock=(2000.0, 2060.0)).bound_by == "block"
+
+
+@pytest.mark.parametrize(
+    ("smallest", "grade"), [(0.01, "A"), (0.0101, "B"), (0.0201, "C"), (0.05, "C"), (0.1, "D"), (0.1001, "E")]
+)
+def test_the_grade_is_that_of_the_smallest_difference(
+    smallest: float, grade: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SelfTest, "find_visible", lambda *_: stats.Interval(smallest, smallest, smallest))
+    assert simulated(rounds=2).grade == grade
 
 
 def test_studies_of_a_steady_machine_do_as_promised() -> None:

@@ -1,5 +1,6 @@
 """The latency between processors: its size, and the case without an answer."""
 
+import itertools
 import os
 import signal
 import time
@@ -47,11 +48,17 @@ def test_with_one_processor_nothing_is_measured() -> None:
 
 @needs_two
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_a_process_that_is_gone_or_stopped_gives_no_figure(latency: CoreLatency, is_gone: bool) -> None:
+def test_a_process_that_is_gone_or_stopped_gives_no_figure(
+    latency: CoreLatency, is_gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measure(latency)
     (other,) = answering()
     other.send_signal(signal.SIGSTOP)
-    assert latency.measure() == 0
+    looks = itertools.count(step=100_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter_ns", lambda: next(looks))
+        assert latency.measure() == 0
+    assert next(looks) < 6e6 * len(latency._others), "it has 5 ms for each"
     if is_gone:
         other.kill()
         other.wait()

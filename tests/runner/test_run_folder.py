@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import onnx_text
 from dyno import Study, load
 from dyno.results.notes import ModelFacts
 from dyno.results.trial_result import Form, find_forms
+from dyno.runner.run_folder import choose_folder
 from dyno.worker import system
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
@@ -210,6 +212,33 @@ def test_default_folders_do_not_collide(call: Any, tmp_path: Path) -> None:
     was = "dyno: runs/m was measured with seed=0, this command says seed=1: "
     assert folder("a/m.onnx", "--seed", 1) == ("runs/m-2/report.html", f"{was}writing to runs/m-2")
     assert folder("a/m.onnx", "--batch", 4) == ("runs/m/report.html", "")
+
+
+def test_a_default_folder_is_named_by_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = tmp_path / "runs" / "alexnet"
+    (round_ := first / "trials" / "of" / "r0").mkdir(parents=True)
+    (round_ / "record.json").write_text('{"status": "ok"}')
+    for name, content in (("mine", "a"), ("copy", "a"), ("other", "b")):
+        (tmp_path / f"{name}.pt").write_text(content)
+    study = Study(models="torchvision:alexnet")
+    own = replace(study, weights="mine.pt")
+
+    def chosen(before: Study, now: Study) -> str:
+        (first / "study.toml").write_text(before.to_toml())
+        return choose_folder(now)[0].name
+
+    assert chosen(study, own) == "alexnet-mine"
+    assert chosen(study, replace(study, pretrained=True)) == "alexnet-pretrained"
+    assert chosen(own, replace(study, weights="copy.pt")) == "alexnet", "they are the same weights"
+    assert chosen(own, replace(study, weights="other.pt")) == "alexnet-other"
+    (first / "study.toml").write_text("damaged")
+    assert choose_folder(study)[0].name == "alexnet-2"
+    (first / "study.toml").unlink()
+    said = "runs/alexnet is not a run folder: writing to runs/alexnet-2"
+    assert choose_folder(study) == (Path("runs/alexnet-2"), said)
+    (tmp_path / "runs" / "vgg11").mkdir()
+    assert choose_folder(Study(models="torchvision:vgg11")) == (Path("runs/vgg11"), "")
 
 
 def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(call: Any, tmp_path: Path) -> None:

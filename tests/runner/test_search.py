@@ -34,6 +34,9 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
     assert frame.loc[("int8", "", 1), "budget"] == "over"
     assert frame.loc[("int8", "keep=1", 1), "budget"] == "within"
     assert ("int8", "keep=1", 4) in frame.index, "what holds is measured at every batch"
+    tried = {t.batch: t.rounds[0].folder for t in trial_result.load_run(tmp_path / "run") if t.options}
+    first, last = ((tried[batch] / "record.json").stat().st_mtime_ns for batch in (1, 4))
+    assert first < last, "it is searched for what fails, at the smallest batch"
     made_by = next(t for t in trial_result.load_run(tmp_path / "run") if t.options).made_by
     assert made_by.kept[0].op == "Conv" and made_by.kept[0].sqnr_db < 10
     assert made_by.ranked == 4
@@ -181,6 +184,8 @@ def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, d
     assert rows == usual | {("onnxruntime@exporter=torchscript", 1), ("onnxruntime@exporter=torchscript", 2)}
     assert "by the route torchscript ran" in done.stdout
     assert "in round 1" in done.stderr and "after round 2" not in done.stderr, "the search shows no answers"
+    inner = Study.from_toml(next((tmp_path / "routes").glob("*/study.toml")))
+    assert (inner.search, inner.peak, inner.energy) == (False, False, False), "it measures nothing but latencies"
     written = {
         part: [p.stat().st_mtime_ns for p in (tmp_path / part).rglob("record.json")] for part in ("trials", "routes")
     }

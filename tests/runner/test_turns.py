@@ -250,9 +250,17 @@ def test_blocks_alternate_and_nobody_measures_in_anothers(study: Any, tmp_path: 
     assert logs > 0
 
 
-def test_later_rounds_load_in_parallel_and_warm_up_in_turn(study: Any, tmp_path: Path) -> None:
+def test_later_rounds_load_in_parallel_and_warm_up_in_turn(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages: list[str] = []
+    monkeypatch.setattr(Progress, "tick", lambda _, stage, elapsed: stages.append(stage))
+    monkeypatch.setattr(turns.CoreLatency, "measure", lambda _: 170)
     run(study(SLOW, FAST, rounds=2), tmp_path)
+    assert {stage.partition(" in turns")[0] for stage in stages if " in turns" in stage} == {"model"}, "all are warm"
     records = stored(tmp_path)
+    for facts in (record["facts"] for record in records.values()):
+        assert facts["core_latencies"] == {name: [170] * len(blocks) for name, blocks in facts["blocks"].items()}
     assert {key[1]: r["facts"]["turns"]["together"] for key, r in records.items()} == {"r0": 1, "r1": 2}
     windows = sorted((*w, key) for key, r in records.items() if key[1] == "r1" for w in r["facts"]["blocks"]["model"])
     assert len(windows) >= 6 and all(a[1] <= b[0] for a, b in pairwise(windows)), "one at a time"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import onnx_text
 from dyno import Study, UserError, load, store
 from dyno.study.interpreters import find_missing, list_installed
 from dyno.study.model_info import list_batches, model_spec
@@ -201,6 +202,13 @@ def test_files_are_known_by_content_wherever_they_lie(tmp_path: Path) -> None:
     assert digest(changed) != digest(two)
     (tmp_path / "a/w.pt").write_bytes(b"other")
     assert digest(model_spec(Study(models=("x:y",), weights=one.weights), one.source)) != digest(one)
+
+
+def test_a_file_is_for_every_backend_that_reads_it(tmp_path: Path, preloaded: str) -> None:
+    graph = onnx_text.model("(float[n, 3] x) => (float[n, 3] y) { y = Relu(x) }")
+    (tmp_path / "net.onnx").write_bytes(graph.SerializeToString())
+    found = {t.backend for t in trials(Study(models=str(tmp_path / "net.onnx")))}
+    assert {"onnxruntime", "openvino"} <= found and "pytorch" not in found
 
 
 def test_a_file_keeps_its_weights_beside_a_network_that_takes_others(tmp_path: Path) -> None:

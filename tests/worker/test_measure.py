@@ -205,6 +205,9 @@ def test_warm_up_ends_when_steady(clock: Clock) -> None:
     assert measure.warm_up(lambda: clock.sleep(0.002 + 0.02 * 0.9 ** next(calls)), plan)
     assert next(calls) > 50, "it ended while the times still fell"
     assert clock.ns < 1.5e9, "it went on after it was steady"
+    begun = clock.ns
+    assert measure.warm_up(lambda: clock.sleep(0.001), plan)
+    assert clock.ns - begun == pytest.approx(2 * 0.2e9, rel=0.01), "two windows of a tenth each"
 
 
 def test_warm_up_says_when_it_was_never_steady(clock: Clock) -> None:
@@ -286,6 +289,8 @@ def test_a_halt_does_not_end_a_block(clock: Clock) -> None:
     assert found.block is not None
     first, second = (found.samples[found.block == k] for k in (0, 1))
     assert first == pytest.approx([9.0, 0.01, 0.01]) and second == pytest.approx([0.01] * 5)
+    assert np.diff(found.windows).ravel() == pytest.approx([first.sum(), second.sum()])
+    assert found.window == (found.windows[0][0], found.windows[1][1]) and found.window[1] == clock.ns / 1e9
     long = measure.measure_latency(lambda: clock.sleep(0.02), plan, blocks=[0, 1])
     assert long.block is not None and [*np.bincount(long.block)] == [3, 3], "as many as there is room for"
     longer = measure.measure_latency(lambda: clock.sleep(0.2), plan, blocks=[0, 1])

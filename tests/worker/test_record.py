@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import random
 import types
 import typing
@@ -156,12 +157,12 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 
 
 def test_what_takes_a_file_s_place_is_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(module.os, "fsync", lambda _: done.append("flushed"))
-    monkeypatch.setattr(module.os, "replace", lambda *_: done.append("renamed"))
+    done: list[int] = []  # the size as each file is flushed, then as it is renamed
+    monkeypatch.setattr(module.os, "fsync", lambda number: done.append(os.fstat(number).st_size))
+    monkeypatch.setattr(module.os, "replace", lambda part, _: done.append(part.stat().st_size))
     write_json(tmp_path / "a.json", {})
     save_arrays(tmp_path / "a.npz", {"x": np.arange(3)})
-    assert done == ["flushed", "renamed"] * 2
+    assert len(done) == 4 and done[0] == done[1] > 0 and done[2] == done[3] > 0
 
 
 def test_text_is_utf8(tmp_path: Path) -> None:

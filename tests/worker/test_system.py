@@ -140,7 +140,7 @@ def test_processors_that_a_limit_withholds_are_counted(tenth_of_a_processor: Pat
         "from dyno.worker import system\n"
         "contention, end = system.CpuContention(), time.process_time() + 0.2\n"
         "while time.process_time() < end: pass\n"
-        "print(system.cpu_quota(), contention.withheld())"
+        "print(system.cpu_quota(), contention.count_withheld())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=1200)
     quota, withheld = map(float, done.stdout.split())
@@ -263,6 +263,12 @@ def test_no_more_processors_are_busy_than_there_are(
     contention = system.CpuContention()
     monkeypatch.setattr(contention, "_measure_interval", lambda: (others, 0.0, 1.0))
     assert contention.count_busy() == busy
+    blocks = iter([(1.5, 0.25, 1.0), (0.5, 0.75, 1.0)])  # of others, withheld, and how long it took
+    monkeypatch.setattr(contention, "_measure_interval", lambda: next(blocks))
+    assert [*contention.count_during([0, 1])] == [0, 1] and (contention.count_busy(), contention.count_withheld()) == (
+        1.0,
+        0.5,
+    )
 
 
 def test_work_on_processors_that_a_job_may_not_use_does_not_disturb_it(

@@ -262,6 +262,11 @@ def test_undecided_says_how_many_more_images(truth: Truth) -> None:
     assert decided(100, -0.01, -0.02, 0.0).more is None
     assert decided(1, 0.0, math.nan, math.nan).verdict == "undecided"
     assert decided(9, -0.05, -0.06, -0.04).verdict == "over"
+    lost = Change(400, Interval(-0.02, -0.03, -0.01))
+    chances = [lost.chance(limit) for limit in (-0.04, -0.03, -0.02, -0.01)]
+    assert chances == pytest.approx([0.5 * math.erfc(2 * 1.959964 / 2**0.5), 0.025, 0.5, 0.975])
+    sure = Change(400, Interval(-0.02, -0.02, -0.02))
+    assert [sure.chance(limit) for limit in (-0.03, -0.02, -0.01)] == [0.0, 1.0, 1.0]
     few, enough = (mean_ap.JackknifedChange(n, Interval(-0.002, -0.004, -0.001)) for n in (32, 300))
     assert accuracy.decide_accuracy(few, budget) == accuracy.BudgetDecision(accuracy.UNDECIDED, 268)
     assert accuracy.decide_accuracy(enough, budget).verdict == accuracy.WITHIN

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 from dyno.results import stats
+from dyno.results.stats import rejection
 from dyno.results.stats.decisions import more_rounds, share_error
 
 MEDIANS = st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=6)
@@ -48,6 +49,9 @@ def test_speedup_is_welchs_interval(own: list[float], reference: list[float]) ->
     assume(max(abs(x) for x in limits) < 600)
     assert (found.low, found.high) == pytest.approx(np.exp(limits), rel=1e-6)
     assert found.p == pytest.approx(min(1.0, expected.pvalue / spent), rel=1e-6)
+    if len(own) == len(reference):  # what a round of both adds to the degrees of freedom
+        evidence = stats.collect_evidence(own, reference)
+        assert evidence is not None and evidence.parts * (len(own) - 1) == pytest.approx(expected.df)
 
 
 def test_a_disturbed_round_of_trials_that_measured_apart_is_left_out() -> None:
@@ -57,6 +61,9 @@ def test_a_disturbed_round_of_trials_that_measured_apart_is_left_out() -> None:
     assert found.value == pytest.approx(undisturbed.value)
     assert found.unfiltered == pytest.approx(np.exp(np.log(reference).mean() - np.log(own).mean()))
     assert found.low < undisturbed.low < undisturbed.high < found.high, "what was left out is uncertain too"
+    still = stats.decide_apart([1.0] * 5, reference)  # all that is uncertain is the reference, as in one sample
+    half = scipy_stats.sem(np.log(reference[:4])) * rejection.critical_value(5, 1, 0.05)
+    assert math.log(still.high / still.low) / 2 == pytest.approx(half)
     assert stats.decide_apart(own, [2.0, 2.02, 1.98]).rejected == 0, (
         "three rounds don't tell which is far from the others"
     )

@@ -103,6 +103,8 @@ def test_intervals_cover_where_samples_depend_on_the_last(memory: float, block: 
         both = stats.median_interval(x), stats.percentile_intervals(x, [0.5])[0]
         hits += [each.low <= 0 <= each.high for each in both]
     assert (hits >= 0.88 * 300).all() and (hits <= 0.99 * 300).all(), hits
+    (one,), (mirrored,) = stats.percentile_intervals(x, [0.9]), stats.percentile_intervals(-x, [1 - 0.9])
+    assert (one.low, one.high) == (-mirrored.high, -mirrored.low), "either limit as the other of what is mirrored"
 
 
 def test_too_few_samples_bound_no_percentile() -> None:

@@ -66,6 +66,18 @@ def test_an_output_that_depends_on_the_batch_is_found(error: float) -> None:
     assert good.wrong == 0 and bad.wrong == 10 and not bad.to_record(1e-4).ok
 
 
+@pytest.mark.parametrize(("changed", "share"), [(0, 0.0), (1, 0.0), (3, 2 / 128)])
+def test_of_labels_the_share_that_differs_counts_less_one_of_many(changed: int, share: float) -> None:
+    class Labels(Doubler):
+        def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+            labels = (10 * self.x).astype(np.int64)
+            labels.reshape(-1)[: changed * (len(labels) == self.bad)] += 1
+            return {"output": labels}
+
+    good, bad = stress(Labels(bad=8), TRIAL, ["min", "max"], 3)
+    assert (good.worst, bad.worst) == (0, pytest.approx(share)) and bool(bad.wrong) == bool(share)
+
+
 def test_memory_that_grows_is_found() -> None:
     (found,) = stress(Doubler(leak=GROWTH // 5), TRIAL, ["opt"], 10)
     assert found.wrong == 0 and found.device_growth == 2 * GROWTH // 10 * 10 and not found.to_record(1e-4).ok

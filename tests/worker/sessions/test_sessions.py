@@ -19,7 +19,7 @@ from dyno.worker.layers.graph import list_kernels
 from dyno.worker.registry import find
 from dyno.worker.sessions import gpu
 from dyno.worker.sessions.gpu import SLOTS, slots_of
-from dyno.worker.sessions.onnx_runtime_session import by_run, events_in
+from dyno.worker.sessions.onnx_runtime_session import Profile, by_run, events_in
 from dyno.worker.sessions.torch_support import compiler_errors
 from dyno.worker.spec import PARTS, Dims, ModelSpec, Preprocess, Runtime, Trial, Unavailable
 
@@ -264,6 +264,10 @@ def test_kernels_are_told_apart_by_run_and_by_node() -> None:
     assert first == pytest.approx({zero: 1e-6, one: 2e-6}) and second == pytest.approx({zero: 3e-6, one: 4e-6})
     layers = [Layer(name="c"), Layer(name="idle"), Layer(name="c")]
     assert list_kernels(layers, [one, zero]) == [zero, None, one]
+    for each in events:
+        each["args"]["op_name"] = {"0": "Relu", "1": "Add"}.get(each["args"]["node_index"], "")
+    told = Profile(events, "fp32").seconds
+    assert told == pytest.approx({"Relu": 3e-6, "Add": 4e-6}), "of all runs but the first"
 
 
 def test_what_runs_in_a_loop_is_no_node_of_the_graph_around_it() -> None:

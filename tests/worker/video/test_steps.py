@@ -4,12 +4,14 @@ import random
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dyno.worker.backend import Session
+from dyno.worker.jobs import video
 from dyno.worker.jobs.video import MemorySource
 from dyno.worker.spec import Dims, Preprocess, Tensor, Unavailable
 from dyno.worker.tasks.postprocess import Detections
@@ -239,3 +241,18 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackers", None)
     with pytest.raises(Unavailable, match=r"inference-dyno\[track\]"):
         Tracker("sort", RATE, 0.5)
+
+
+def test_stages_contend_in_as_many_copies_as_the_processors_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video, "codec_threads", lambda: 2)
+    monkeypatch.setattr(video.alone, "StageCopy", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(video.alone, "measure_contention", lambda copies, *_: len(copies))
+
+    def count(processors: int) -> Any:
+        facts = SimpleNamespace(processors=processors)
+        answered: Any = [None]
+        job: Any = SimpleNamespace(_facts=facts, _output=None, _source=None, _reader=None, _engine=None)
+        job._new_preparation = job._new_tracker = lambda: None
+        return video._VideoJob._measure_contention(job, answered)
+
+    assert [count(processors) for processors in (1, 4, 7, 64)] == [None, 2, 3, len(steps.STAGES)]
