@@ -274,12 +274,14 @@ def test_throughput_falls_back_on_latency(demo: Results) -> None:
     assert ranking.read_throughput(frame).iloc[0] == pytest.approx(1e3 * r["batch"] / r["latency_ms"])
 
 
-def test_trials_in_turns_are_in_the_order_of_their_ratios(demo: Results) -> None:
+def test_trials_in_turns_are_in_the_order_of_their_ratios(demo: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     frame = trial_table.read_trials(demo).frame.iloc[:3].assign(
         latency_ms=[2.0, 1.0, 1.1], speedup=[1.0, 1.9, 2.1], trial=["a", "b", "c"], reference="a",
         measured=["", stats.TURNS, stats.TURNS],
     )  # fmt: skip
     assert [*ranking.rank_trials(frame)["trial"]] == ["c", "b", "a"]
+    monkeypatch.setattr(ranking, "block_ratios", lambda *_: [])  # of two that measured with the reference alone
+    assert [*ranking.sort_rows(frame, dict.fromkeys("abc"))["trial"]] == ["c", "b", "a"]
     assert [*ranking.rank_trials(frame.assign(measured=["", stats.TURNS, stats.ALONE]))["trial"]] == ["b", "c", "a"]
     assert [*ranking.rank_trials(frame.assign(reference=["a", "a", "b"]))["trial"]] == ["b", "c", "a"]
 

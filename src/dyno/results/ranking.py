@@ -195,7 +195,7 @@ def _sort_rows(rows: Sequence[Row], trials: Mapping[str, TrialResult]) -> list[R
 
     if not _is_in_turns(ordered):
         return ordered
-    return sorted(sorted(ordered, key=itemgetter("trial")), key=cmp_to_key(compare_pair))
+    return sorted(ordered, key=cmp_to_key(compare_pair))
 
 
 def find_saturation(frame: pd.DataFrame) -> list[Saturation]:
