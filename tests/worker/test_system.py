@@ -152,7 +152,8 @@ def test_a_timing_under_a_limit_carries_a_warning(tenth_of_a_processor: Path, tm
         f"import os; open({str(tenth_of_a_processor / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
         "from dyno.worker.journal import Journal; from dyno.worker.spec import Job, Runtime; from pathlib import Path\n"
         f"journal = Journal(Path({str(tmp_path)!r}), Job('run', Runtime()))\n"
-        "for withheld in (0.01, 0.4): journal.record_contention('model', 0.0, 'cpu', withheld); print(journal.record.warnings)"
+        "for withheld in (0.01, 0.4):\n"
+        "    journal.record_contention('model', 0.0, 'cpu', withheld); print(journal.record.warnings)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=1200)
     few, more = done.stdout.splitlines()
