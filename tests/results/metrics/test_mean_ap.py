@@ -200,6 +200,7 @@ def test_the_table_has_masks_boxes_differences_and_the_budget(run: Path) -> None
     assert (same["map50_95_diff"], same["map50_95_diff_low"], same["map50_95_diff_high"]) == (0, 0, 0)
     assert shifted["map50_95_diff"] < -30 and shifted["map50_95_diff_high"] < -2
     assert shifted["box_map50_95"] == pytest.approx(0.4 * reference["box_map50_95"])
+    assert shifted["box_map50"] == pytest.approx(reference["box_map50"]) and shifted["map50"] > shifted["map50_95"]
     assert [*frame["budget"]] == ["within", "within", "over"]
     assert reference["pipeline_ips"] == 123 and reference["preprocess_ms"] == pytest.approx(1)
 

@@ -339,7 +339,7 @@ def test_what_cannot_be_made_is_one_line(digits: Any, tmp_path: Path) -> None:
     bad = {
         "give --data": replace(good, data=None),
         "unknown int8 target 'tpu'": replace(good, options={"target": "tpu"}),
-        "has no tuning split": replace(good, data=replace(digits.data, split="tuning")),
+        "has no images but those to test on": replace(good, data=replace(digits.data, split="tuning")),
         "can't be made fp8": replace(good, precision="fp8"),
     }
     for said, wrong in bad.items():

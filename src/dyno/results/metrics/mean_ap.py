@@ -444,7 +444,7 @@ class MeanAveragePrecision50(MeanAveragePrecision):
     rank = 4
     place = 4
 
-    def mean(self, scores: Scores) -> np.ndarray:
+    def average_scores(self, scores: Scores) -> np.ndarray:
         return scores.map50
 
 
@@ -475,7 +475,7 @@ class BoxMeanAveragePrecision50(BoxMeanAveragePrecision):
     meaning = "map50 of the boxes"
     place = 6
 
-    def mean(self, scores: Scores) -> np.ndarray:
+    def average_scores(self, scores: Scores) -> np.ndarray:
         return scores.map50
 
 
