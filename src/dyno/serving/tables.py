@@ -93,7 +93,7 @@ def describe_right(served: CheckedRun) -> Iterator[str]:
         yield f"Outputs are compared with none: {outputs.missing}."
 
 
-def format_bound(served: ServingRun) -> str:
+def describe_bound(served: ServingRun) -> str:
     """Return the bound, `p99 <= 20 ms`, or "" without one."""
     facts = served.facts[0]
     if not facts.bound_s:
@@ -109,7 +109,7 @@ def _describe_highest(served: ServingRun) -> Iterator[str]:
     facts = served.facts[0]
     if not facts.bound_s:
         return
-    bound = format_bound(served)
+    bound = describe_bound(served)
     if served.highest is None:
         yield from _explain_no_rate(served, bound)
         return
@@ -237,7 +237,7 @@ def _make_row(served: ServingRun) -> Row:
     outputs = served.outputs
     row: Row = {
         "label": served.trial.label, "trial": served.trial.id, "rounds": len(served.facts),
-        "bound": format_bound(served),
+        "bound": describe_bound(served),
         "holds": "" if not served.facts[0].bound_s else "yes" if served.highest else "none",
         **limit_cells("rate", served.highest), **limit_cells("full_rate", served.capacity),
         "lanes": served.facts[0].lanes,

@@ -23,7 +23,9 @@ from dyno.worker.facts.json_values import Misfit, Sparse, make_reader
 
 SCHEMA = 2
 BATCH = "batch"  # name of the axis of a shape that has the inputs of a batch
-TEXT_ORDER = "classes are numbered in the order of their names as text"  # the beginning of a warning
+# The beginnings of warnings that the verdict repeats.
+TEXT_ORDER = "classes are numbered in the order of their names as text"
+AS_READ = "the boxes, read"
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8", "int4", "fp4", "int2")
 BOUNDARIES = ("model", "all", "throughput")
 ENDPOINT = "endpoint:"  # prefix of the name of a model that a server has

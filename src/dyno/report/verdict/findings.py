@@ -26,9 +26,8 @@ from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE, ONE_OF, OTHER_SHAPE, OTHER_VALUES, RANDOM
-from dyno.worker.spec import TEXT_ORDER, Preprocess
+from dyno.worker.spec import AS_READ, TEXT_ORDER, Preprocess
 from dyno.worker.tasks.classify import UNMEASURED
-from dyno.worker.tasks.detect import AS_READ
 from dyno.worker.tasks.layouts import UNREAD
 
 if TYPE_CHECKING:

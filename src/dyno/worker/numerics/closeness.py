@@ -11,7 +11,7 @@ import numpy as np
 from dyno.worker.facts.job import is_labels
 
 ATOL, RTOL = 1e-8, 1e-3
-MOST_VALUES = 4_000_000  # of each output that are compared by `errors`; from the first input on
+MOST_VALUES = 4_000_000  # of each output that are compared by `relative_errors`; from the first input on
 FLOOR = 1e-3  # a channel's size counts as at least this share of the largest channel's
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from dyno.worker.inputs import input_data
 from dyno.worker.inspection import Purpose
-from dyno.worker.spec import ModelSpec, Preprocess, UserError, add_noun
+from dyno.worker.spec import AS_READ, ModelSpec, Preprocess, UserError, add_noun
 from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes, Shape, Task, layouts
 from dyno.worker.tasks.layouts import Fit, ObservedOutputs, UnreadBoxes
 from dyno.worker.tasks.postprocess import (
@@ -35,7 +35,6 @@ COCO_CLASSES = 80
 TRUTH = "truth.json"  # of a decoded data set, beside its images
 BEST = 10  # boxes of an image that tell how all are meant
 TOLD, HARDLY = 0.25, 0.01  # of their squared scores: shares on annotated objects that tell something
-AS_READ = "the boxes, read"  # the beginning of a warning
 NOT_IN_COCO = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of its numbers from 1 to 90
 
 
